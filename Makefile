@@ -41,8 +41,9 @@ serve: setup
 test: setup-test
 	@exec $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder -m "not slow" $(ARGS)
 
+test-all: FUZZ = 2
 test-all: setup-test
-	@exec $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder $(ARGS)
+	@ALIGNEDSERVE_FUZZ=$(FUZZ) exec $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 fuzz: setup-test
 	@ALIGNEDSERVE_FUZZ=$(FUZZ) exec $(BIN)/python -m pytest -k machine --timeout 0 $(ARGS) tests/unit

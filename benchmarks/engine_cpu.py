@@ -100,7 +100,7 @@ class Engine:
         return outputs
 
     def _chunks(self) -> list[tuple[list[ForwardItem], list[int]]]:
-        """Prompts cut into passes of at most `budget` tokens, and which prompts end in each pass."""
+        """Prefill passes of at most `budget` tokens, each with the indices of the prompts that end in it."""
         passes: list[tuple[list[ForwardItem], list[int]]] = [([], [])]
         room = self.budget
         for index, prompt in enumerate(self.prompts):

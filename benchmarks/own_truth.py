@@ -115,7 +115,7 @@ def capacity_blocks(metrics: str, store: str) -> int:
 
 
 def simulate(trace: Path, profile: Path, blocks: Mapping[str, int], options: argparse.Namespace, out: Path) -> None:
-    """Replay the trace into the folder `out`, on stores as large as the cluster's."""
+    """Simulate the trace on stores of the cluster's size, and write the results to the folder `out`."""
     machine_of_profile = default_hardware(hardware_of_cost(profile))
     block_size = machine_of_profile.block_size
     hardware = replace(

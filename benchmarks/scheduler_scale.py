@@ -23,11 +23,10 @@ from alignedserve.config import Config, DecodeConfig, KvPoolConfig, PrefillConfi
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.batch_generator import BatchGenerator, BatchLimits
 from alignedserve.scheduler.core import actions, events
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
-from alignedserve.scheduler.instance.plan import Candidate
+from alignedserve.scheduler.instance.plan import BufferKind, Candidate
 from alignedserve.scheduler.quad_tree import Entry, QuadTree
 
 BLOCK = 16

@@ -30,7 +30,7 @@ from alignedserve.cluster.cli.serve_process import ServeProcess
 SETTLED_SHARE = 0.25  # share of the time: minute 5 of 20
 SAMPLE_S = 5.0
 MOST_GROWTH = 0.02
-CAPACITY_RATE, CAPACITY_S = 400.0, 15.0  # more than two cores can serve, until the queue is full
+CAPACITY_RATE, CAPACITY_S = 400.0, 15.0  # above the capacity of two cores, long enough to fill the queue
 
 
 async def capacity(port: int) -> float:
@@ -79,7 +79,7 @@ def growth(samples: list[tuple[float, float]], seconds: float) -> dict[str, floa
 
 
 async def crowds(server: ServeProcess, cycles: int, streams: int) -> dict[str, Any]:
-    """The memory of each process after each crowd has been served."""
+    """Serve crowds of requests, and measure each process's memory after each crowd."""
     names = {pid: name_of(pid) for pid in children(server.process.pid)}
     samples: dict[int, list[tuple[float, float]]] = {pid: [] for pid in names}
     served, errors = 0, dict[str, int]()

@@ -167,7 +167,7 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--storm", help=argparse.SUPPRESS)  # in the storm's own process: where to, and how often
+    parser.add_argument("--storm", help=argparse.SUPPRESS)  # internal: port and period for the storm's process
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="options for `alignedserve serve`; last")
     options = parser.parse_args()
     if options.storm:

@@ -149,7 +149,7 @@ class Attempts:
         return wait_s
 
     def error(self, error: grpc.RpcError) -> AlignedServeError:
-        """The typed error for a failure that is final."""
+        """The typed error for a final failure."""
         if self._late(time.monotonic()):  # regardless of the last failure
             limit_s = self._first.timeout_s
             ids = {"request_id": self.request_id} if self.request_id else {}

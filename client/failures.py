@@ -100,9 +100,9 @@ class Failure(enum.Enum):
     FINAL = "final"
     """The server's final answer: another attempt would fail in the same way."""
     BROKEN = "broken"
-    """The connection broke, or the server behind it is ending: the call goes on through another one."""
+    """The connection broke, or its server is shutting down. The call continues through another connection."""
     REFUSED = "refused"
-    """The server has no room, or something that it needs is not there: later it may take the call."""
+    """The server has no room, or a part that it needs is missing. It may accept the call later."""
     UNREACHED = "unreached"
     """No server has seen the call."""
 

@@ -1,4 +1,4 @@
-"""Between Python values and the protobuf messages of `proto/inference.proto`. No I/O."""
+"""Converts between Python values and the protobuf messages of `proto/inference.proto`, without I/O."""
 
 from __future__ import annotations
 

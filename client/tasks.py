@@ -1,4 +1,4 @@
-"""A batch of the asyncio client: each open call is a task."""
+"""Batches of the asyncio client: each open call is a task."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class _Workers:
             self.ended.put((number, outcome))
 
     def close(self) -> None:
-        """Wait until the calls that are open have ended."""
+        """Wait until all open calls have ended."""
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:

@@ -36,7 +36,7 @@ from alignedserve.cluster.supervisor.supervisor import Supervisor
 from alignedserve.config import Config
 from alignedserve.config_sources import Tree, from_arguments, from_tree, to_tree
 from alignedserve.errors import ConfigError, ModelError
-from alignedserve.gateway.serve.ray_private import close_internal_port
+from alignedserve.gateway.serve import ray_private
 from alignedserve.scheduler.systems import served_settings
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class SupervisorDeployment:
             self._begun.set()
 
     async def _begin(self, tree: Tree, actors: Mapping[str, type[RoleActor]]) -> None:
-        close_internal_port()
+        ray_private.close_internal_port()
         self._config = from_tree(tree)
         logs.setup(self._config.log, "supervisor", "supervisor-0")
         context = serve.get_replica_context()
@@ -267,7 +267,7 @@ class SupervisorDeployment:
         if time.monotonic() - self._attended_at < ATTENDED_WITHIN_S:
             await asyncio.sleep(COMMAND_ENDS_S)
         logger.info("deleting the application: a stop was requested")
-        await asyncio.to_thread(serve.delete, app_name, _blocking=False)
+        await asyncio.to_thread(ray_private.begin_deleting, app_name)
 
 
 def is_deleted(app_name: str) -> bool:
@@ -282,14 +282,9 @@ def http_url(config: Config, app_name: str | None = None) -> str:
     With `app_name`, the route prefix is the application's in Serve; this blocks.
     """
     host, port, prefix = config.gateway.host, config.gateway.port, config.gateway.route_prefix
-    with contextlib.suppress(Exception):  # a private API of Serve
-        from ray.serve.context import _get_global_client
-
-        client: Any = _get_global_client()
-        host = os.environ.get(haproxy_exec.HOST) or client.http_config.host
-        port = client.http_config.port
-        if app_name is not None:
-            prefix = client.get_serve_details()["applications"][app_name]["route_prefix"] or prefix
+    with contextlib.suppress(Exception):  # Serve has ended, or is ending
+        host, port, of_app = ray_private.http_place(app_name)
+        host, prefix = os.environ.get(haproxy_exec.HOST) or host, of_app or prefix
     shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
     return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}{prefix.rstrip('/')}"
 

@@ -77,26 +77,27 @@ class RoleServer(ABC):
     role: ClassVar[str]
 
     def __init__(self, settings: RoleSettings) -> None:
-        self.settings = settings
-        self.config: Config = from_tree(settings.config)
+        self.settings = settings  # as the process was started; they never change
+        self.config: Config = from_tree(settings.config)  # `settings.config`, as values
+        # Its incarnation is newer than the predecessor's; it never changes.
         self.process = pb.ProcessKey(role=self.role, id=settings.id, incarnation=new_incarnation(settings.after))
-        self.state = "starting"
-        self.progress = 0
+        self.state = "starting"  # sent with each heartbeat; changed by `set_state` and `fail`
+        self.progress = 0  # grows with its work; sent with each heartbeat, so that a hang is noticed
         self.busy = False
         """Whether there is work to do now. If so, `progress` must grow."""
-        self.step_s = 0.0
-        self.address = ""
-        self.host: RoleHost | None = None
-        self._supervisor_address = ""
+        self.step_s = 0.0  # longest step of its work in seconds; sets how long it may be without progress
+        self.address = ""  # host:port of its gRPC server; "" until `start`
+        self.host: RoleHost | None = None  # the stream to the supervisor, and the last view; None until `start`
+        self._supervisor_address = ""  # as told by `set_supervisor` last; "": never
         self.failure: BaseException | None = None
         """Why the state is "failed"."""
         self.orphaned = False
         """Whether the role ends because there is no supervisor any more."""
         self.end_reason = ""
         """Why the role must end; "" while it must not."""
-        self._ended = asyncio.Event()
-        self._start_task: asyncio.Task[None] | None = None
-        self._server = RpcServer(settings.token, settings.host)
+        self._ended = asyncio.Event()  # set by `end`, with `end_reason`
+        self._start_task: asyncio.Task[None] | None = None  # runs `on_start`; None until `start`
+        self._server = RpcServer(settings.token, settings.host)  # serves this role's services from `start` to `close`
 
     # ---- hooks
 

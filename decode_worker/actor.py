@@ -31,7 +31,7 @@ from alignedserve.proto import decode_worker_pb2_grpc as dw_grpc
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey, Stage
-from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.transfer.metrics import locking, show_channels
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import prefill_worker_pb2_grpc as pw_grpc
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.handles import StoreHandle

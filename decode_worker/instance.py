@@ -42,7 +42,11 @@ OVERLAP = {"auto": None, "on": True, "off": False}  # decode.overlap
 
 
 class DecodeInstance:
-    """The parts are created by `load`, except the buffer links, which follow the cluster's view."""
+    """The parts are created by `load`, except the buffer links, which follow the cluster's view.
+
+    `settings`, `config` and `process` are those of the role. `post` gets each outcome, on the decode thread.
+    `on_pool_wait` is called when the number of blocks that evictions wait for has changed.
+    """
 
     def __init__(
         self,
@@ -57,23 +61,26 @@ class DecodeInstance:
         self._process = process
         self._post = post
         self._on_pool_wait = on_pool_wait
-        self._linking = asyncio.Lock()
-        self._pool = PoolAttachment(settings, process, config.kv_pool.copy_timeout_s)
+        self._linking = asyncio.Lock()  # held while the buffer links are changed
+        self._pool = PoolAttachment(settings, process, config.kv_pool.copy_timeout_s)  # shards and view
+        # How the candidate buffers of a paired prefill instance are accessed.
         self._reach = BufferReach(settings, config, process, self._pool.segments, self._connect)
+        # All copies of KV, with their checks and time limits.
         self.copier = Copier(verify=config.kv_pool.verify, timeout_s=config.kv_pool.copy_timeout_s)
-        self._pool_channels: list[Channel] = []
-        self._cache_store: BlockStore | None = None
-        self._linked: dict[str, pb.ProcessKey] = {}
-        self.model: ModelInfo | None = None
-        self.reaches: list[str] = []
+        self._pool_channels: list[Channel] = []  # from this node's shard, and to it; empty until `load`
+        self._cache_store: BlockStore | None = None  # the memory of the cache; None until `load`
+        self._linked: dict[str, pb.ProcessKey] = {}  # the processes that `handover.links` lead to, by prefill id
+        self.model: ModelInfo | None = None  # None until `load` has inspected the model
+        self.reaches: list[str] = []  # devices whose memory its device reads directly; set by `load`
+        # The GPU's memory: found, planned and used; does nothing on a CPU.
         self.memory = InstanceMemory("decode", settings.id, settings.device, config)
-        self.cache = BlockAllocator(1, f"{settings.id}/cache")
-        self.engine: DecodeEngine | None = None
-        self.compute: DecodeLoop | None = None
-        self.capturing = CaptureProgress(settings.id)
-        self.writer: PoolWriter | None = None
-        self.handover: Handover | None = None
-        self.draining = False
+        self.cache = BlockAllocator(1, f"{settings.id}/cache")  # who owns which block; `load` replaces it
+        self.engine: DecodeEngine | None = None  # runs iterations; None until `load`
+        self.compute: DecodeLoop | None = None  # the decode thread; None until `load` has warmed it up
+        self.capturing = CaptureProgress(settings.id)  # progress of CUDA graph capture, during `load`
+        self.writer: PoolWriter | None = None  # leases blocks of this node's shard for evictions; None until `load`
+        self.handover: Handover | None = None  # copies into the cache and out; has the buffer links; None until `load`
+        self.draining = False  # the view removes this instance, and `compute` drains; for good
 
     async def on_view(self, view: sv.ClusterView) -> None:
         await self._pool.on_view(view)

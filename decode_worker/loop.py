@@ -25,9 +25,8 @@ from alignedserve.errors import TransferError
 from alignedserve.metrics import Page
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, Stage
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler, IterationStatus
-from alignedserve.scheduler.instance.plan import Candidate, Evict, IterationPlan, Join
+from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Evict, IterationPlan, Join
 from alignedserve.text import Tokenizer
 from alignedserve.transfer.completion import Completion
 

@@ -19,9 +19,9 @@ from alignedserve.errors import AlignedServeError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import RequestKey, RequestSpec, SamplingParams
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.transfer.completion import Completion
 
 PROMPT_TOKENS = 16

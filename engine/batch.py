@@ -79,7 +79,7 @@ class PackedBatch:
 
     input_ids: torch.Tensor  # [1, tokens]
     position_ids: torch.Tensor  # [1, tokens]
-    logit_rows: torch.Tensor  # [logit rows] packed positions whose logits are wanted
+    logit_rows: torch.Tensor  # [logit rows] packed positions whose logits are computed
     slot_block: torch.Tensor  # [tokens] block of each new token's KV
     slot_offset: torch.Tensor  # [tokens] and its place inside the block
     spans: tuple[Span, ...]

@@ -71,7 +71,7 @@ class EagerDecode(DecodeEngine):
         return self._last.results[item.previous]
 
     def _forward_after(self, last: _OnDevice, items: Sequence[DecodeItem]) -> torch.Tensor:
-        """Logits of a pass whose missing tokens are those that the device chose last."""
+        """Logits of a pass in which items without a token use those that the device chose last."""
         runner = self._runner
         forward = [ForwardItem([item.token_id or 0], item.kv_tokens, list(item.block_ids)) for item in items]
         batch = build_batch(forward, runner.block_size, runner.cache.shape[0], runner.loaded.device)

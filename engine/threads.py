@@ -14,7 +14,7 @@ import torch
 
 from alignedserve.engine.batch import PackedBatch
 
-# Multiply-adds of a layer that take as long as waking the threads does (docs/adr/0012 has the measurements).
+# Multiply-adds of a layer that take as long as waking the threads (measurements: docs/adr/0012).
 WAKE_UP_COST = 1e8
 # Reading a weight or a cached value from memory takes as long as computing with it for this many tokens.
 READ_COST = 8

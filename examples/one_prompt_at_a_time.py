@@ -1,4 +1,4 @@
-"""A colocated system of one's own: decodes wait while a prompt is computed, whole and alone, as in early vLLM.
+"""A custom colocated system: decodes wait while a prompt is computed whole in its own pass, as in early vLLM.
 
 alignedserve simulate --policy examples.one_prompt_at_a_time:OnePromptAtATime --trace mix:short=0.9,requests=200
 """
@@ -9,7 +9,7 @@ from alignedserve.scheduler.colocated.continuous import ContinuousScheduler
 
 
 class OnePromptAtATime(ContinuousScheduler):
-    """A prompt goes before all decodes, in a pass of its own; the latest is preempted."""
+    """Prompts take priority over decodes. The request that joined last is preempted first."""
 
     OPTIONS: ClassVar = {"max_num_seqs": 64}
 

@@ -7,7 +7,7 @@ from alignedserve.scheduler.policies.queue import QueuePolicy
 
 
 class ShortestFirst(QueuePolicy):
-    """The shortest prefixes first, as many as fit."""
+    """Forms batches from the shortest prefixes, as many as fit."""
 
     BY_LENGTH = True  # decode instances specialise by length; False: each request goes to the least loaded one
 

@@ -69,25 +69,30 @@ class GatewayServer(RoleServer):
         super().__init__(settings)
         gateway = self.config.gateway
         self.state = "ready"
-        self.model = model
-        self.admin_key = admin_key(settings.token)
+        self.model = model  # its `info` is None until the first view that has it
+        self.admin_key = admin_key(settings.token)  # opens the operations endpoints; derived from the cluster's token
+        # For operations: status, integrity, scaling, restarts. It calls the last known address.
         self.supervisor = SupervisorClient(settings.token, lambda: self.supervisor_address)
-        self._locate = locate
-        self._metrics = GatewayMetrics(settings.id)
+        self._locate = locate  # as for `create`
+        self._metrics = GatewayMetrics(settings.id)  # counters and histograms of its requests, since its start
         log_file = gateway.request_log
+        # None: not configured.
         self._request_log = RequestLog(log_file, settings.id, self._metrics) if log_file else None
-        self.ledger = Ledger(gateway.max_queue, self._metrics, self._request_log)
-        self.intake = Intake(gateway.max_queue, self._metrics)
+        self.ledger = Ledger(gateway.max_queue, self._metrics, self._request_log)  # its open calls and requests
+        self.intake = Intake(gateway.max_queue, self._metrics)  # refuses calls early, by the scheduler's last report
+        # The stream to the scheduler of the last view, opened again when it breaks.
         self.scheduler = SchedulerLink(self.process, settings.token, self.ledger, self.intake, model)
         self.ledger.attach(self.scheduler)
-        self.peers = GatewayPeers(settings.id, settings.token)
-        self._ticker: asyncio.Task[None] | None = None
+        self.peers = GatewayPeers(settings.id, settings.token)  # the other gateways of the last view
+        self._ticker: asyncio.Task[None] | None = None  # ticks the ledger every _TICK_S, from `on_start` to `on_close`
+        # Begins with a view that announces the end, or with `drain`; sets the state.
         self._drain = Drain(self.ledger, lambda: self.set_state(self._drain.state or "ready"))
+        # Whether tokens are generated, for the health endpoint; sends a probe if no token is recent.
         self._pulse = Pulse(self.ledger, model, lambda: ask_workers(self.view, settings.token))
-        self._model_info_text = ""  # from the last view
-        self._model_known = asyncio.Event()
-        self._started_unix_s = time.time()
-        self.api_keys = ApiKeys(gateway.api_key_file)
+        self._model_info_text = ""  # JSON that `model.info` was read from; "" until a view has it
+        self._model_known = asyncio.Event()  # set with `model.info`, for good
+        self._started_unix_s = time.time()  # for the status; never changes
+        self.api_keys = ApiKeys(gateway.api_key_file)  # the configured file's; without a file no key is required
         self.asgi_app: Starlette = build_app(gateway, self.ledger, self.intake, self, self.api_keys)
         self.inference = InferenceService(self.ledger, self.intake, model, gateway.max_body_bytes, self.cancel_call)
 

@@ -53,17 +53,19 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
 
     def __init__(self, settings: RoleSettings) -> None:
         super().__init__(settings)
+        # Done at the first view that has both.
         self._plan: asyncio.Future[tuple[ModelInfo, StorePlan]] = asyncio.get_running_loop().create_future()
-        self._pool: KvPool | None = None
-        self._store: HostBlockStore | None = None
-        self._writers: dict[WriterKey, Outbox[kp.PoolWriterReply]] = {}
-        self._schedulers: set[Outbox[kp.PoolReport]] = set()
-        self._ended_processes = EndedProcesses()
-        self._segments = SegmentClient(settings.agent_socket, settings.token)
-        self._handover = AgentHandover(self._segments, settings.node_id)
+        self._pool: KvPool | None = None  # the shard's decisions; None until `on_start` has the plan
+        self._store: HostBlockStore | None = None  # the shard's memory; None until `on_start`
+        self._writers: dict[WriterKey, Outbox[kp.PoolWriterReply]] = {}  # open streams; a fenced writer leaves
+        self._schedulers: set[Outbox[kp.PoolReport]] = set()  # open streams; more than one only at a succession
+        self._ended_processes = EndedProcesses()  # processes that have ended, according to the views so far
+        self._segments = SegmentClient(settings.agent_socket, settings.token)  # maps memory of the node agent
+        self._handover = AgentHandover(self._segments, settings.node_id)  # passes mappings to a new node agent
         timeout_s = self.config.kv_pool.copy_timeout_s
+        # Copies that workers of other nodes ask for.
         self._copies = PairedCopiesService(settings, self.process, self._stores, (GLOO,), timeout_s, writable=False)
-        self._announced_free = -1
+        self._announced_free = -1  # free blocks, as the scheduler was told last; -1: never
         self._recounting = asyncio.Lock()  # while it is held, nothing in the pool may change
 
     # ---- the role's hooks

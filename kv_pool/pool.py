@@ -72,17 +72,17 @@ class KvPool:
 
     def __init__(self, store_id: str, table: AllocationTable, block_size: int, *, reserve_blocks: int = 0) -> None:
         """Continue from the state that `table` found. Raises TransferError if that state contradicts itself."""
-        self.store_id = store_id
+        self.store_id = store_id  # names the shard's memory in errors
         self._table = table  # a successor continues from it: written before a change is reported
-        self._block_size = block_size
+        self._block_size = block_size  # tokens of a block
         self._reserve_blocks = reserve_blocks
         self._blocks = BlockAllocator(table.capacity_blocks, store_id)  # owners and leases of blocks
         self._holdings: dict[str, Holding] = {}  # committed KV by request id, until released
         self._lost: dict[WriterKey, tuple[int, ...]] = {}  # leases of lost writers, until they are known to be dead
         self._writers: dict[WriterKey, None] = {}  # writers that may have a lease
-        self._wants: dict[WriterKey, int] = {}  # in the order of their first unserved want
+        self._wants: dict[WriterKey, int] = {}  # blocks still to lease, by writer, in the order of the first want
         self._regranted: dict[WriterKey, int] = {}  # blocks granted again at `hello`, until the writer's next want
-        self._ended: dict[tuple[str, str], int] = {}  # newest incarnation that is known to be dead
+        self._ended: dict[tuple[str, str], int] = {}  # newest incarnation known to be dead, by role and id
         self._over = OverEpochs()  # the newest epoch that has ended, by request id
         self._succeed(table.found)
 

@@ -40,8 +40,8 @@ from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import prefill_worker_pb2_grpc as pw_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.metrics import locking, show_channels
 from alignedserve.transfer.pair_choice import PAIRED

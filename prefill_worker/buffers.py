@@ -9,8 +9,8 @@ from alignedserve.control.convert import key_from_proto
 from alignedserve.errors import AccountingError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.transfer.block_store import BlockStore
 
 

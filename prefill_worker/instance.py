@@ -27,9 +27,9 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
@@ -46,7 +46,11 @@ BUFFER_NAMES = {BufferKind.BATCH: "batch", BufferKind.REQUESTS: "requests"}
 
 
 class PrefillInstance:
-    """The parts are created by `load`; they exist once it has returned."""
+    """The parts are created by `load`; they exist once it has returned.
+
+    `settings`, `config` and `process` are those of the role. `post` gets each result, on the compute thread.
+    `on_pool_wait` is called when the number of blocks that returning candidates wait for has changed.
+    """
 
     def __init__(
         self,
@@ -61,21 +65,23 @@ class PrefillInstance:
         self._process = process
         self._post = post
         self._on_pool_wait = on_pool_wait
-        self.returns: PoolWriter | None = None
-        self._pool = PoolAttachment(settings, process, config.kv_pool.copy_timeout_s)
+        self.returns: PoolWriter | None = None  # leases blocks for candidates that go back; None until `load`
+        self._pool = PoolAttachment(settings, process, config.kv_pool.copy_timeout_s)  # shards and view
+        # All copies of KV, with their checks and time limits.
         self.copier = Copier(verify=config.kv_pool.verify, timeout_s=config.kv_pool.copy_timeout_s)
-        self._channels: list[Channel] = []
-        self.model: ModelInfo | None = None
-        self.reaches: list[str] = []
-        self.no_nccl = ""
+        self._channels: list[Channel] = []  # between this node's shard and the cache and buffers; empty until `load`
+        self.model: ModelInfo | None = None  # None until `load` has inspected the model
+        self.reaches: list[str] = []  # devices whose memory its device reads directly; set by `load`
+        self.no_nccl = ""  # why this process cannot use NCCL; "" if it can; set by `load`
+        # The GPU's memory: found, planned and used; does nothing on a CPU.
         self.memory = InstanceMemory("prefill", settings.id, settings.device, config)
-        self.cache = BlockAllocator(1, f"{settings.id}/cache")
+        self.cache = BlockAllocator(1, f"{settings.id}/cache")  # who owns which block; `load` replaces it
         self.pool_id = ""  # id of this node's shard, once it is attached
-        self.buffers: dict[BufferKind, CandidateBuffer] = {}
-        self.compute: PrefillLoop | None = None
-        self.offloader: Offloader | None = None
-        self.layerwise: Layerwise | None = None
-        self.prefetcher: Prefetcher | None = None
+        self.buffers: dict[BufferKind, CandidateBuffer] = {}  # set by `load`; stays empty without `cluster.prefetch`
+        self.compute: PrefillLoop | None = None  # the compute thread; None until `load` has warmed it up
+        self.offloader: Offloader | None = None  # copies computed prompts to the pool; None until `load`
+        self.layerwise: Layerwise | None = None  # copies during a pass; None until `load`, or if off
+        self.prefetcher: Prefetcher | None = None  # fills and empties the buffers; None until `load`
 
     async def on_view(self, view: sv.ClusterView) -> None:
         await self._pool.on_view(view)

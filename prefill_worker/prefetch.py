@@ -21,7 +21,7 @@ from alignedserve.prefill_worker.buffers import Buffered, CandidateBuffer, Place
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.request import RequestKey, Stage
-from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.completion import Completion
 from alignedserve.transfer.copier import Copier, Route

@@ -22,8 +22,8 @@ from importlib.metadata import entry_points
 from alignedserve.config import SchedulerConfig
 from alignedserve.errors import AlignedServeError, ConfigError
 from alignedserve.scheduler.colocated.base import InstanceScheduler
+from alignedserve.scheduler.core.guarded_policy import GuardedPolicy, place_of
 from alignedserve.scheduler.policies.base import BatchPolicy
-from alignedserve.scheduler.policies.guarded import GuardedPolicy, place_of
 
 ENTRY_POINTS = "alignedserve.policies"
 FOLDER_VARIABLE = "ALIGNEDSERVE_POLICY_DIR"  # cwd of the command: the cluster's processes have another one

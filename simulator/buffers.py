@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind, DecodeReported, PrefillReported
+from alignedserve.scheduler.core.events import DecodeReported, PrefillReported
 from alignedserve.scheduler.cost.pass_model import Passes
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationStatus
+from alignedserve.scheduler.instance.plan import BufferKind
 
 
 class SimulatedBuffers:

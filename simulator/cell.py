@@ -19,6 +19,7 @@ from alignedserve.scheduler.core import actions, events
 from alignedserve.scheduler.core.pairing import pair_up
 from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.simulator.clock import Clock
 from alignedserve.simulator.decode import SimulatedDecode
 from alignedserve.simulator.hardware import Hardware
@@ -142,7 +143,7 @@ class Cell:
         return -(-tokens // self.block_size)
 
     def paired(self, decode_id: str) -> tuple[SimulatedPrefill, ...]:
-        """The prefill instances through whose buffers it is prefetched for."""
+        """The prefill instances paired with the decode instance."""
         return self._pairs[decode_id]
 
     def neighbour(self, prefill_id: str) -> SimulatedDecode | None:
@@ -192,7 +193,7 @@ class Cell:
             case actions.StartPrefill():
                 self.send(self.prefills[action.prefill_id].start, action)
             case actions.Prefetch():
-                self.counters["batches" if action.buffer is events.BufferKind.BATCH else "late_batches"] += 1
+                self.counters["batches" if action.buffer is BufferKind.BATCH else "late_batches"] += 1
                 if action.prefill_id is None:
                     self.send(self.decodes[action.decode_id].offer_from_pool, action)
                 else:

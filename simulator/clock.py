@@ -38,7 +38,7 @@ class Clock:
         event[3] = None
 
     def passed(self, time_s: float, rank: int) -> bool:
-        """Whether a call of this time and rank would have been made by now."""
+        """Whether a call with this time and rank would already have run."""
         return time_s < self.now_s or (time_s == self.now_s and rank <= self._rank)
 
     def run(self) -> None:

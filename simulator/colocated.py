@@ -204,7 +204,7 @@ class _Simulation:
             heapq.heappush(self._ends, (instance.passes[0].end_s, instance.number))
 
     def _price(self, plan: MixedPlan) -> tuple[float, float]:
-        """Seconds of the pass, and of the same bytes at equal lengths."""
+        """Seconds of the pass, and of a pass over the same bytes at equal lengths."""
         chunks = [ChunkShape(chunk.tokens, chunk.cached_tokens) for chunk in plan.chunks]
         lengths = [decode.kv_tokens for decode in plan.decodes]
         return self._cost.step_s(chunks, lengths), self._cost.balanced_step_s(chunks, lengths)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler.core.actions import Prefetch
-from alignedserve.scheduler.core.events import BufferKind, Finished, Joined
+from alignedserve.scheduler.core.events import Finished, Joined
 from alignedserve.scheduler.cost.pass_model import Passes
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler
-from alignedserve.scheduler.instance.plan import Candidate, Evict, IterationPlan, Join
+from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Evict, IterationPlan, Join
 from alignedserve.simulator.buffers import decode_report
 from alignedserve.simulator.clock import Event
 from alignedserve.simulator.leap import Leap
@@ -66,7 +66,7 @@ class SimulatedDecode:
         self._leap = Leap(gap_s, leap)
         hardware = cell.hardware
         self._cost = SlowedCost.of(cost, hardware.decode_slowdown)
-        self._cost_beside = self._cost  # while its machine's prefill instance computes
+        self._cost_beside = self._cost  # cost while the prefill instance on its machine computes
         if hardware.decode_slowdown_beside != hardware.decode_slowdown:
             self._cost_beside = SlowedCost.of(cost, hardware.decode_slowdown_beside)
         self._beside = False
@@ -94,7 +94,7 @@ class SimulatedDecode:
         self._cell.counters["late_candidates"] += kind is BufferKind.REQUESTS
 
     def offer_from_pool(self, action: Prefetch) -> None:
-        """There are no buffers: the pool's own copy is the candidate."""
+        """Offer candidates directly from the pool's copy, without candidate buffers."""
         for key in action.keys:
             kv_tokens = self._cell.pool.copies.get(key)
             if kv_tokens is not None:
@@ -282,7 +282,7 @@ class SimulatedDecode:
         if self._measured < len(self.steps):
             self._tell(self._cell.pool.waiting_blocks(self), self._take_measured())
         elif self._length and not self._keys:
-            self._interrupt()  # idle, with candidates that may have become overdue
+            self._interrupt()  # idle, but candidates may have become overdue
 
     def _take_measured(self) -> Passes:
         steps, first = self.steps, self._measured

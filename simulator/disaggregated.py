@@ -8,8 +8,8 @@ from typing import Any
 
 from alignedserve.config import SECTIONS, Config
 from alignedserve.errors import ConfigError
+from alignedserve.scheduler.core.guarded_policy import GuardedPolicy
 from alignedserve.scheduler.cost.step import StepCost
-from alignedserve.scheduler.policies.guarded import GuardedPolicy
 from alignedserve.scheduler.policies.oracle import OraclePolicy
 from alignedserve.scheduler.systems import System, Topology
 from alignedserve.simulator.cell import Cell

@@ -93,7 +93,7 @@ def read_hardware(file: str, base: Hardware) -> Hardware:
 
 
 def template(hardware: Hardware) -> str:
-    """A TOML file with these values, each with a line of documentation."""
+    """A TOML file with these values, each with a comment that documents it."""
     lines = ["# Hardware of one cell. Omitted keys keep their defaults."]
     for entry in fields(Hardware):
         value = getattr(hardware, entry.name)

@@ -24,7 +24,7 @@ class Writer(Protocol):
 
 @dataclass(slots=True)
 class Write:
-    """KV on its way to the pool over `link`. `then(new_blocks)` once it is there; None: it is no longer wanted."""
+    """A copy of KV to the pool over `link`. At its end it calls `then(new_blocks)`; None: the write was cancelled."""
 
     writer: Writer
     key: RequestKey
@@ -82,7 +82,7 @@ class Pool:
     def _release(self, key: RequestKey) -> None:
         write = self._under_way.get(key)
         if write is not None:
-            write.dropped = True  # its blocks are free once nothing is written to them
+            write.dropped = True  # its blocks are freed once the copy has ended
             return
         for write in [write for write in self._waiting if write.key == key]:
             self._waiting.remove(write)

@@ -137,7 +137,7 @@ class SimulatedPrefill:
         for key in action.keys:
             kv_tokens = cell.pool.copies.get(key)
             if kv_tokens is None:
-                continue  # it has ended; the message is on its way here
+                continue  # it has ended; the message about it has not arrived yet
             blocks = cell.blocks_for(kv_tokens)
             if not self.buffers.take(action.buffer, key, blocks, action.decode_id):
                 cell.counters["bounced"] += 1
@@ -158,12 +158,12 @@ class SimulatedPrefill:
             self.report()
 
     def consumed(self, key: RequestKey) -> None:
-        """It has been copied into its decode instance, or is not wanted there."""
+        """Free a candidate that its decode instance has copied or does not want."""
         if key in self.buffers and key not in self._giving_back:
             self._free(key)
 
     def give_back(self, key: RequestKey, kv_tokens: int) -> None:
-        """Commit to the pool what it lacks of a candidate that did not join."""
+        """Write back to the pool the KV that it lacks of a candidate that did not join, then free the candidate."""
         if key in self.buffers:
             self._giving_back.add(key)
             then = partial(self._given_back, key, kv_tokens)

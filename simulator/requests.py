@@ -34,7 +34,7 @@ class Replayed:
 
     @property
     def kv_tokens(self) -> int:
-        """The KV of the newest token is computed with the next one."""
+        """Tokens with KV: all but the newest token, whose KV is computed with the next one."""
         return self.arrival.input_tokens + len(self.result.token_s) - 1
 
     @property

@@ -1,9 +1,9 @@
-"""What the paper leaves open, one value changed at a time: how much of `aligned` each default decides.
+"""Sensitivity of `aligned` to defaults that the paper does not state: one value is changed at a time.
 
     python benchmarks/paper/defaults.py --data DIR --out results/paper
 
-Every figure is a ratio to the default's on the same requests: decode throughput and time to second token with
-everything at time zero (a pool to choose from), P99 TPOT over requests and time to second token at 0.9 of capacity.
+Every figure is a ratio to the default configuration on the same requests: decode throughput and time to second token
+with all requests at time zero, P99 TPOT over requests and time to second token at 0.9 of capacity.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COLUMNS = (
 
 
 def _pairs(options: Evaluation) -> list[tuple[Case, Case]]:
-    """Each workload twice: at time zero, and with Poisson arrivals."""
+    """Two cases for each workload: all requests at time zero, and Poisson arrivals."""
     found, _ = options.applications(APPLICATIONS)
     chat = [(Machine(RTX_PRO_6000), "4:4", source) for source in found if source.name.startswith("ShareGPT")]
     mixed = [
@@ -61,7 +61,7 @@ def _pairs(options: Evaluation) -> list[tuple[Case, Case]]:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key at another value; `share`: of a buffer, which is the machine's and not in the configuration."""
+    """A key with another value. `share`: share of a buffer, which `Hardware` sets instead of the configuration."""
 
     key: str
     value: str
@@ -84,7 +84,7 @@ def changes(quick: bool) -> list[Change]:
 
 
 class Sweep:
-    """Every change on every workload, and the defaults beside it."""
+    """Runs the defaults and every change on every workload."""
 
     def __init__(self, options: Evaluation, runner: Runner) -> None:
         self.pairs = _pairs(options)
@@ -93,7 +93,7 @@ class Sweep:
         self._rates = [LOAD * self._grid.capacity(loaded) for _, loaded in self.pairs]
 
     def runs(self, change: Change | None) -> list[list[Run]]:
-        """By workload at time zero, then by workload at `LOAD` of capacity; None: the defaults."""
+        """Runs of each workload at time zero, then of each at `LOAD` of capacity. None: with the defaults."""
         at_once = [self._of(change, zero, None) for zero, _ in self.pairs]
         return at_once + [
             self._of(change, loaded, rate) for (_, loaded), rate in zip(self.pairs, self._rates, strict=True)
@@ -106,7 +106,7 @@ class Sweep:
         return [Run(case.source, ALIGNED, case.machine, topology, rate_per_s, seed) for seed in self._grid.seeds]
 
     def cells(self, change: Change) -> list[str]:
-        """Geometric means over workloads and seeds, a column each."""
+        """The geometric mean over workloads and seeds, for each column."""
         found = []
         count = len(self.pairs)
         for _, metric, loaded in COLUMNS:
@@ -121,7 +121,7 @@ class Sweep:
 
 
 def report(options: Evaluation, runner: Runner) -> str:
-    """One table; the row of a default is 1 by definition."""
+    """One table of ratios; a default itself would be 1."""
     sweep = Sweep(options, runner)
     wanted = changes(options.quick)
     runner.outcomes(run for change in [None, *wanted] for run in chain(*sweep.runs(change)))

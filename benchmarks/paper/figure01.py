@@ -1,10 +1,10 @@
-"""Figure 1: a few long prompts in a batch, and how long an iteration takes while all of them generate.
+"""Figure 1: iteration latency of batches with a few long prompts.
 
     python benchmarks/paper/figure01.py
     python benchmarks/paper/figure01.py --engine            # the shipped model on this machine's CPU
 
-Batches of 64: short prompts of 32 tokens, of which 0, 1, 2 or 4 are replaced by long ones of 4,096. The paper's other
-batch sizes are not stated in the text. Its text gives the latencies at 600 generated tokens.
+Batches have 64 prompts of 32 tokens, of which 0, 1, 2 or 4 are replaced by prompts of 4,096 tokens. The paper's text
+gives the latencies at 600 generated tokens, and does not state its other batch sizes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TITLE = "Figure 1: iteration latency with a few long prompts in the batch"
 
 
 def batches(options: argparse.Namespace) -> dict[str, Batch]:
-    """By name, the baseline first. Raises ValueError where a batch would be all long."""
+    """The batches by name, the baseline first. Raises ValueError if a batch would have only long prompts."""
     if max(options.longs) >= options.batch or min(options.longs) < 0:
         raise ValueError(f"--longs are from 0 to less than the batch of {options.batch}")
     counts = sorted({0, *options.longs})
@@ -31,7 +31,7 @@ def batches(options: argparse.Namespace) -> dict[str, Batch]:
 
 
 def curves(decoding: Decoding, named: dict[str, Batch], generated: Sequence[int]) -> dict[int, list[float]]:
-    """Milliseconds of each batch's iteration, by tokens generated before it."""
+    """Milliseconds of an iteration of each batch, by the number of tokens generated before it."""
     return {
         count: [1e3 * seconds for seconds in decoding.iterations_s([grown(batch, count) for batch in named.values()])]
         for count in generated

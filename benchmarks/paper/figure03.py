@@ -1,10 +1,10 @@
-"""Figure 3: prompts of 64 lengths in batches of one length each, against batches that hold every length.
+"""Figure 3: batches of prompts of equal length, compared with batches of 64 different lengths.
 
     python benchmarks/paper/figure03.py
     python benchmarks/paper/figure03.py --engine            # the shipped model on this machine's CPU
 
-64 groups of 64 prompts, of 10, 70, 130, …, 3,790 tokens. Aligned: each group is a batch. Mixed: one prompt of each
-group; those 64 batches are the same. How many tokens are generated is not stated in the text: --answer.
+There are 64 groups of 64 prompts, of 10, 70, 130, …, 3,790 tokens. Aligned: each group is a batch. Mixed: each of 64
+equal batches has one prompt of each group. The paper's text does not state how many tokens are generated (--answer).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ SHOWN = 8  # of the aligned batches
 
 
 def lengths(options: argparse.Namespace) -> list[int]:
-    """Of the groups' prompts. Raises ValueError for less than two groups."""
+    """Prompt lengths of the groups. Raises ValueError for invalid options."""
     if options.groups < 2 or options.first < 1 or options.step < 0:
         raise ValueError("--groups is at least 2, --first at least 1 and --step at least 0")
     return [options.first + number * options.step for number in range(options.groups)]
 
 
 def tpots_ms(decoding: Decoding, options: argparse.Namespace) -> list[float]:
-    """Of each aligned batch, and last of the mixed one."""
+    """Mean TPOT of each aligned batch, and last that of the mixed batch."""
     each = lengths(options)
     batches: list[Batch] = [*((length,) * options.groups for length in each), tuple(each)]
     return [1e3 * seconds for seconds in decoding.means_s(batches, options.answer)]

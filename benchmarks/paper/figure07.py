@@ -2,8 +2,8 @@
 
     python benchmarks/paper/figure07.py --out results/paper
 
-Short requests have 32 to 999 tokens, long ones 1,000 to 8,000, answers 64 to 512, all uniform. `fcfs + 10 ms` is
-charged DistServe's time between two iterations. Colocated systems get as many instances as prefill and decode together.
+Short prompts have 32 to 999 tokens, long ones 1,000 to 8,000, answers 64 to 512, all uniform. `fcfs + 10 ms` adds
+DistServe's time between iterations. Colocated systems get as many instances as prefill and decode together.
 """
 
 from __future__ import annotations

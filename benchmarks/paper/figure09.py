@@ -1,9 +1,9 @@
-"""Figure 9: P99 TPOT on the six mixes, which the paper takes over iterations.
+"""Figure 9: P99 TPOT over iterations, as in the paper, on the six mixes.
 
     python benchmarks/paper/figure09.py --out results/paper
 
-The P99 is of the time of every pass with decodes in it, and of what is charged before it. A colocated system's passes
-hold chunks of prompts too. With one --out folder the runs are those of figure 7.
+The P99 is over all passes with decodes, each with the gap before it. A colocated system's passes also contain chunks
+of prompts. With the same --out folder it reuses the runs of figure 7.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Figure 10: P99 TPOT on application workloads, which the paper takes over iterations.
+"""Figure 10: P99 TPOT over iterations, as in the paper, on application workloads.
 
     python benchmarks/paper/figure10.py --data DIR --out results/paper
 
-As figure 9. The text's three figures ("by a maximum of …") are lost in the copy that this was written from.
+As figure 9. The text's three figures ("by a maximum of …") are missing in the available copy of the paper.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Figure 11: the time to schedule an iteration, measured: real time, never the simulator's.
+"""Figure 11: the time to schedule an iteration, measured in real time.
 
     python benchmarks/paper/figure11.py --data DIR --cluster
 
-Two measurements. The decision: what `IterationScheduler` takes at each iteration boundary (`advance` and `plan`) while
-it serves these workloads in the simulator, every iteration taken alone: processor time of its thread, or with --wall
-the wall clock. With --cluster the whole gap between two iterations of a decode worker of a real cluster, the moves of
-KV that it starts included, as benchmarks/iteration_gap.py measures it: on this machine, with a small model.
+It has two measurements. The first is the time that `IterationScheduler` takes at each iteration boundary (`advance`
+and `plan`) while the simulator replays these workloads: the thread's processor time, or wall time with --wall. With
+--cluster it also measures the whole gap between two iterations of a decode worker in a real cluster with a small model
+on this machine, including the start of KV copies (benchmarks/iteration_gap.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ QUANTILES = (0.5, 0.95, 0.99)
 
 @contextlib.contextmanager
 def timed(clock_ns: Callable[[], int]) -> Iterator[list[int]]:
-    """What every iteration's decision takes from here on, of one instance: its `plan`, and the `advance` before."""
+    """Records the time of each `plan` that runs an iteration, plus the `advance` before it. For one decode instance."""
     found: list[int] = []
     spent = 0
     plan, advance = IterationScheduler.plan, IterationScheduler.advance
@@ -72,7 +72,7 @@ def timed(clock_ns: Callable[[], int]) -> Iterator[list[int]]:
 
 
 def decisions_ms(grid: Grid, case: Case, variant: Variant, seed: int, clock_ns: Callable[[], int]) -> list[float]:
-    """Of each iteration of one run in which everything arrives at time zero."""
+    """Milliseconds of each iteration's decision in one run with all requests at time zero."""
     candidate, machine = variant.candidate(), case.machine
     source, topology = case.source, grid.topology(case)
     workload = source.trace(seed, at_once=True).workload(Load(limit=source.requests), seed)
@@ -107,7 +107,7 @@ def decisions(options: Evaluation, grid: Grid, cases: Sequence[Case], variants: 
 
 
 def cluster(given: argparse.Namespace, policy: str, quick: bool) -> list[str]:
-    """Shares of the real gaps within 5 and 10 ms, how many they are, and their mean."""
+    """Shares of the real gaps within 5 and 10 ms, their number, their mean, and the evictions."""
     from iteration_gap import benchmark
 
     asked = argparse.Namespace(

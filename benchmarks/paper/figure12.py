@@ -1,9 +1,9 @@
-"""Figure 12: latency of forward computing against the length of the long requests.
+"""Figure 12: forward latency by the length of the long requests.
 
     python benchmarks/paper/figure12.py --out results/paper
 
-The text says that long requests are 95 %, probably a slip for the short ones: both readings are run. The short ones'
-length is constant, and not stated: --short-tokens. Means over all passes with decodes in them; gaps do not count.
+The text says that 95 % of the requests are long, probably by mistake for short: both readings are run. It does not
+state the constant length of the short ones (--short-tokens). Means are over all passes with decodes, without gaps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ METRIC = "iteration_mean_s"
 
 
 def sources(short_tokens: int) -> dict[str, list[Source]]:
-    """By reading, in the order of `LENGTHS`."""
+    """The workloads of each reading, in the order of `LENGTHS`."""
     return {
         reading: [
             mix(
@@ -47,7 +47,7 @@ def sources(short_tokens: int) -> dict[str, list[Source]]:
 
 
 def rise(grid: Grid, cases: Sequence[Case], variant: Variant) -> list[float]:
-    """From the shortest to the longest long requests, by seed."""
+    """Latency with the longest long requests over that with the shortest, by seed."""
     return ratios(grid.values(cases[-1], variant, METRIC), grid.values(cases[0], variant, METRIC))
 
 

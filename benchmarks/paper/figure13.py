@@ -1,10 +1,10 @@
-"""Figure 13: distribution of the time of forward computing, `aligned` against `fcfs` in the same framework.
+"""Figure 13: distribution of forward latency, `aligned` compared with `fcfs` in the same framework.
 
     python benchmarks/paper/figure13.py --data DIR --out results/paper
 
-OPT-13B as in the paper, on an A100. What 30 ms are on other hardware than an H100 is said in three ways: scaled by the
-memory's bandwidth; as the time that a tenth of `fcfs`'s iterations keep to (in the paper fewer keep to 30 ms); as the
-time at which both distributions are furthest apart.
+The model is OPT-13B as in the paper, on an A100. The paper's threshold of 30 ms on an H100 is translated in three ways:
+scaled by memory bandwidth; the 10th percentile of `fcfs` (in the paper fewer of its iterations keep 30 ms); the time at
+which the distributions are furthest apart.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from evaluation.workloads import ARXIV, SHAREGPT, stand_ins
 TITLE = "Figure 13: distribution of forward computing, aligned against fcfs"
 VARIANTS = (ALIGNED, FCFS)
 STATED_S = 0.030
-H100_BYTES_PER_S = 3.35e12  # of the memory, by the makers' data sheets
+H100_BYTES_PER_S = 3.35e12  # memory bandwidth, from data sheets
 BYTES_PER_S = {A100: 2.039e12, RTX_PRO_6000: 1.792e12}
 QUANTILES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 
@@ -32,7 +32,7 @@ Threshold = Callable[[Outcome, Outcome], float]
 
 
 def thresholds(cost_model: str) -> dict[str, Threshold]:
-    """Seconds by name, given a seed's run of aligned and of fcfs."""
+    """Functions by name that give a threshold in seconds for a seed's runs of aligned and fcfs."""
     found: dict[str, Threshold] = {"30 ms": lambda _, __: STATED_S}
     if cost_model in BYTES_PER_S:
         scaled = STATED_S * H100_BYTES_PER_S / BYTES_PER_S[cost_model]
@@ -43,7 +43,7 @@ def thresholds(cost_model: str) -> dict[str, Threshold]:
 
 
 def furthest(aligned: Outcome, fcfs: Outcome) -> float:
-    """The time at which aligned's share of iterations is the most ahead of fcfs's."""
+    """The time at which aligned's share of shorter iterations exceeds fcfs's the most."""
     times = sorted({*aligned.iterations_s, *fcfs.iterations_s})
     return max(times, key=lambda seconds: aligned.share_within(seconds) - fcfs.share_within(seconds))
 
@@ -51,7 +51,7 @@ def furthest(aligned: Outcome, fcfs: Outcome) -> float:
 def shares(
     grid: Grid, case: Case, variants: Sequence[Variant], threshold: Threshold
 ) -> tuple[list[float], list[float], float]:
-    """Of aligned's and of fcfs's iterations, by seed, and the mean threshold in seconds."""
+    """Shares of aligned's and fcfs's iterations within the threshold, by seed, and its mean in seconds."""
     pairs = list(zip(*(grid.outcomes(case, variant) for variant in variants), strict=True))
     limits = [threshold(aligned, fcfs) for aligned, fcfs in pairs]
     of_aligned = [aligned.share_within(limit) for (aligned, _), limit in zip(pairs, limits, strict=True)]

@@ -1,8 +1,8 @@
-"""Figure 14, the ablation, and what else section 4.4 states: the share of batch switches, and the pool's occupancy.
+"""Figure 14 (ablation), and other figures of section 4.4: the share of batch switches and the pool's occupancy.
 
     python benchmarks/paper/figure14.py --data DIR --out results/paper
 
-The ablation is on Azure's code trace: without prefetching, and without prefix-aware batching as well.
+The ablation uses Azure's code trace: without prefetching, then also without prefix-aware batching.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SWITCHES = {SHAREGPT.name: "at most 8.61 %", ARXIV.name: "at most 12.37 % (LongB
 
 
 def lost(grid: Grid, case: Case, variants: Sequence[Variant]) -> list[str]:
-    """Of throughput: without prefetching; then without alignment too; both together."""
+    """Throughput lost without prefetching, by then dropping alignment too, and by both."""
     whole, no_prefetch, neither = (grid.values(case, variant, THROUGHPUT) for variant in variants)
     pairs = ((no_prefetch, whole), (neither, no_prefetch), (neither, whole))
     return [percent([1 - value for value in ratios(*pair)]) for pair in pairs]

@@ -51,7 +51,7 @@ AT_A_LOAD = ("goodput_requests_per_s", "ttft_mean_s", "ttft_p99_s", "second_toke
 
 
 class Results:
-    """All runs, made at once; the tables read them."""
+    """All runs, executed on creation, and the tables made from them."""
 
     def __init__(self, options: Evaluation, runner: Runner) -> None:
         found, self.left_out = options.applications(APPLICATIONS)
@@ -73,7 +73,7 @@ class Results:
         return [variant for variant in self.variants if variant.label in labels]
 
     def gains(self, case: Case, variant: Variant) -> list[float]:
-        """`aligned`'s decode throughput over this one's, by seed."""
+        """Decode throughput of `aligned` over that of `variant`, by seed."""
         ours = self.grid.values(case, self.variants[0], THROUGHPUT)
         return ratios(ours, self.grid.values(case, variant, THROUGHPUT))
 
@@ -156,7 +156,7 @@ class Results:
         return "\n\n".join(parts)
 
     def uniform_table(self) -> str:
-        """What alignment costs where there is nothing to align."""
+        """The cost of alignment on prompts of nearly equal length."""
         fcfs = next(variant for variant in self.variants if variant.label == "fcfs")
         rows = []
         for case in self.cases:

@@ -32,7 +32,7 @@ class RoleActor:
 
     def __init__(self, settings: dict[str, Any], namespace: str = "") -> None:
         """`namespace` is the Ray namespace of all roles of the cluster."""
-        self._settings = RoleSettings(**settings)
+        self._settings = RoleSettings(**settings)  # with the GPU that Ray assigned; a spare keeps its own
         self._namespace = namespace
         _require_node(self._settings)
         environment = role_environment(self._settings)
@@ -43,9 +43,9 @@ class RoleActor:
         on_gpu = self._settings.device.startswith("cuda") and not self._settings.pinned
         if on_gpu and (assigned := ray.get_gpu_ids()):
             self._settings = RoleSettings(**{**settings, "device": f"cuda:{assigned[0]}"})
-        self._seat: Seat | None = None
-        self._error: AlignedServeError | None = None
-        self._loop = asyncio.new_event_loop()
+        self._seat: Seat | None = None  # None until the event loop runs
+        self._error: AlignedServeError | None = None  # why the role has failed; for `wait_ended`
+        self._loop = asyncio.new_event_loop()  # the role's, in a thread of its own
         threading.Thread(target=self._run, name="role", daemon=True).start()
 
     async def describe(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ class Descendants:
     """Holds the descendants by pidfd, so that they are known even after their parents have ended."""
 
     def __init__(self) -> None:
-        self._held: dict[int, int] = {}
+        self._held: dict[int, int] = {}  # pidfds by pid; updated by `note`
 
     def note(self) -> None:
         """Add the current descendants, and drop those that have ended, because their pids may be reused."""

@@ -16,7 +16,7 @@ class NodeRoom:
 
     def __init__(self, free_bytes: Mapping[str, int], needed_bytes: Mapping[str, int]) -> None:
         """`free_bytes` by node; `needed_bytes` by instance, 0 for instances that are not listed."""
-        self._free = dict(free_bytes)
+        self._free = dict(free_bytes)  # less the room that `choose` has taken
         self._needed = needed_bytes
 
     def needed(self, unit: Unit) -> int:

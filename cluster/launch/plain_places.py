@@ -15,8 +15,8 @@ class PlainPlaces:
         """`nodes` is the caller's list, which may change; the first is the supervisor's. `fixed`: nodes by instance."""
         self._nodes = nodes
         self._fixed = fixed
-        self._where: dict[str, str] = {}
-        self._instances: tuple[str, ...] = ()
+        self._where: dict[str, str] = {}  # the node of each placed instance, as of the last `placement`
+        self._instances: tuple[str, ...] = ()  # ids of instances, from the last `place`
 
     def place(self, instances: Iterable[str]) -> None:
         """Place these instances, and no others."""

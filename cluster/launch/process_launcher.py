@@ -88,11 +88,11 @@ class ProcessLauncher(Launcher):
         module: str = "alignedserve.cluster.launch.role_main",
     ) -> None:
         self._module = module
-        self._nodes = list(nodes) or [Node(NODE_ID, "127.0.0.1", gpus)]
-        self._places = PlainPlaces(self._nodes, placed or {})
+        self._nodes = list(nodes) or [Node(NODE_ID, "127.0.0.1", gpus)]  # changed by `add_node` and `kill_node`
+        self._places = PlainPlaces(self._nodes, placed or {})  # the nodes of instances
         self._environment = dict(environment or {})
         self._output_dir = output_dir
-        self._children: dict[str, _Child] = {}
+        self._children: dict[str, _Child] = {}  # the last process of each role id, also after its end
 
     @property
     def pids(self) -> dict[str, int]:

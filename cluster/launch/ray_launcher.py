@@ -47,16 +47,16 @@ class RayLauncher(Launcher):
     """`namespace` is the cluster's own in Ray. Blocking calls of Ray run in threads."""
 
     def __init__(self, namespace: str, config: Config, actors: Mapping[str, type[RoleActor]] = ACTORS) -> None:
-        self._classes = actors
+        self._classes = actors  # by role
         self.namespace = namespace
         self._config = config
-        self._actors: dict[str, Any] = {}
-        self._node_ids: dict[str, str] = {}
-        self._here = ""
-        self._gpus = 0
+        self._actors: dict[str, Any] = {}  # handles by role id, of the last actor that was launched or found
+        self._node_ids: dict[str, str] = {}  # Ray's id by the node's name; `nodes` adds to it
+        self._here = ""  # name of this process's node; "" until `nodes`
+        self._gpus = 0  # of the node with the most, as of the last `nodes`
         self._placed: dict[str, Any] = {}  # the last arguments of `_places.place`
-        self._places: RayPlaces | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._places: RayPlaces | None = None  # created by the first `place`
+        self._tasks: set[asyncio.Task[None]] = set()  # watches and announcements in progress
 
     async def nodes(self) -> Sequence[Node]:
         own = ray.get_runtime_context().get_node_id()

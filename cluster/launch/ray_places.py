@@ -46,10 +46,10 @@ class RayPlaces:
         self._namespace = namespace
         self._cluster_id = cluster_id
         self._config = config
-        self._bundles: dict[str, Bundle] = {}
-        self._changing = threading.Lock()
-        self._released = False
-        self._swept = False
+        self._bundles: dict[str, Bundle] = {}  # by instance, as of the last `look`
+        self._changing = threading.Lock()  # held by `place` and `release`
+        self._released = False  # `release` was called; for good
+        self._swept = False  # groups of dead clusters have been removed, at the first `place`
 
     def place(
         self, shape: Shape, ids: Sequence[tuple[str, str]], room: NodeRoom, *, on_gpu: bool, elastic: bool

@@ -41,9 +41,10 @@ class Seat:
     """Runs the role of a process: the role it was started with or, for a spare, the role that it was given."""
 
     def __init__(self, settings: RoleSettings, make: Callable[[RoleSettings], RoleServer]) -> None:
-        self.settings = settings
-        self.role = make(settings)
-        self._make = make
+        self.settings = settings  # of `role`
+        self.role = make(settings)  # the first role, or the one that a spare has taken
+        self._make = make  # creates a role
+        # The role that a spare is to take; done from `assume` on.
         self._given: asyncio.Future[RoleSettings] = asyncio.get_running_loop().create_future()
 
     def assume(self, settings: RoleSettings) -> None:

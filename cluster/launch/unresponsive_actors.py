@@ -59,7 +59,7 @@ class Silent:
 
 
 def look_at_silent(name: str, actor: Any, nodes: Mapping[str, Node]) -> Silent | None:
-    """What Ray knows of it; None where it runs on none of `nodes`, which are alive, by Ray's id. Blocks."""
+    """Ray's record of the actor; None if it runs on no live node. `nodes`: the live nodes, by Ray's id. Blocks."""
     record = actor_record(actor)
     node = nodes.get(record["Address"]["NodeID"]) if record.get("State") == "ALIVE" else None
     return Silent(name, actor, node, int(record["Pid"])) if node is not None else None

@@ -20,8 +20,8 @@ class Collector:
 
     def __init__(self, outboxes: Mapping[str, Outbox[sv.RoleOrder]]) -> None:
         self._outboxes = outboxes
-        self._waiting: dict[str, asyncio.Event] = {}
-        self._round: asyncio.Task[None] | None = None
+        self._waiting: dict[str, asyncio.Event] = {}  # by id, set by each process's report; empty between rounds
+        self._round: asyncio.Task[None] | None = None  # the current or the last round
 
     def heard(self, role_id: str) -> None:
         """A heartbeat has arrived."""

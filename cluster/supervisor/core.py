@@ -1,4 +1,8 @@
-"""The supervisor's decisions, without I/O: events in, a list of actions out. Time is an argument."""
+"""The supervisor's decisions, without I/O: events in, a list of actions out. Time is an argument.
+
+It decides when processes are started, when hung ones are fenced, and when dead ones are replaced. A process is replaced
+once it is known to be dead or its node is gone: at once, or after a growing delay if it dies early or repeatedly.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +57,7 @@ class SupervisorCore:
         self.config = config
         self.view_version = first_version  # of the view that `view` gives now
         self.roster = Roster(planned)  # slots of planned processes and guests, by role id
-        self.nodes = NodeBook(self.roster, gpus, agent_socket)  # nodes with instances, and those that have gone
+        self.nodes = NodeBook(self.roster, gpus, agent_socket)  # used nodes, and nodes that are gone for good
         self.scaling = Scaling(config, self.roster, self.nodes, shape or Shape.configured(config))  # instances wanted
         self.planner = StorePlanner(config, self.roster, self.nodes)  # the model's shape and the store plan, once known
         longest_step_s = config.supervisor.start_timeout_s + config.gateway.drain_s
@@ -146,12 +150,12 @@ class SupervisorCore:
         member = self.roster.member(key)
         if member is None:
             return []
-        before, reached = member.news, list(member.beat.reaches)
+        before, reached = member.reports, list(member.beat.reaches)
         member.hang_detector.heard(beat, now)
         member.beat = beat
         if list(beat.reaches) != reached:
             self._pair(now)
-        if member.news != before:
+        if member.reports != before:
             self._touch()
         slot = self.roster.slots.get(key.id)
         if slot is None:
@@ -294,7 +298,7 @@ class SupervisorCore:
         """Whether nothing is replaced or admitted any more. While gateways drain, their requests need all processes."""
         return self.ending and (self.grace_s <= 0.0 or not self.was_ready or self.roster.guests_drained())
 
-    # ---- what others see
+    # ---- view and status
 
     def view(self) -> sv.ClusterView:
         return view_of(self)
@@ -373,15 +377,15 @@ class SupervisorCore:
         if self.failure is not None:
             return
         try:
-            news = self.planner.note(member)
+            changed = self.planner.note(member)
         except AlignedServeError as error:
             self._fail(pb.Failure(code=error.code), error.message)
         else:
-            if news:
+            if changed:
                 self._touch()
 
     def _let_go(self, now: float) -> list[Action]:
-        """End the instances that were to go, and that nothing needs any more."""
+        """End the draining instances that no request needs any more, or that have drained for too long."""
         actions: list[Action] = []
         if self.ending or self.paused:
             return actions
@@ -390,10 +394,12 @@ class SupervisorCore:
                 self.scaling.forget(slot)
                 self._touch()
             elif late or slot.phase is Phase.STARTING:
-                reason = "it was to go, and requests still needed it" if late else "it was to go before it was there"
+                reason = "it was removed before it was ready"
+                if late:
+                    reason = "it was to be removed, and requests still needed it"
                 actions.append(self._fence(slot, reason, now))
             else:
-                slot.end_reason = "it was to go"
+                slot.end_reason = "it was to be removed"
                 slot.deadline = now + END_S
                 slot.enter(Phase.ENDING, now)
                 actions.append(End(slot.planned.id))
@@ -415,7 +421,7 @@ class SupervisorCore:
             return self._launch(slot, now)
         if slot.phase is Phase.ENDING and slot.draining and 0.0 < slot.deadline < now:
             slot.deadline = 0.0
-            return self._fence(slot, "it was to go, and did not", now)
+            return self._fence(slot, "it was to be removed, and did not", now)
         member = slot.member
         if slot.phase is Phase.LOST and now - slot.since >= RECONNECT_S:
             if member is not None and self._is_cut_off(member.hello.node_id, slot.since, now):
@@ -457,7 +463,7 @@ class SupervisorCore:
     def _launch(self, slot: Slot, now: float) -> Launch | None:
         role = slot.planned.role
         if role == SPARE and (self.ending or not self.roster.all_ready()):
-            return None  # it would take the processor from those that start
+            return None  # it would take processor time from starting processes
         planned = self.nodes.planned(slot)
         if planned is None:
             late = now - slot.launch_at > self.config.supervisor.start_timeout_s

@@ -33,10 +33,10 @@ class Fencer:
     """
 
     def __init__(self, roster: Callable[[], Roster], launcher: Launcher, token: str) -> None:
-        self.here = ""
-        self._roster = roster
+        self.here = ""  # set once by the supervisor at its start
+        self._roster = roster  # names the node agents
         self._launcher = launcher
-        self._token = token
+        self._token = token  # for calls of node agents
 
     async def end(self, role_id: str, hello: sv.RoleHello | None, still_wanted: Callable[[], bool]) -> bool:
         """Try to end the process until it is dead or `still_wanted` returns False.

@@ -29,18 +29,19 @@ ASK_S = 15.0  # time limit for a predecessor that lives but does not answer
 RETRY_S = 0.25
 FOLLOWED_WITHIN_S = 15.0
 FOLLOWED_LOOK_S = 0.1
-_SOMEBODY_ELSE = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)  # another server has the port by now
+# Replies of another server, which has the port of an ended predecessor by now
+_OTHER_SERVER_CODES = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
 
 
 class Leaving:
     """The predecessor's side. `pause` is called at the beginning and at the end of a pause."""
 
     def __init__(self, pause: Callable[[bool], None]) -> None:
-        self.address = ""
+        self.address = ""  # of the successor that leads the cluster; "" until one does
         self._pause = pause
-        self._resume: asyncio.TimerHandle | None = None
-        self._left = asyncio.Event()
-        self._begun: set[asyncio.Future[None]] = set()
+        self._resume: asyncio.TimerHandle | None = None  # ends the pause; restarted by each call of the successor
+        self._left = asyncio.Event()  # set with `address`; for good
+        self._begun: set[asyncio.Future[None]] = set()  # work in progress, which a reply waits for
 
     def finish(self, work: asyncio.Future[None]) -> None:
         """Finish this work before a successor gets an answer."""
@@ -112,7 +113,7 @@ class Predecessor:
             try:
                 return await self._ask_once(address)
             except grpc.aio.AioRpcError as error:
-                self.ended = "refused" in (error.details() or "").lower() or error.code() in _SOMEBODY_ELSE
+                self.ended = "refused" in (error.details() or "").lower() or error.code() in _OTHER_SERVER_CODES
                 late = time.monotonic() > deadline
                 what = "has ended" if self.ended else f"does not answer: {error.code().name}"
                 level = logging.INFO if self.ended else logging.WARNING

@@ -32,15 +32,15 @@ IDLE_CPU_S = 0.05
 class HangDetector:
     """Watches one process from its first message on. Times are from the caller's monotonic clock."""
 
-    heard_at: float
+    heard_at: float  # of its last heartbeat or new stream
     progressed_at: float = 0.0
     """When it last had no work, or had made progress."""
     active_at: float = 0.0
     """When it was last seen to have used the processor."""
-    stopped_at: float | None = None
-    traced: bool = False
-    progress: int = 0
-    cpu_s: float = 0.0
+    stopped_at: float | None = None  # since when it is seen stopped (SIGSTOP); None: it is not
+    traced: bool = False  # a debugger had stopped it at the last look
+    progress: int = 0  # the counter in its last heartbeat
+    cpu_s: float = 0.0  # its processor time at `active_at`, in seconds
 
     def heard(self, beat: sv.Heartbeat | None, now: float) -> None:
         """It sent a heartbeat, or opened a new stream (None)."""

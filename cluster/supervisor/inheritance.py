@@ -14,7 +14,7 @@ from alignedserve.cluster.launch.launcher import Launcher, Running
 from alignedserve.cluster.runtime_dir import new_cluster_id, new_token, remove_cluster_dir
 from alignedserve.cluster.supervisor.handover import Predecessor, newest_view
 from alignedserve.cluster.supervisor.plan import SPARE, Shape
-from alignedserve.cluster.supervisor.redeploy import EVERYBODY, NO_CHANGE, Change, compare, compare_all
+from alignedserve.cluster.supervisor.redeploy import ALL_ROLES, NO_CHANGE, Change, compare, compare_all
 from alignedserve.cluster.supervisor.role_settings import Identity
 from alignedserve.cluster.supervisor.supervisor import Supervisor
 from alignedserve.config import Config
@@ -65,7 +65,7 @@ async def inherit(launcher: Launcher, config: Config, code: str) -> Inheritance:
         if led.replaced_for and not change.replaced_for:
             await launcher.vet(config)
         shape = led.shape or (Shape.configured(wanted) if said.resizing else None)
-        rolled = change.rolled | led.rolled | (EVERYBODY if said.code != code else frozenset())
+        rolled = change.rolled | led.rolled | (ALL_ROLES if said.code != code else frozenset())
         change = Change(change.replaced_for or led.replaced_for, shape, rolled)
     elif told.followed_prefill and Shape(told.followed_prefill, told.followed_decode) != Shape.configured(wanted):
         change = replace(change, shape=Shape.configured(wanted))

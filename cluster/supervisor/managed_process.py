@@ -1,4 +1,4 @@
-"""One process that the supervisor keeps: where it is in its life, and what it last said."""
+"""One process that the supervisor keeps: its phase, its hello and its last heartbeat."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class ManagedProcess:
     """A process that has joined: its hello and its last heartbeat."""
 
     hello: sv.RoleHello
-    hang_detector: HangDetector
-    joined_unix_s: float
-    beat: sv.Heartbeat = field(default_factory=sv.Heartbeat)
+    hang_detector: HangDetector  # follows its heartbeats, and its state in the kernel
+    joined_unix_s: float  # when it joined, in Unix time
+    beat: sv.Heartbeat = field(default_factory=sv.Heartbeat)  # the last one; empty before the first
 
     @classmethod
     def told(cls, peer: sv.Peer, now: float) -> ManagedProcess:
@@ -59,8 +59,8 @@ class ManagedProcess:
         return self.beat.state or "starting"
 
     @property
-    def news(self) -> tuple[object, ...]:
-        """The parts of its last heartbeat that other processes learn."""
+    def reports(self) -> tuple[object, ...]:
+        """The parts of its last heartbeat that the view passes on to other processes."""
         beat = self.beat
         return self.state, list(beat.stores), beat.HasField("failure"), list(beat.alarms), list(beat.reaches)
 
@@ -90,24 +90,24 @@ class ManagedProcess:
 class Slot:
     """A planned process, and the process that fills it now. `since` is when the phase began."""
 
-    planned: PlannedRole
+    planned: PlannedRole  # its node and device change when it is placed elsewhere
     phase: Phase = Phase.WAITING
     since: float = 0.0
-    launch_at: float = 0.0
-    deadline: float = 0.0
+    launch_at: float = 0.0  # in WAITING: when its next process is due
+    deadline: float = 0.0  # in STARTING, JOINED and ENDING: when its process is fenced; 0.0 in ENDING: it is fenced
     generation: int = 0
     """Counts the processes of this slot, so that events of an earlier process do not affect its successor."""
     incarnation: int = 0
     """Of its last process. A successor's is larger, even if the clock of its node is behind."""
     device: str = ""
     """The device of its last process's model, which the successor uses again."""
-    member: ManagedProcess | None = None
+    member: ManagedProcess | None = None  # the process that has joined, until it is dead or its node is gone
     found: ManagedProcess | None = None
     """The process that was found running here, if any, until it has joined or ended."""
-    was_ready: bool = False
+    was_ready: bool = False  # its process has been ready under this supervisor
     used: bool = False
     """The process may have requests: it has been ready, or was found running."""
-    ready_at: float = 0.0
+    ready_at: float = 0.0  # when it was ready first; only valid if `was_ready`
     failures: int = 0
     """Consecutive ends before the process was ready, or soon after."""
     end_reason: str = ""

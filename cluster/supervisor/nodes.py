@@ -46,17 +46,17 @@ class NodeBook:
         """`socket` names the Unix socket of a node's agent, by the node and its number."""
         self._roster = roster
         self._socket = socket or (lambda node, number: "")
-        self._placement: Placement | None = None
-        self._nodes = {"": Node("", gpus=gpus)}
-        self._numbers: dict[str, int] = {}
-        self._sockets: dict[str, str] = {}
+        self._placement: Placement | None = None  # the launcher's last answer; None before the first
+        self._nodes = {"": Node("", gpus=gpus)}  # all nodes of the last placement, by id, the supervisor's own first
+        self._numbers: dict[str, int] = {}  # of used nodes, by node id, until they are gone
+        self._sockets: dict[str, str] = {}  # of their node agents, by node id
         self._back_at: dict[str, float] = {}  # when unreachable nodes came back; infinite: they still are unreachable
         self._expected_at: dict[str, float] = {}  # since when processes of the node are expected, without a heartbeat
-        self.next_number = 0
+        self.next_number = 0  # of the next node that is used; only grows
         self.gone: dict[str, None] = {}
         """The last `GONE_KEPT` used nodes that are gone for good, in order, even if their processes come back."""
 
-    # ---- what is known
+    # ---- queries
 
     @property
     def home(self) -> Node:
@@ -145,7 +145,7 @@ class NodeBook:
         used = [role.device for role in planned if role.on_gpu and role.node_id == node_id]
         return min((f"cuda:{number}" for number in range(max(1, self.node(node_id).gpus))), key=used.count)
 
-    # ---- what changes
+    # ---- changes
 
     def adopt(self, view: sv.ClusterView, found: Iterable[tuple[PlannedRole, str]]) -> None:
         """Take over an earlier supervisor's view, and running roles with the sockets of their node agents. Used nodes

@@ -25,7 +25,10 @@ FRESH_S = 0.05  # results of this age are reused
 
 
 class Placing:
-    """Call `settle` once, then `follow` for the supervisor's life, and `look` to place something now."""
+    """Call `settle` once, then `follow` for the supervisor's life, and `look` to place something now.
+
+    `carry_out` gets the actions of the core. `leaving` waits for a look that has begun.
+    """
 
     def __init__(
         self,
@@ -36,15 +39,15 @@ class Placing:
         carry_out: Callable[[list[Action]], None],
         leaving: Leaving,
     ) -> None:
-        self._core = core
-        self._launcher = launcher
+        self._core = core  # gets nodes and places, and has the instances
+        self._launcher = launcher  # reserves room, and knows nodes
         self._cluster_id = cluster_id
-        self._fencer = fencer
+        self._fencer = fencer  # asks node agents for their free memory
         self._carry_out = carry_out
         self._leaving = leaving
-        self._looking = asyncio.Lock()
-        self._looked_at = 0.0
-        self._placed: list[tuple[str, str]] = []
+        self._looking = asyncio.Lock()  # held during a look
+        self._looked_at = 0.0  # monotonic time of the last placement, in seconds
+        self._placed: list[tuple[str, str]] = []  # instances, (role, id), that room was last reserved for
 
     async def settle(self, now: float) -> None:
         """Find nodes and places without starting anything. Raises ResourceError if there can never be room."""

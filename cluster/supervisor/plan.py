@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from alignedserve.config import Config
 from alignedserve.errors import ResourceError
 
-# Each must have one ready instance before a request can be served, in the order in which people read them.
+# Each must have one ready instance before a request can be served. In display order.
 REQUIRED_ROLES = ("node_agent", "kv_pool", "scheduler", "prefill", "decode")
 MODEL_ROLES = ("prefill", "decode")
 SPARE = "spare"

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 COUNTS = frozenset({"cluster.prefill", "cluster.decode"})
 SERVES = frozenset({"cluster.name", "model.chat_template"})  # besides gateway.*: Ray Serve replaces gateways anyway
 INSTANCES = frozenset({"prefill", "decode"})
-EVERYBODY = frozenset({*INSTANCES, *PROCESS_ROLES})
+ALL_ROLES = frozenset({*INSTANCES, *PROCESS_ROLES})
 # Keys that a process reads when it starts, and that affect neither the sizes of stores nor the tokens.
 ROLLED: Mapping[str, frozenset[str]] = {
     "kv_pool.growth_reserve": frozenset({"kv_pool", "scheduler"}),
@@ -59,7 +59,7 @@ class Change:
     def __str__(self) -> str:
         if self.replaced_for:
             return f"a new cluster replaces it because of {', '.join(self.replaced_for)}"
-        parts = [f"going to {self.shape}"] if self.shape else []
+        parts = [f"changing to {self.shape}"] if self.shape else []
         parts += [f"a rolling restart of {', '.join(sorted(self.rolled))}"] if self.rolled else []
         return "; ".join(parts) or "everything goes on"
 
@@ -77,7 +77,7 @@ def compare(old: Config, new: Config) -> Change:
         elif section == "gateway" or key in SERVES:
             continue
         elif section in ("supervisor", "log"):
-            rolled |= EVERYBODY
+            rolled |= ALL_ROLES
         elif section == "scheduler" and key not in DIVIDES_MEMORY:
             rolled |= SCHEDULER
         elif key in ROLLED:

@@ -25,7 +25,7 @@ class Identity:
 def role_settings(
     core: SupervisorCore, slot: Slot, tree: Mapping[str, Any], identity: Identity, supervisor_address: str
 ) -> RoleSettings:
-    """Of the role in `slot`, on its node. `tree`: the configuration."""
+    """The settings of the role in `slot`, on its node. `tree`: the configuration."""
     node = core.nodes.node(slot.planned.node_id)
     return RoleSettings(
         role=slot.planned.role,
@@ -44,7 +44,7 @@ def role_settings(
 
 
 def device_of(config: Config, nodes: list[Node], found: Sequence[Running]) -> str:
-    """Where instances run, "cpu" or "cuda": as those do that run already."""
+    """Device of new instances, "cpu" or "cuda": that of running ones, otherwise the configured one."""
     if any(running.settings.role in MODEL_ROLES and running.settings.device.startswith("cuda") for running in found):
         return "cuda"
     return resolve_device(config, max(node.gpus for node in nodes))

@@ -38,14 +38,14 @@ class Rolling:
 
     def __init__(self, roster: Roster, scaling: Scaling, longest_step_s: float) -> None:
         """`longest_step_s`: the longest time of a start and a gateway's drain together."""
-        self.state = sv.Restart(done=True)
+        self.state = sv.Restart(done=True)  # `done` before the first order
         self._roster = roster
         self._scaling = scaling
-        self._patience_s = longest_step_s + PATIENCE_S
-        self._since = 0.0  # since when the current step waits
-        self._reasons: dict[str, str] = {}
+        self._patience_s = longest_step_s + PATIENCE_S  # a step that takes longer stops the restart
+        self._since = 0.0  # when the current step began
+        self._reasons: dict[str, str] = {}  # by id, why processes ended during this restart
         self.supervisor_due = False
-        """This process itself is the next to be replaced."""
+        """The supervisor itself is replaced next; stays so."""
 
     @property
     def running(self) -> bool:
@@ -89,7 +89,7 @@ class Rolling:
         self.state.retiring[:] = sorted(self._roster.guests)
 
     def adopt(self, view: sv.ClusterView, now: float) -> None:
-        """Go on with what an earlier supervisor began."""
+        """Continue a predecessor's rolling restart, if its view has one."""
         if view.HasField("restart"):
             self.state.CopyFrom(view.restart)
             self._since = now
@@ -187,7 +187,7 @@ class Rolling:
         ]
 
     def _name_old(self) -> None:
-        """Processes that were launched before the order and have joined since."""
+        """Note the incarnations of processes that were launched before the order and have joined since."""
         for member, _ in self._roster.members():
             if self.state.old.get(member.key.id) == 0:
                 self.state.old[member.key.id] = member.key.incarnation

@@ -16,15 +16,15 @@ class Roster:
     """The planned processes, each in a slot, and guests: gateways, which Ray Serve starts and replaces."""
 
     def __init__(self, planned: Sequence[PlannedRole]) -> None:
-        self.slots = {role.id: Slot(role) for role in planned}
-        self._generations: dict[str, int] = {}
+        self.slots = {role.id: Slot(role) for role in planned}  # by id, until `remove`
+        self._generations: dict[str, int] = {}  # of removed slots, by id; a new slot of that id continues from it
         self._incarnations: dict[str, int] = {}  # of the last process of ids that have no slot now
-        self.guests: dict[str, ManagedProcess] = {}
+        self.guests: dict[str, ManagedProcess] = {}  # gateways that have joined, by id, until `drop_guest`
         self.lost_guests: dict[str, float] = {}
-        """Guests whose stream is gone, and until when they may come back."""
-        self.ending_guests: set[str] = set()
+        """Guests whose streams have broken, and until when they may reconnect."""
+        self.ending_guests: set[str] = set()  # ids of guests that are being fenced
         self.found_guests: dict[str, ManagedProcess] = {}
-        """Guests of an earlier supervisor that have not come to this one."""
+        """Guests of an earlier supervisor that have not joined this one, by id."""
 
     def member(self, key: pb.ProcessKey) -> ManagedProcess | None:
         """The live process of this role, id and incarnation."""
@@ -33,7 +33,7 @@ class Roster:
         return member if member is not None and member.key == key else None
 
     def found(self, key: pb.ProcessKey) -> ManagedProcess | None:
-        """The process of this key, where an earlier supervisor had it and it has not joined this one."""
+        """The process with this key, if only an earlier supervisor has seen it; otherwise None."""
         slot = self.slots.get(key.id)
         member = slot.found if slot is not None else self.found_guests.get(key.id)
         return member if member is not None and member.key == key else None
@@ -44,14 +44,14 @@ class Roster:
         return [member for member, _ in self.members()] + expected + list(self.found_guests.values())
 
     def add(self, planned: PlannedRole) -> Slot:
-        """One more process. What is said late of one that had this id before is not said of it."""
+        """Add a slot. Late messages about an earlier process with this id do not apply to the new one."""
         generation = self._generations.get(planned.id, 0)
         slot = Slot(planned, generation=generation, incarnation=self._incarnations.pop(planned.id, 0))
         self.slots[planned.id] = slot
         return slot
 
     def sort(self) -> None:
-        """By role, in the order in which people read them."""
+        """By role, in display order."""
         order = {role: rank for rank, role in enumerate((*REQUIRED_ROLES, SPARE))}
         slots = sorted(self.slots.values(), key=lambda slot: order[slot.planned.role])
         self.slots.clear()

@@ -37,11 +37,11 @@ class Scaling:
     """Changes the roster's slots. The core decides about their processes."""
 
     def __init__(self, config: Config, roster: Roster, nodes: NodeBook, shape: Shape) -> None:
-        self.shape = shape
+        self.shape = shape  # the numbers of instances that are wanted now
         self.followed = Shape.configured(config)
         """The configured numbers that were applied last. Those of this configuration may have yet to be applied."""
-        self.pairs: list[tuple[str, str]] = []
-        self.failure = ""
+        self.pairs: list[tuple[str, str]] = []  # (decode id, prefill id), sorted; updated by `pair`
+        self.failure = ""  # why the last change failed; cleared by the next
         self._config = config
         self._roster = roster
         self._nodes = nodes
@@ -178,7 +178,7 @@ class Scaling:
         self.pairs = [(pair.decode_id, pair.prefill_id) for pair in view.pairs]
         self.pair()
 
-    # ---- those that go
+    # ---- removed instances
 
     def _draining(self) -> list[Slot]:
         return [slot for slot in self._roster.slots.values() if slot.draining]

@@ -47,7 +47,7 @@ from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
 
 logger = logging.getLogger(__name__)
 
-EXIT_NEWS_S = 0.05
+EXIT_REPORT_S = 0.05
 
 
 class Supervisor(sv_grpc.SupervisorServicer):
@@ -55,31 +55,32 @@ class Supervisor(sv_grpc.SupervisorServicer):
 
     def __init__(self, config: Config, launcher: Launcher, identity: Identity, *, replaceable: bool = False) -> None:
         """`replaceable`: Ray Serve starts a successor, so node agents may end this process when it hangs."""
-        self.config = config
-        self.identity = identity
-        self.address = ""
-        self.core: SupervisorCore
-        self._tree: Mapping[str, Any] = {}
-        self._launcher = launcher
+        self.config = config  # with the resolved device once `start` has found it
+        self.identity = identity  # the cluster's; a successor keeps it
+        self.address = ""  # host:port of its gRPC server; "" until `start`
+        self.core: SupervisorCore  # all decisions and state of processes; created by `start`
+        self._tree: Mapping[str, Any] = {}  # `config` as a tree, for processes and successors; set by `start`
+        self._launcher = launcher  # starts, finds and kills processes
         self._replaceable = replaceable
-        self._process = pb.ProcessKey(role="supervisor", id="supervisor-0", incarnation=0)  # until it starts
-        self._started_unix_s = time.time()
-        self._outboxes: dict[str, Outbox[sv.RoleOrder]] = {}
-        self._told_version = 0
-        self._collector = Collector(self._outboxes)
-        self._fencer = Fencer(lambda: self.core.roster, launcher, identity.token)
-        self._watchdog = Watchdog(self._on_dead)
-        self._here = ""
-        self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._server: RpcServer | None = None
-        self._launches = 0
-        self._following: asyncio.Task[None]
-        self._placing: Placing
-        self._leaving = handover.Leaving(self._pause)
-        self._closed = False
-        self.ticked_at = time.monotonic()
-        self.stop_asked = asyncio.Event()
+        # The incarnation is 0 until `start`, then newer than any in the cluster.
+        self._process = pb.ProcessKey(role="supervisor", id="supervisor-0", incarnation=0)
+        self._started_unix_s = time.time()  # for the status; never changes
+        self._outboxes: dict[str, Outbox[sv.RoleOrder]] = {}  # by id, of processes with an open stream
+        self._told_version = 0  # of the view that was last sent to all processes; 0: none
+        self._collector = Collector(self._outboxes)  # asks all processes for their metrics
+        self._fencer = Fencer(lambda: self.core.roster, launcher, identity.token)  # ends processes
+        self._watchdog = Watchdog(self._on_dead)  # watches the processes of this node
+        self._here = ""  # id of this process's node; "" until `start`
+        self._changed = asyncio.Event()  # set, and replaced by a new one, when a view is sent
+        self._tasks: set[asyncio.Task[None]] = set()  # in progress; a task that is done leaves
+        self._server: RpcServer | None = None  # created by `start`
+        self._launches = 0  # starts of processes that this supervisor has begun, for the metrics
+        self._following: asyncio.Task[None]  # runs `_placing.follow`; from the end of `start` to `end_all`
+        self._placing: Placing  # reserves room, and finds nodes; created by `start`
+        self._leaving = handover.Leaving(self._pause)  # the hand-over to a successor, if one asks for it
+        self._closed = False  # from `close` on: events are ignored
+        self.ticked_at = time.monotonic()  # of the last tick, in monotonic seconds; old if this process hangs
+        self.stop_asked = asyncio.Event()  # set by `Stop`, or when a stop of a dead predecessor goes on
         self.code = ""
         """Its package version and environment. A successor with another one replaces every process."""
         self.application = ""  # label of metrics if there may be other applications
@@ -310,7 +311,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self, request: sv.HandOverRequest, context: grpc.aio.ServicerContext[sv.HandOverRequest, sv.HandOverReply]
     ) -> sv.HandOverReply:
         await self._leaving.asked(request.address)
-        if request.address:  # from now on the processes belong to the successor
+        if request.address:  # from now on the successor leads the processes
             self._let_roles_go()
         config, view = json.dumps(self._tree), self.core.view()
         resizing = self.core.scaling.followed != Shape.configured(self.config)
@@ -424,7 +425,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         slot = slots[fence.role_id]
 
         def still_wanted() -> bool:
-            """One that was to go has left its slot when it has ended, and another may have its id."""
+            """A removed process leaves its slot when it ends; its id may be reused."""
             there = slots.get(fence.role_id) is slot
             return there and slot.phase is Phase.ENDING and slot.generation == fence.generation
 
@@ -440,7 +441,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
 
     def _on_dead(self, key: pb.ProcessKey) -> None:
         """The kernel reports the end first. The launcher may report the reason a moment later."""
-        asyncio.get_running_loop().call_later(EXIT_NEWS_S, self._process_ended, key)
+        asyncio.get_running_loop().call_later(EXIT_REPORT_S, self._process_ended, key)
 
     def _process_ended(self, key: pb.ProcessKey) -> None:
         self._carry_out(self.core.process_ended(key, "its process has ended", time.monotonic()))

@@ -1,6 +1,7 @@
-"""Collects the client's files from the tree, or from the sdist that they are in (metadata is in pyproject.toml).
+"""Builds the client's distribution (metadata is in pyproject.toml).
 
-They go into alignedserve_client/path, which is not under version control: the tree is where they are edited.
+In a checkout it copies the client's files into alignedserve_client/path, which is not under version control. An sdist
+already contains them.
 """
 
 import ast
@@ -18,7 +19,7 @@ MESSAGES = ("common_pb2", "inference_pb2", "inference_pb2_grpc")
 
 
 def collect() -> None:
-    """Copy what the client needs from the tree."""
+    """Copy the client and its dependencies from the tree."""
     shutil.rmtree(PATH, ignore_errors=True)
     package = PATH / "alignedserve"
     shutil.copytree(TREE / "client", package / "client", ignore=shutil.ignore_patterns("__pycache__"))
@@ -31,7 +32,7 @@ def collect() -> None:
 
 
 def version() -> str:
-    """The one of the package itself: `__version__` is written in one place."""
+    """`__version__` of the package, parsed without importing it."""
     tree = ast.parse((PATH / "alignedserve/__init__.py").read_text(encoding="utf-8"))
     (value,) = (
         node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__version__"
@@ -40,7 +41,7 @@ def version() -> str:
 
 
 class BuildWithPath(build_py):
-    """Adds the .pth file beside the package: a line with a folder, relative to the one that it is in."""
+    """Adds the .pth file beside the package. It holds the folder's path relative to itself."""
 
     def run(self) -> None:
         super().run()

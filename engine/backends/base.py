@@ -63,7 +63,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def begin(self, batch: PackedBatch) -> None:
-        """Prepare what all layers of the forward pass of `batch` share."""
+        """Prepare the data that all layers of the forward pass of `batch` share."""
 
     def begin_table(self, table: DecodeTable) -> None:
         """`begin` for a pass that a graph captures, of one new token a row.

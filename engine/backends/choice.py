@@ -51,7 +51,7 @@ class Choice:
 
 
 def refusals(needs: AttentionNeeds) -> list[BackendCandidate]:
-    """Every backend, and why it cannot serve `needs` here. Nothing is run."""
+    """Every backend, with the reason if it cannot serve `needs` here. It runs none of them."""
     return [BackendCandidate(name, _refusal(name, needs)) for name in BACKENDS.names()]
 
 

@@ -22,7 +22,7 @@ MOST_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The prefill chunks of a pass, as the libraries take them. All tensors are int32 on the cache's device."""
+    """The prefill chunks of a pass in the libraries' format. Tensors are int32 on the cache's device."""
 
     rows: torch.Tensor | None  # int64: packed rows; None: all rows of the pass, in order
     query_starts: torch.Tensor  # [chunks + 1] cumulative new tokens
@@ -40,7 +40,7 @@ def key_value_views(cache: torch.Tensor, layer: int) -> tuple[torch.Tensor, torc
 
 
 def library_window(options: AttentionOptions) -> tuple[int, int]:
-    """(left, right): our window counts the query's own token, the libraries' left side does not."""
+    """The library's window (left, right). Ours includes the query's own token, its left side does not."""
     return (-1, -1) if options.sliding_window is None else (options.sliding_window - 1, 0)
 
 
@@ -84,13 +84,13 @@ class FlashBackend(AttentionBackend):
         table: DecodeTable,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """`query` `[rows, heads, head_dim]`, one row a request; returns its shape."""
+        """Attend for decode rows: `query` `[rows, heads, head_dim]`, one row for each request. Returns its shape."""
 
     @abstractmethod
     def prefill(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chunks: Chunks, options: AttentionOptions
     ) -> torch.Tensor:
-        """`query` `[rows, heads, head_dim]`, chunk after chunk; returns its shape."""
+        """Attend for chunks: `query` `[rows, heads, head_dim]`, chunk after chunk. Returns its shape."""
 
     def lacking(self, options: AttentionOptions) -> str | None:
         """Which of these options the library does not support; None: it supports all."""
@@ -135,7 +135,7 @@ class FlashBackend(AttentionBackend):
 
 
 def chunks_of(spans: tuple[Span, ...], block_size: int, device: torch.device, *, whole: bool) -> Chunks:
-    """`whole`: the spans are all rows of the pass."""
+    """Build the tables of `spans`. `whole`: they cover all rows of the pass."""
     new = [span.query_tokens for span in spans]
     attended = [span.kv_tokens for span in spans]
     starts = torch.zeros(2, len(spans) + 1, dtype=torch.int32)

@@ -76,7 +76,7 @@ class TorchBackend(AttentionBackend):
         values.index_copy_(0, self._key_slots, value.reshape(-1, head_dim))
 
     def _first_block(self, span: Span, window: int | None) -> int:
-        """The first block of `span` that any of its queries sees."""
+        """The first block of `span` that any of its queries attends to."""
         return 0 if window is None else max(0, span.start - window + 1) // self._block_size
 
     def _gather(self, layer: int, span: Span, first_block: int) -> tuple[torch.Tensor, torch.Tensor]:

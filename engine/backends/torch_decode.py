@@ -46,7 +46,7 @@ class _Plan:
 
 
 class DecodeAttention:
-    """Attention of rows with one new token each over one store (see AttentionBackend for its shape)."""
+    """Decode attention over one store (see AttentionBackend for its shape): each row has one new token."""
 
     def __init__(self, cache: torch.Tensor) -> None:
         self._cache = cache
@@ -60,7 +60,7 @@ class DecodeAttention:
         self._plans: dict[tuple[int, int | None], _Plan] = {}
 
     def begin(self, table: DecodeTable | None) -> None:
-        """Serve the rows of `table`, none of which may be padding, from now on."""
+        """Use the rows of `table`, without padding, from now on."""
         self._decode = None if table is None else _flatten(table, self._block_size)
         self._plans.clear()
 
@@ -91,7 +91,7 @@ class DecodeAttention:
         return (summed.float() / total.unsqueeze(1)).view(requests, heads, head_dim).to(query.dtype)
 
     def _scores(self, layer: int, query: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        """fp32 `[blocks * kv_heads, group, block_size]`: each block's keys times its request's queries."""
+        """fp32 `[blocks * kv_heads, group, block_size]`: products of each block's keys with its request's queries."""
         requests, heads, head_dim = query.shape
         group = heads // self._kv_heads
         spread = query.reshape(requests, -1).index_select(0, plan.owner).view(-1, group, head_dim)

@@ -13,19 +13,19 @@ from alignedserve.engine.batch import ForwardItem, PackedBatch, build_batch
 
 DECODE, PREFILL = "decode", "prefill"
 WINDOW, SOFTCAP, SINK = 100, 30.0, 1.5
-"""Options of a trial. A model's own values would prove no more."""
+"""Options of a trial. Their values need not be those of the model."""
 TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-4}
 """Largest error of an element against fp32, of values with a standard deviation of a half."""
 ROUNDS = 8
 FILLED_AT_ONCE = 256  # blocks
 # A kernel may use this much for results and partial results, or a third of a layer's KV if that is more
 WORKSPACE_BYTES = 64 << 20
-SLEEP_CYCLES = 2_000_000  # about a millisecond, in which the host launches ahead of the device
+SLEEP_CYCLES = 2_000_000  # about a millisecond: the host launches the timed work meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class TrialShape:
-    """Requests of (new tokens, tokens cached before)."""
+    """The requests of a pass, each as (new tokens, cached tokens)."""
 
     kind: str
     requests: tuple[tuple[int, int], ...]
@@ -110,7 +110,7 @@ class Trial:
         """Items of `shape`, shortened to the store's size, in shuffled blocks filled with noise."""
         size, blocks = self._needs.block_size, self._cache.shape[0]
         requests = shape.requests[: max(1, blocks // 2)]
-        room = (blocks - len(requests)) * size  # each may leave its last block nearly empty
+        room = (blocks - len(requests)) * size  # the last block of each request may be nearly empty
         part = min(1.0, room / sum(new + start for new, start in requests))
         free = list(range(blocks))
         random.Random(0).shuffle(free)
@@ -140,7 +140,7 @@ class Trial:
     def _expected(
         self, items: list[ForwardItem], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """The same in fp32 by the reference, over a copy of the blocks in use."""
+        """The result of the reference backend in fp32, over a copy of the blocks in use."""
         copied = self._cache[[block for item in items for block in item.block_ids], :1].float()
         at, moved = 0, []
         for item in items:

@@ -16,13 +16,13 @@ import triton.language as tl
 _FLOOR = tl.constexpr(-1e30)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
-_ROWS = tl.constexpr(512)  # lengths that a program of the plan reads at a time
+_ROWS = tl.constexpr(512)  # lengths that a program of `plan_kernel` reads at a time
 _PARTS = tl.constexpr(16)  # partial results that are merged at a time
 
 
 @triton.jit
 def _first_tile(length, window, tile: tl.constexpr):
-    """The first tile of a request that the window reaches."""
+    """The first tile of a request inside the window."""
     return tl.maximum(length - window, 0) // tile
 
 
@@ -34,7 +34,7 @@ def _tiles(length, window, tile: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "window", "programs"], do_not_specialize_on_alignment=["lengths"])
 def plan_kernel(lengths, plan, rows, window, programs, kv_heads: tl.constexpr, tile: tl.constexpr):
-    """Entry `program_id` of the plan: all tiles in equal shares, the first `total % programs` one tile longer."""
+    """Write entry `program_id` of the plan. It has equal shares of all tiles; the first `total % programs` get one more."""
     program = tl.program_id(0)
     lanes = tl.arange(0, _ROWS)
     counted = tl.zeros([_ROWS], tl.int32)

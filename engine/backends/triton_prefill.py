@@ -143,7 +143,7 @@ class PrefillAttention:
         return None
 
     def begin(self, spans: tuple[Span, ...]) -> None:
-        """Prepare what all layers of a pass with these chunks share."""
+        """Prepare the data that all layers of a pass with these chunks share."""
         self._spans = spans
         self._work.clear()
         if spans:

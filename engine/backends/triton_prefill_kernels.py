@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The two kernels of `triton_prefill`, as Triton reads them.
+"""The two Triton kernels of `triton_prefill`.
 
 A program computes one tile: up to `tile_rows` rows of one span and one key head, over the keys of one piece. A row is
 one token and one of the query heads that share the key head (`row = token * group + head`), so that grouped heads read
@@ -157,7 +157,7 @@ def prefill_tiles(
     top = tl.full([tile_rows], float("-inf"), dtype=tl.float32)
     total = tl.zeros([tile_rows], dtype=tl.float32)
 
-    # Keys that all rows see need no mask: those up to the first row's position, and within the last row's window.
+    # Keys visible to all rows need no mask: up to the first row's position, and inside the last row's window.
     low = start + first_row // group
     high = start + (tl.minimum(first_row + tile_rows, rows) - 1) // group
     free_end = tl.maximum(tl.minimum(low + 1, end) // tile_keys * tile_keys, begin)

@@ -9,11 +9,11 @@ from alignedserve.engine.backends.triton_write_kernels import write_kernel
 from alignedserve.engine.batch import DecodeTable
 from alignedserve.errors import AlignedServeError
 
-_WRITTEN_AT_ONCE = 4096  # elements of keys that one program holds, and as many of values
+_WRITTEN_AT_ONCE = 4096  # elements of keys that a program writes at once, and as many of values
 
 
 class PagedWrite:
-    """Writes to one store (see AttentionBackend for its shape): `begin` or `begin_table`, then `write` a layer."""
+    """Writes to one store (see AttentionBackend for its shape). Call `begin` or `begin_table`, then `write` for each layer."""
 
     def __init__(self, cache: torch.Tensor) -> None:
         self._cache = cache
@@ -25,7 +25,7 @@ class PagedWrite:
         self._slots, self._table = (slot_block, slot_offset), None
 
     def begin_table(self, table: DecodeTable) -> None:
-        """Each row's new token is the last of its length; a row of padding has none."""
+        """Use the last token of each row as its new token. A padding row has none."""
         self._slots, self._table = (None, None), table
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:

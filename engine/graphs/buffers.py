@@ -56,7 +56,7 @@ class StepBuffers:
     def __init__(
         self, device: GraphDevice, where: torch.device, capacity: int, width: int, vocab_size: int, blocks: int
     ) -> None:
-        """`blocks`: of the store. `capacity` is rounded up to an even number."""
+        """`blocks`: number of blocks in the store. `capacity` is rounded up to an even number."""
         self.capacity = capacity = capacity + capacity % 2
         self.width, self._blocks = width, blocks
         size = COLUMNS * capacity + 2 * capacity * width
@@ -106,11 +106,11 @@ class StepBuffers:
     # ---- inputs of an iteration
 
     def forget(self) -> None:
-        """Make the next iteration send everything: the device's content is not what was last recorded."""
+        """Make the next iteration send everything, since the content on the device has changed."""
         self._owners, self._held = [], []
 
     def fill_for_capture(self) -> None:
-        """Every row decodes a second token after one in block 0."""
+        """Fill every row with a request of one token in block 0."""
         self.forget()
         self._inputs.zero_()
         self._table.zero_()
@@ -171,7 +171,7 @@ class StepBuffers:
             self._owners.append(item.row)
             self._held.append(((), 0))
         block_ids, count = self._held[row]
-        # The same list has only grown. After an eviction the request has another, maybe with the same first and last.
+        # A request's list only grows. After an eviction it has a new list, possibly with the same first and last block.
         stays = self._owners[row] is item.row and block_ids is item.block_ids and 0 < count <= needed
         self._held[row] = item.block_ids, needed
         if stays:

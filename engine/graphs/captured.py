@@ -1,4 +1,4 @@
-"""The graphs of one model and store: for each batch size a forward pass, and two ways to choose tokens after it."""
+"""The CUDA graphs of one model and store: for each batch size a forward pass, and two ways to choose tokens."""
 
 from __future__ import annotations
 

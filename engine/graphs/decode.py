@@ -29,7 +29,7 @@ class GraphCounts:
     replays: int = 0
     padded_rows: int = 0  # computed in addition to those of the batches
     eager: int = 0  # iterations computed without a graph
-    sampled_outside: int = 0  # rows whose tokens the Sampler chose from a graph's logits
+    sampled_outside: int = 0  # rows whose tokens the Sampler chose on the host from a graph's logits
 
 
 class GraphDecode(DecodeEngine):
@@ -259,7 +259,7 @@ class _GraphStep(_Step):
 
     @property
     def chains(self) -> bool:
-        """Whether the device has all of its tokens."""
+        """Whether all tokens of the step are on the device, so that the next one can follow without the host."""
         return not self.outside
 
     def finish(self) -> None:

@@ -29,7 +29,7 @@ class Mark(ABC):
 
 
 class GraphDevice(ABC):
-    """Captures work on static buffers. One thread captures, one replays; all of it in the current stream's order."""
+    """Captures work on static buffers. One thread captures, one replays. Replays run in the current stream's order."""
 
     @abstractmethod
     def scope(self) -> contextlib.AbstractContextManager[Any]:
@@ -106,7 +106,7 @@ class CudaGraphs(GraphDevice):
             for _ in range(WARM_UPS):
                 run()
             self._stream.synchronize()
-            # thread_local: other threads may allocate and page-lock memory meanwhile.
+            # thread_local: allows other threads to allocate and page-lock memory during the capture.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 run()

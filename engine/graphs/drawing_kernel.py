@@ -28,7 +28,7 @@ def _sums_below(row, vocab_size, top, temperature, first, second, third, count: 
     for begin in range(0, vocab_size, block):
         at = begin + tl.arange(0, block)
         scaled, distance = _scaled(row, at, vocab_size, top, temperature)
-        if count:  # noqa: SIM108 (the kernel's language has no other way at compile time)
+        if count:  # noqa: SIM108 (Triton needs an if statement at compile time)
             weight = tl.where(at < vocab_size, 1.0, 0.0).to(tl.float64)
         else:
             weight = tl.exp(scaled).to(tl.float64)
@@ -49,7 +49,7 @@ def _farthest(row, vocab_size, top, temperature, limit, highest, count: tl.const
         second = tl.minimum(first + step, high - 1)
         third = tl.minimum(second + step, high - 1)
         one, two, three = _sums_below(row, vocab_size, top, temperature, first, second, third, count, block)
-        # The sums grow with the distance: the last of the three under the limit is the new low.
+        # The sums grow with the distance: the largest distance with a sum below the limit is the new low.
         new_low = tl.where(three < limit, third, tl.where(two < limit, second, tl.where(one < limit, first, low)))
         high = tl.where(three < limit, high, tl.where(two < limit, third, tl.where(one < limit, second, first)))
         low = new_low

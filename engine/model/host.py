@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_process(config: Config) -> None:
-    """Settings of a process in which one thread computes and others pass messages."""
+    """Apply settings for a process in which one thread computes and others pass messages."""
     torch.set_num_threads(config.cluster.threads or usable_cores())
     # The event loop must get the interpreter soon after the compute thread has launched a kernel.
     sys.setswitchinterval(0.0005)
@@ -52,7 +52,7 @@ async def load(config: Config, info: ModelInfo, device: str) -> tuple[LoadedMode
 def cache_store(
     store_id: str, geometry: KvGeometry, blocks: int, device: str, node_id: str
 ) -> tuple[BlockStore, torch.Tensor]:
-    """An instance's own cache: the store that channels copy, and the same memory as the engine's tensor."""
+    """An instance's cache: a store for channels, and the same memory as a tensor for the engine."""
     if device == "cpu":
         store = HostBlockStore.private(store_id, geometry, blocks, node_id=node_id)
         return store, allocate_cache(geometry, blocks, device, store.as_memory())
@@ -63,7 +63,7 @@ def cache_store(
 def buffer_store(
     store_id: str, geometry: KvGeometry, blocks: int, device: str, node_id: str, segments: SegmentClient
 ) -> BlockStore:
-    """A store that other processes of the node attach: on the instance's device, or in a segment of the node agent."""
+    """A store that other processes of the node can open, on the instance's device or in a segment of the node agent."""
     if device == "cpu":
         return HostBlockStore.create(segments, store_id, geometry, blocks, node_id=node_id)
     tensor = allocate_cache(geometry, blocks, device)

@@ -143,7 +143,7 @@ def _generation_defaults(generation: dict[str, Any], folder: Path) -> dict[str, 
 
 
 def _stored(tensors: Mapping[str, Tensor], folder: Path) -> tuple[str | None, int]:
-    """The dtype of most elements in the safetensors files, and the number of elements."""
+    """The most common dtype of the elements in the safetensors files, and the number of elements."""
     counts: dict[str, int] = {}
     for tensor in tensors.values():
         counts[tensor.dtype] = counts.get(tensor.dtype, 0) + math.prod(tensor.shape)

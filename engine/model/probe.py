@@ -61,10 +61,10 @@ def probe(loaded: LoadedModel, backend: str = "torch") -> AttentionNeeds:
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor, dtype: str) -> float:
-    """Root mean square error of a position's logits over the logits' spread: the worst position's in fp32.
+    """Root mean square error of a position's logits relative to their standard deviation.
 
-    In lower precision the median position's: there, rounding may send a token to another expert of a mixture, which
-    moves single positions by as much as a wrong attention would move all of them.
+    In fp32 it is that of the worst position, in lower precision that of the median one: there rounding may select other
+    experts of a mixture, which changes single positions as much as a wrong attention changes all of them.
     """
     positions = (found - wanted).square().mean(dim=-1).sqrt() / (wanted.std() + 1e-6)
     return float(positions.max() if dtype == "float32" else positions.median())

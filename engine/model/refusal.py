@@ -29,7 +29,7 @@ def refuse_unsupported(config: PretrainedConfig, text: PretrainedConfig, trust_r
 
 
 def has_sinks(config: PretrainedConfig, trust_remote_code: bool = False) -> bool:
-    """Whether its attention passes sinks on, as far as the code of its class shows without a model."""
+    """Whether the model's attention uses sinks, according to the source code of its class."""
     model_class = _causal_lm_class(config, trust_remote_code)
     source = None if model_class is None else _module_source(model_class)
     return source is not None and "s_aux" in source
@@ -39,7 +39,7 @@ def attribute(config: PretrainedConfig, key: str) -> Any:
     """`config.key`, or None. Raises UnsupportedModelError if layers have different values."""
     try:
         return getattr(config, key, None)
-    except Exception as error:  # transformers: AmbiguousGlobalPerLayerAttributeError, not an AttributeError
+    except Exception as error:  # transformers raises AmbiguousGlobalPerLayerAttributeError, which is not an AttributeError
         raise UnsupportedModelError(
             f"model_type {config.model_type!r} is not supported: its layers differ in {key}"
         ) from error

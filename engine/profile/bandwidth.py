@@ -1,7 +1,7 @@
-"""The read bandwidth of a GPU's thread blocks: one alone, some, and all together. Needs Triton and a GPU for timing.
+"""Measures the read bandwidth of one, several and all thread blocks of a GPU. Timing needs Triton and a GPU.
 
-It is the constant of the `no_split` kernel mode, in which a (request, head) job is one thread block's and ends when
-that block has read its KV.
+The bandwidth of one block is the constant of the `no_split` kernel mode, in which one thread block reads all KV of a
+(request, head) job.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = 8192  # float32 that a program reads at once: 32 KiB, a tile of keys and one of values of 64 tokens in bf16
+TILE = 8192  # float32 elements that a program reads at once: 32 KiB, as the keys and values of 64 tokens in bf16
 STAGES = 4  # reads in flight
-REGION_BYTES = 16 << 20  # that each program reads, after those of earlier runs, so that no cache holds them
+REGION_BYTES = 16 << 20  # read by each program; each run reads other memory, so that no cache holds it
 REPEATS = 5
-SLEEP_CYCLES = 400_000  # about 0.2 ms, in which the host launches the timed work
+SLEEP_CYCLES = 400_000  # about 0.2 ms: the host launches the timed work meanwhile
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _stream_kernel(source, sums, region, tile: tl.constexpr, stages: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Program i sums `region` elements of `source` from `i * region` on, a multiple of `tile`, and stores the sum."""
+    """Program i stores the sum of `region` elements of `source` from `i * region`. `region`: a multiple of `tile`."""
     program = tl.program_id(0)
     begin = program.to(tl.int64) * region
     place = tl.arange(0, tile)

@@ -54,9 +54,9 @@ GPU_GRID = Grid(
 )
 
 NO_SPLIT = "triton_no_split"
-SPLIT_SHARE = 0.65  # of the time for passes: prompts are measured in that mode too
-LEAST_SHARE = 0.25  # of the whole time, for passes: compiling and capturing may take the rest
-LAUNCHES = 4  # of a timed pass, one after the other
+SPLIT_SHARE = 0.65  # of the time for passes; the rest is for `no_split`, which measures no prompts
+LEAST_SHARE = 0.25  # of the whole time, at least, for passes; the rest is for compiling and capturing
+LAUNCHES = 4  # of each timed pass, in sequence
 COPIED_BYTES = 1 << 30
 SQUARE = 8192  # rows and columns of the multiplied matrices
 RATE_REPEATS = 8
@@ -118,7 +118,7 @@ class DevicePassBench:
             blocks = self._take(used, length + 1)
             used += len(blocks)
             items.append(DecodeItem(self._row, 1, 0, length, blocks, 0))
-        before = self._engine.launch(items)  # the device is busy while the host prepares the next
+        before = self._engine.launch(items)  # keeps the device busy while the host prepares the next launch
         self._timer.begin()
         for _ in range(LAUNCHES):
             step = self._engine.launch(items)

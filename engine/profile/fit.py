@@ -34,18 +34,18 @@ class Profiled:
     hardware: dict[str, float]
     hardware_note: str
     host_s: Mapping[int, float]
-    """What an engine adds to a pass, by the number of requests; empty: not measured."""
+    """Seconds that the engine adds to a pass, by number of requests; empty: not measured."""
     grid: Grid = CPU_GRID
     no_split: Sequence[Measurement] = ()
-    """Decode passes with the kernel that does not split the KV of a request; empty: there is none here."""
+    """Decode passes with the kernel that does not split the KV of a request; empty: not available here."""
     block_bandwidth: float = 0.0
-    """Bytes a second that one thread block reads alone."""
+    """Read bandwidth of one thread block alone, in bytes a second."""
 
 
 def fit_profile(profiled: Profiled) -> dict[str, Any]:
     """The file's content. Times are fitted to medians by least squares of relative errors, all at least 0.
 
-    What the engine adds to a pass of no requests is the hardware's `host_overhead_s`, the rest of it is `sequences`.
+    The engine's time extrapolated to no requests is the hardware's `host_overhead_s`, the rest is `sequences`.
     The errors in `fit` are for the timed passes, which exclude it.
     """
     measured = [measurement for measurement in profiled.measurements if measurement.seconds]
@@ -104,7 +104,7 @@ def _of_kind(measurements: Sequence[Measurement], kind: str) -> list[Measurement
 
 
 def _fit_decode(measurements: Sequence[Measurement], layers: int, bends: Sequence[float]) -> dict[str, Any]:
-    """A part by the number of requests, and one by their length at each number: lines that meet at `bends`."""
+    """Fit a part by the number of requests and, for each number, one by length, which is linear between `bends`."""
     points = np.array([(len(m.shape.lengths), m.shape.lengths[0]) for m in measurements], dtype=np.float64)
     counts, longest = sorted(set(points[:, 0].tolist())), float(points[:, 1].max())
     lengths = [0.0, *(bend for bend in bends if bend < longest), longest]
@@ -169,7 +169,7 @@ def _block_bandwidth(parts: CostParts, measurements: Sequence[Measurement], alon
 
 
 def _fit_chunks(measurements: Sequence[Measurement], layers: int) -> dict[str, Any]:
-    """A part by the tokens, one for each pair of tokens that attend, and one for each token that is read again."""
+    """Fit a part by the number of tokens, one for each pair of tokens in attention, and one for each cached token."""
     chunks = [m.shape.chunks[0] for m in measurements]
     tokens = np.array([chunk.tokens for chunk in chunks], dtype=np.float64)
     cached = np.array([chunk.cached_tokens for chunk in chunks], dtype=np.float64)
@@ -193,7 +193,7 @@ def _fit_chunks(measurements: Sequence[Measurement], layers: int) -> dict[str, A
 def _fit_skew(
     measurements: Sequence[Measurement], cost: MeasuredCost, bounds: Mapping[str, Sequence[float]]
 ) -> list[list[float]]:
-    """Alpha by number of requests, share of long ones and the longest, from the extra time of unequal lengths."""
+    """Fit alpha to the extra time of unequal lengths, by number of requests, share of long ones and longest length."""
     sums: dict[tuple[int, int, int], list[float]] = {}
     for measurement in measurements:
         lengths = measurement.shape.lengths
@@ -215,7 +215,7 @@ def _fit_skew(
 
 
 def _errors(measurements: Sequence[Measurement], cost: MeasuredCost) -> dict[str, Any]:
-    """Relative errors on passes that were not fitted, by kind, and on those that were."""
+    """Relative errors by kind of pass, for held-out and fitted passes."""
     result = {}
     for kind in ("decode", "chunk", "mixed", "skew"):
         for held_out in (True, False):

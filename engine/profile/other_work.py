@@ -8,7 +8,7 @@ from pathlib import Path
 
 QUIET_SHARE = 0.1  # of all processors: above it a measurement counts as disturbed
 STAT = Path("/proc/stat")
-IDLE = (3, 4)  # columns of its first line: idle, and waiting for a disk
+IDLE = (3, 4)  # columns of the first line: idle and iowait
 GUESTS = 8  # from this column on, time that earlier columns already include
 
 
@@ -27,7 +27,7 @@ class OtherWork:
 
     @staticmethod
     def _now() -> tuple[float, float, float]:
-        """Busy seconds of all processors, seconds of this process, and the time."""
+        """Busy seconds of all processors, CPU seconds of this process and its children, and the time."""
         ticks = [int(word) for word in STAT.read_text(encoding="ascii").partition("\n")[0].split()[1 : 1 + GUESTS]]
         busy = sum(count for column, count in enumerate(ticks) if column not in IDLE)
         own = os.times()

@@ -18,7 +18,7 @@ from alignedserve.scheduler.cost.step import ChunkShape
 BLOCK_SIZE = 16
 MOST_SHIFT = 6  # tokens
 LEAST_BLOCKS = 512  # of the store, so that the decode loop's requests have room to grow too
-FEWEST = 3  # passes of a kind that are measured however long they take
+FEWEST = 3  # passes of a kind that are measured regardless of the time limit
 THREAD_CLOCK, WALL_CLOCK = "processor time of the one thread", "wall clock"
 
 

@@ -26,7 +26,7 @@ from alignedserve.model import ModelInfo, resolve_model
 from alignedserve.scheduler.cost.parts import ModelShape
 from alignedserve.sizing import StorePlan, plan_stores
 
-HOST_REQUESTS = (1, 4, 16, 64)  # at which the engine's own part of a pass is measured
+HOST_REQUESTS = (1, 4, 16, 64)  # numbers of requests for which the engine's overhead is measured
 HostOverhead = Callable[[ModelRunner, int, int], float]
 
 

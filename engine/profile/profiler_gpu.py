@@ -1,4 +1,4 @@
-"""`alignedserve profile` on a GPU: its rates and links, and passes in both kernel modes, as a cost model's file."""
+"""`alignedserve profile` on a GPU: measures rates, links and passes in both kernel modes for a cost model's file."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class SampleRow:
 
     @property
     def adjusts(self) -> bool:
-        """Whether logits are changed before the choice."""
+        """Whether the logits are changed before the token is chosen."""
         sampling = self.sampling
         early = len(self.output_token_ids) < sampling.min_tokens
         return early or bool(sampling.logit_bias) or needs_penalties(sampling)
@@ -200,7 +200,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence[i
 
 
 def _draw_whole(scaled: torch.Tensor, threshold: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Draw from all tokens of each row that reach its threshold. A few rows at a time, so that they stay in cache."""
+    """Draw from each row's tokens that reach its threshold, a few rows at a time, which stay in the CPU's cache."""
     rows, vocab_size = scaled.shape
     ids = torch.arange(vocab_size, dtype=torch.int32, device=scaled.device).unsqueeze(0)
     step = max(1, _CACHED_ELEMENTS // vocab_size) if scaled.device.type == "cpu" else rows

@@ -98,6 +98,18 @@ _BOTH = (
     Refusal("logprob_token_ids", "log-probabilities are of the most likely tokens only; see logprobs", ([],)),
     Refusal("return_tokens_as_token_ids", "log-probabilities show tokens as text; see return_token_ids", (False,)),
     Refusal("truncation_side", "prompts are never cut", ("left", "right")),  # no effect: prompts are never cut
+    Refusal("repeat_penalty", "use repetition_penalty", _ONE),
+    Refusal("sampling_seed", "use seed", ()),
+    Refusal("stop_sequences", "use stop", ([],)),
+    Refusal("n_predict", "use max_tokens", ()),
+    Refusal("min_length", "use min_tokens", (0,)),
+    Refusal("max_length", "use max_tokens", ()),
+    Refusal("suppress_tokens", "there is no list of forbidden tokens; use logit_bias", ([],)),
+    Refusal("begin_suppress_tokens", "there is no list of forbidden tokens; use logit_bias", ([],)),
+    Refusal("mirostat_mode", "there is no mirostat sampling", _ZERO),
+    Refusal("num_return_sequences", "use n", (1,)),
+    Refusal("thinking", "there are no options for reasoning", ({"type": "disabled"},)),
+    Refusal("return_hidden_states", "hidden states are not returned", (False,)),
     Refusal("repetition_detection", "there is no detection of repetitions; use repetition_penalty", ({},)),
 )
 

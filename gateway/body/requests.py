@@ -14,8 +14,8 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body import refused
 from alignedserve.gateway.body.messages import MAX_MESSAGES, Message
+from alignedserve.gateway.body.validation_errors import TOKEN_LIMIT, as_request_error, shown
 from alignedserve.gateway.body.values import INT64, Between, Body, LogitBias, Prompt, StopStrings, StopTokens
-from alignedserve.gateway.body.wrong_values import TOKEN_LIMIT, as_request_error, shown
 from alignedserve.gateway.failures import UnsupportedFeatureError
 from alignedserve.request import MAX_LOGPROBS, MAX_SAMPLES, WAIT_OBJECTIVE_S
 

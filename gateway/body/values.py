@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 
 from alignedserve.gateway.body.refused import Refusal
-from alignedserve.gateway.body.wrong_values import BETWEEN, EMPTY, ONE_OF, TOKEN_LIMIT, UNSUPPORTED
+from alignedserve.gateway.body.validation_errors import BETWEEN, EMPTY, ONE_OF, TOKEN_LIMIT, UNSUPPORTED
 
 INT64 = (-(1 << 63), (1 << 63) - 1)
 MAX_STOPS = 16

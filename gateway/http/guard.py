@@ -12,7 +12,7 @@ import grpc
 from alignedserve.control.rpc import refusal
 from alignedserve.errors import AuthenticationError
 from alignedserve.gateway.api_keys import ApiKeys, of_headers
-from alignedserve.gateway.body.wrong_values import shown
+from alignedserve.gateway.body.validation_errors import shown
 from alignedserve.gateway.failures import UnsupportedMediaTypeError, grpc_status
 from alignedserve.gateway.http.asgi import App, Receive, Scope, Send, send_error
 from alignedserve.gateway.ledger.calls import caller

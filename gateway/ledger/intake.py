@@ -11,7 +11,7 @@ from alignedserve.gateway.metrics import GatewayMetrics
 
 HOLD_HEADER = "x-alignedserve-hold"
 LEAST_AGAIN_S = 0.02
-MOST_AGAIN_S = 1.0  # a gateway without news for so long lets one request through, whatever was predicted
+MOST_AGAIN_S = 1.0  # without an update for this long, submit one request anyway
 
 
 class Intake:
@@ -22,12 +22,12 @@ class Intake:
     """
 
     def __init__(self, max_calls: int, metrics: GatewayMetrics) -> None:
-        self._max_calls = max_calls
+        self._max_calls = max_calls  # requests in the ledger and calls being read, together
         self._metrics = metrics
-        self._limited = False
-        self._requests = 0
-        self._retry_s = 0.0
-        self._again_at_s = 0.0
+        self._limited = False  # whether `_requests` counts; from the scheduler's last report
+        self._requests = 0  # room in the last report, less one for each call admitted since
+        self._retry_s = 0.0  # seconds until there is room again, in the last report
+        self._again_at_s = 0.0  # monotonic time at which one call is admitted without room; each one moves it on
         self.reading = 0  # calls whose bodies have been read, and that are not in the ledger yet
 
     def tell(self, requests: int, again_s: float, *, limited: bool) -> None:

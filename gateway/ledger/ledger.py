@@ -281,27 +281,27 @@ class Ledger:
             return
         self._take(answer, event, read_event(answer, event, role, sender_id), role, now_s)
         while (early := answer.next_early()) is not None:
-            news = read_event(answer, early.event, early.role, early.sender_id)
-            self._take(answer, early.event, news, early.role, now_s)
+            new = read_event(answer, early.event, early.role, early.sender_id)
+            self._take(answer, early.event, new, early.role, now_s)
 
-    def _take(self, answer: Answer, event: gw.TokenEvent, news: NewTokens, role: str, now_s: float) -> None:
-        if news.token_ids:
+    def _take(self, answer: Answer, event: gw.TokenEvent, new: NewTokens, role: str, now_s: float) -> None:
+        if new.token_ids:
             answer.state = AnswerState.RUNNING
             answer.setbacks = 0
-            self._count(answer.call).on_tokens(answer, len(news.token_ids), now_s)
+            self._count(answer.call).on_tokens(answer, len(new.token_ids), now_s)
             answer.note_tokens(now_s)
             if role != "prefill":
                 self.decoded_s = now_s
-        if news.finish is FinishReason.ERROR:
+        if new.finish is FinishReason.ERROR:
             self._drop(answer)  # the worker holds nothing of it any more, so there is nothing to cancel
             raise failure_from_proto(event.failure)
-        cancelled = news.finish is FinishReason.CANCELLED
+        cancelled = new.finish is FinishReason.CANCELLED
         if cancelled:
-            news.finish = None
-        if news.finish is not None:
-            self._finish(answer, news.finish)
-        if news.any:
-            answer.call.add(answer, news.token_ids, news.logprobs, news.prompt_logprobs, news.finish)
+            new.finish = None
+        if new.finish is not None:
+            self._finish(answer, new.finish)
+        if new.any:
+            answer.call.add(answer, new.token_ids, new.logprobs, new.prompt_logprobs, new.finish)
         if cancelled:
             self._lose([answer], "it was cancelled by the cluster")
 

@@ -41,19 +41,19 @@ def read_event(answer: Answer, event: gw.TokenEvent, role: str, sender_id: str) 
     """
     answer.note_instance(role, sender_id, event.prefill_id, event.decode_id)
     known = len(answer.tokens) - event.position
-    news = NewTokens(list(event.token_ids[known:] if known else event.token_ids))
+    new = NewTokens(list(event.token_ids[known:] if known else event.token_ids))
     if event.logprobs:
-        news.logprobs = [_logprobs(entry) for entry in event.logprobs[known:]]
+        new.logprobs = [_logprobs(entry) for entry in event.logprobs[known:]]
     if event.prompt_logprobs and not answer.prompt_scored:
         answer.prompt_scored = True
-        news.prompt_logprobs = [_logprobs(entry) for entry in event.prompt_logprobs]
+        new.prompt_logprobs = [_logprobs(entry) for entry in event.prompt_logprobs]
     if event.finish_reason:
-        news.finish = FinishReason(event.finish_reason)
+        new.finish = FinishReason(event.finish_reason)
         if event.HasField("timings"):
             answer.stopwatch = timings_from_proto(event.timings)
             answer.stopwatch.close(time.time_ns())
-    answer.tokens.extend(news.token_ids)
-    return news
+    answer.tokens.extend(new.token_ids)
+    return new
 
 
 def _logprobs(entry: gw.TokenLogprob) -> TokenLogprobs:

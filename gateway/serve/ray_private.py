@@ -145,6 +145,22 @@ def serve_proxies() -> tuple[str, str]:
     return SERVE_NAMESPACE, SERVE_PROXY_NAME
 
 
+def http_place(app_name: str | None) -> tuple[str, int, str | None]:
+    """Host and port of Serve's HTTP, and the route prefix of an application; blocks. None: not asked for, or unset."""
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client()
+    prefix = client.get_serve_details()["applications"][app_name]["route_prefix"] if app_name is not None else None
+    return client.http_config.host, client.http_config.port, prefix
+
+
+def begin_deleting(app_name: str) -> None:
+    """Deletes an application of Serve, without waiting for its end. Blocks until Serve has the order."""
+    from ray import serve
+
+    serve.delete(app_name, _blocking=False)
+
+
 def is_ending() -> bool:
     """In a replica: whether Serve has begun to end it. Serve has no public interface for this."""
     from ray._private import worker

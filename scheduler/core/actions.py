@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from alignedserve.errors import AlignedServeError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.plan import BufferKind
 
 
 @dataclass(frozen=True, slots=True)

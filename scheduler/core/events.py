@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.pass_model import Passes
-
-
-class BufferKind(enum.IntEnum):
-    """The two candidate buffers of a prefill instance (paper, section 3.4)."""
-
-    BATCH = 1
-    REQUESTS = 2
+from alignedserve.scheduler.instance.plan import BufferKind
 
 
 @dataclass(frozen=True, slots=True)

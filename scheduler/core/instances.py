@@ -8,10 +8,11 @@ from itertools import chain
 
 from alignedserve.config import Config
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind, DecodeReported, PrefillReported
+from alignedserve.scheduler.core.events import DecodeReported, PrefillReported
 from alignedserve.scheduler.core.request_table import Record
 from alignedserve.scheduler.core.routing import PrefillLoad
 from alignedserve.scheduler.cost.pass_model import CostModel, LinearCostModel
+from alignedserve.scheduler.instance.plan import BufferKind
 
 MOST_PREDICTED = 256  # shapes of iterations whose predicted time is cached
 

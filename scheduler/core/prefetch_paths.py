@@ -1,4 +1,4 @@
-"""Chooses the shortest way of candidates from a shard to their decode instance, if the pool has several shards.
+"""Chooses the shortest path of candidates from a shard to their decode instance, if the pool has several shards.
 
 Through a candidate buffer, a copy crosses the network once if the buffer is on another node than the shard, and again
 if the decode instance is on another node than the buffer.
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.core.instances import DecodeView, PrefillView
 from alignedserve.scheduler.core.request_table import Record
 from alignedserve.scheduler.core.state import CoreState
+from alignedserve.scheduler.instance.plan import BufferKind
 
-Way = tuple[PrefillView | None, Sequence[Record]]
+PrefetchPath = tuple[PrefillView | None, Sequence[Record]]
 """The prefill instance through whose buffer the requests go; None: the decode instance copies from the pool itself."""
 
 
@@ -30,8 +30,8 @@ class PrefetchPaths:
         kind: BufferKind,
         records: Sequence[Record],
         direct_blocks: int,
-    ) -> list[Way]:
-        """Split candidates, for which the buffer of `prefill` was chosen, into ways; there is mostly one.
+    ) -> list[PrefetchPath]:
+        """Split candidates, for which the buffer of `prefill` was chosen, into paths; there is mostly one.
 
         If no paired buffer is on the decode instance's node, it copies candidates on its own node directly, up to
         `direct_blocks`. The others go through one of the buffers with an equally good link and enough room: the one on
@@ -39,12 +39,12 @@ class PrefetchPaths:
         """
         direct = self._direct(decode, records, direct_blocks)
         others = [record for record in records if record.key not in direct]
-        ways: list[Way] = []
+        paths: list[PrefetchPath] = []
         if direct:
-            ways.append((None, [record for record in records if record.key in direct]))
+            paths.append((None, [record for record in records if record.key in direct]))
         if others:
-            ways.append((self._nearest(decode, prefill, kind, others), others))
-        return ways
+            paths.append((self._nearest(decode, prefill, kind, others), others))
+        return paths
 
     def _direct(self, decode: DecodeView, records: Sequence[Record], blocks: int) -> set[RequestKey]:
         home = self._state.home(decode.decode_id)

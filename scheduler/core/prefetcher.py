@@ -16,13 +16,13 @@ from dataclasses import replace
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.batch_generator import BatchLimits
 from alignedserve.scheduler.core.actions import MarkUrgent, Prefetch
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.core.instances import DecodeView, PrefillView
-from alignedserve.scheduler.core.prefetch_paths import PrefetchPaths, Way
+from alignedserve.scheduler.core.prefetch_paths import PrefetchPath, PrefetchPaths
 from alignedserve.scheduler.core.rebalance import Rebalancer
 from alignedserve.scheduler.core.request_table import Record, RequestState
 from alignedserve.scheduler.core.state import CoreState
-from alignedserve.scheduler.core.waiting import join_range
+from alignedserve.scheduler.instance.plan import BufferKind
+from alignedserve.scheduler.instance.running_batch import join_range
 from alignedserve.scheduler.policies.base import Entry, InstanceState
 
 # More batches than a predecessor may have sent after the newest running one (about one for each instance)
@@ -40,7 +40,7 @@ class PrefetchPlanner:
         self._policy = state.policy
         self._clock = state.clock
         self._rebalancer = Rebalancer(state)
-        self._ways = PrefetchPaths(state)
+        self._paths = PrefetchPaths(state)
         self._last_batch_id = 0
 
     def place(self, record: Record, now_s: float) -> None:
@@ -317,10 +317,10 @@ class PrefetchPlanner:
     ) -> None:
         overdue = sorted(filter(self._is_overdue, records), key=lambda record: self._clock.due_s(record.key))
         records = [*overdue, *(record for record in records if not self._is_overdue(record))]
-        ways: list[Way] = [(prefill, records)]
+        paths: list[PrefetchPath] = [(prefill, records)]
         if prefill is not None and self._state.ledger.only is None:
-            ways = self._ways.split(decode, prefill, kind, records, self._direct_room(decode, kind))
-        for buffer, part in ways:
+            paths = self._paths.split(decode, prefill, kind, records, self._direct_room(decode, kind))
+        for buffer, part in paths:
             prefill_id = "" if buffer is None else buffer.prefill_id
             for record in part:
                 self._state.prefetch(record, decode.decode_id, prefill_id, kind, now_s)

@@ -8,10 +8,10 @@ recalled.
 
 from __future__ import annotations
 
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.core.instances import DecodeView
 from alignedserve.scheduler.core.request_table import Record, RequestState
 from alignedserve.scheduler.core.state import CoreState
+from alignedserve.scheduler.instance.plan import BufferKind
 
 PREFETCHED = RequestState.PREFETCHED
 

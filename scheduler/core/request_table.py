@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind, RequestMeta
+from alignedserve.scheduler.core.events import RequestMeta
 from alignedserve.scheduler.core.pool_shard import PoolShard
+from alignedserve.scheduler.instance.plan import BufferKind
 
 
 class RequestState(enum.StrEnum):

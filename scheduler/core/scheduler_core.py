@@ -17,6 +17,7 @@ from alignedserve.scheduler.core import events
 from alignedserve.scheduler.core.actions import Action, CancelAt
 from alignedserve.scheduler.core.admission import Admission
 from alignedserve.scheduler.core.events import Event, RequestMeta
+from alignedserve.scheduler.core.guarded_policy import GuardedPolicy
 from alignedserve.scheduler.core.instances import DecodeView, PrefillView
 from alignedserve.scheduler.core.overload import Headroom, Overload
 from alignedserve.scheduler.core.pool_relief import PoolRelief
@@ -27,7 +28,6 @@ from alignedserve.scheduler.core.routing import PrefillLoad
 from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.cost.prior import cost_model_factory
 from alignedserve.scheduler.policies.base import BatchPolicy
-from alignedserve.scheduler.policies.guarded import GuardedPolicy
 
 if TYPE_CHECKING:
     from alignedserve.metrics import Page
@@ -45,14 +45,15 @@ class SchedulerCore:
     """Pass it every event in order of arrival and carry out the actions in their order. One thread."""
 
     def __init__(self, config: Config, block_size: int) -> None:
-        self._state = CoreState(config, block_size)
-        self._admission = Admission(self._state)
-        self._overload = Overload(self._state, self._admission)
-        self._dispatch = PrefillDispatch(self._state, self._admission)
-        self._prefetcher = PrefetchPlanner(self._state)
-        self._relief = PoolRelief(self._state, self._admission)
-        self._new_cost_model = cost_model_factory(config)
-        self.events_handled = 0
+        self._state = CoreState(config, block_size)  # requests, instances and shards, and the actions of an event
+        self._admission = Admission(self._state)  # refuses what cannot be served; when a prompt may start
+        self._overload = Overload(self._state, self._admission)  # predicts latencies, and refuses by them; learns
+        self._dispatch = PrefillDispatch(self._state, self._admission)  # QUEUED -> PREFILLING, after each event
+        self._prefetcher = PrefetchPlanner(self._state)  # WAITING -> PREFETCHED, for changed decode instances
+        self._relief = PoolRelief(self._state, self._admission)  # drops copies in a full shard; counts the last resort
+        self._new_cost_model = cost_model_factory(config)  # called for each instance that joins
+        self.events_handled = 0  # since the start
+        # By the type of the event; never changes.
         self._handlers: dict[type[Any], Callable[[Any, float], None]] = {
             events.Submitted: self._submitted,
             events.CancelRequested: self._cancel_requested,

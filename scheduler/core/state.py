@@ -12,13 +12,14 @@ from alignedserve.errors import AccountingError, AlignedServeError, CancelledErr
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.core.actions import Action, CancelAt, Forget, Recall, Reject, ReleasePool, ReportLost
 from alignedserve.scheduler.core.decode_times import DecodeTimes
-from alignedserve.scheduler.core.events import BufferKind, HeldRequest, RequestMeta
+from alignedserve.scheduler.core.events import HeldRequest, RequestMeta
 from alignedserve.scheduler.core.instances import DecodeView, Instances
 from alignedserve.scheduler.core.pool_ledger import PoolLedger
 from alignedserve.scheduler.core.pool_shard import PoolShard
 from alignedserve.scheduler.core.prefill_queue import PrefillQueue
 from alignedserve.scheduler.core.request_table import Record, RequestState, RequestTable
 from alignedserve.scheduler.core.waiting import WaitingClock
+from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.scheduler.policies.base import Entry
 from alignedserve.scheduler.systems import make_policy
 
@@ -28,7 +29,7 @@ class CoreState:
 
     def __init__(self, config: Config, block_size: int) -> None:
         self.config = config
-        self.block_size = block_size
+        self.block_size = block_size  # tokens of a KV block
         self.table = RequestTable()  # every open request's record, by key, until it ends
         self.instances = Instances()  # what is known of each instance, by id, while the view names it
         self.queue = PrefillQueue()  # keys of QUEUED requests, in the order in which they are to be prefilled
@@ -38,9 +39,9 @@ class CoreState:
         self.decode_times = DecodeTimes()  # how long answers decode, for predictions
         self.policy = make_policy(config.scheduler)  # entries of WAITING requests, by key
         self.changed: dict[str, None] = {}  # decode instances to look at again, by id, until they were
-        self.actions: list[Action] = []  # until `take_actions`; so are the next two
-        self._released: list[RequestKey] = []  # of which the pool may drop its copy
-        self._forgotten: list[RequestKey] = []  # ended ones, of which the actor may drop what it keeps
+        self.actions: list[Action] = []  # in order, until `take_actions`; like the next two
+        self._released: list[RequestKey] = []  # requests whose copies the pool may drop
+        self._forgotten: list[RequestKey] = []  # ended requests, whose data the actor may drop
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

@@ -16,11 +16,6 @@ from alignedserve.scheduler.age_order import AgeOrder
 from alignedserve.scheduler.deadlines import Deadlines
 
 
-def join_range(shortest_tokens: int, longest_tokens: int, window: float) -> tuple[int, int]:
-    """Prefix lengths that match a running batch: within `window` (a share) of its own."""
-    return int(shortest_tokens * (1.0 - window)), int(longest_tokens * (1.0 + window)) + 1
-
-
 def _two_digits(seconds: float) -> float:
     """Round down to two digits: never above the requested objective, and at most a few hundred distinct orders."""
     rounded = float(f"{seconds:.1e}")

@@ -12,8 +12,7 @@ from dataclasses import replace
 from itertools import chain
 
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind
-from alignedserve.scheduler.instance.plan import Candidate
+from alignedserve.scheduler.instance.plan import BufferKind, Candidate
 
 MOST_EARLY_OVERDUE = 4096
 

@@ -18,14 +18,12 @@ from dataclasses import dataclass, replace
 from alignedserve.config import Config, DecodeConfig
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind
-from alignedserve.scheduler.core.waiting import join_range
 from alignedserve.scheduler.deadlines import Deadlines
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.cache_room import CacheRoom, Shortfall
 from alignedserve.scheduler.instance.candidates import CandidateBuffers
-from alignedserve.scheduler.instance.plan import Candidate, Evict, GiveBack, IterationPlan, Join, RunItem
-from alignedserve.scheduler.instance.running_batch import Phase, RunningBatch, RunningRequest
+from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Evict, GiveBack, IterationPlan, Join, RunItem
+from alignedserve.scheduler.instance.running_batch import Phase, RunningBatch, RunningRequest, join_range
 from alignedserve.scheduler.instance.skip_ahead import count_blocked, count_quiet, pass_iterations
 
 # Candidates that are skipped in one plan because they do not fit, in favour of smaller ones behind them

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind
+
+
+class BufferKind(enum.IntEnum):
+    """The two candidate buffers of a prefill instance (paper, section 3.4)."""
+
+    BATCH = 1
+    REQUESTS = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,13 @@ from itertools import chain
 
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
-from alignedserve.scheduler.instance.plan import Candidate, Join, RunItem
+from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Join, RunItem
+
+
+def join_range(shortest_tokens: int, longest_tokens: int, window: float) -> tuple[int, int]:
+    """Prefix lengths that match a running batch: within `window` (a share) of its own."""
+    return int(shortest_tokens * (1.0 - window)), int(longest_tokens * (1.0 + window)) + 1
 
 
 class Phase(enum.IntEnum):

@@ -69,24 +69,26 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
 
     def __init__(self, settings: RoleSettings) -> None:
         super().__init__(settings)
-        self._core: SchedulerCore | None = None
-        self._links = WorkerLinks(settings.token, self._on_report, self._on_lost)
-        self._owners = Owners()
-        self._pairs = ev.PairsChanged(())
+        self._core: SchedulerCore | None = None  # decides; None until a view has the store plan
+        self._links = WorkerLinks(settings.token, self._on_report, self._on_lost)  # streams to workers and shards
+        self._owners = Owners()  # each request's gateway, until the request ends
+        self._pairs = ev.PairsChanged(())  # of the last view, as passed to the core
         self._shards = ev.ShardsChanged(())  # the shards in the last view; empty: there is a single shard
         self._asked_s: dict[str, float] = {}  # when each shard was asked for an inventory that has not arrived
         self._drained: list[str] = []  # the drained instances in the last heartbeat
-        self._capacity = 0
+        self._capacity = 0  # longest request in tokens, as gateways were told; 0: not yet
         self._drops_told = 0  # how many of the core's drops because of missing room were logged
-        self._audit = PoolAudit(self._knows)
-        self._left_behind = LeftBehind()
-        self._adoption = Adoption()
+        self._audit = PoolAudit(self._knows)  # finds KV in the pool that no request needs
+        self._left_behind = LeftBehind()  # lost requests by gateway; their KV is released if the gateway is lost
+        self._adoption = Adoption()  # requests submitted again that wait for what the pool has of them
+        # Carries out the core's actions; has the streams to gateways.
         self._outgoing = Outgoing(self._owners, self._adoption, self._links, self._left_behind, self._pool_of)
-        self._succession: Succession[sc.GatewayMessage] = Succession()
+        self._succession: Succession[sc.GatewayMessage] = Succession()  # gateways' messages, until inventories are in
         self._living_gateways: set[str] = set()  # the gateways in the last view
+        # Tells all gateways how many more requests would be accepted, when that changes.
         self._intake = IntakeNews(lambda message: self._outgoing.tell_all(intake=message))
-        self._ticker: asyncio.Task[None] | None = None
-        self._ticks = 0
+        self._ticker: asyncio.Task[None] | None = None  # runs `_tick` from `on_start` to `on_close`
+        self._ticks = 0  # since the start, of `scheduler.tick_s` each; reported as progress
 
     # ---- the role's hooks
 
@@ -244,12 +246,12 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _cancel(self, keys: Sequence[RequestKey]) -> None:
         for key in [key for key in keys if self._adoption.forget(key)]:
             self._owners.of.pop(key, None)
-        strangers = [key for key in keys if not self._knows(key)]
-        if strangers:  # a predecessor's requests: it is unknown which processes have them
-            wanted = keys_to_proto(strangers)
+        unknown = [key for key in keys if not self._knows(key)]
+        if unknown:  # a predecessor's requests: it is unknown which processes have them
+            wanted = keys_to_proto(unknown)
             self._links.send_all("prefill", pw.PrefillCommand(cancel=wanted))
             self._links.send_all("decode", dw.DecodeCommand(cancel=wanted))
-            self._outgoing.carry_out(act.ReleasePool(tuple(strangers)))
+            self._outgoing.carry_out(act.ReleasePool(tuple(unknown)))
         self._feed(ev.CancelRequested(tuple(keys)))
 
     def _submit(self, heads: Sequence[pb.RequestHead]) -> None:
@@ -401,9 +403,9 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         return False
 
     def _on_finished(self, keys: Sequence[RequestKey]) -> None:
-        strangers = [key for key in keys if not self._knows(key) and key not in self._owners.lost]
-        if strangers:  # a predecessor's requests: the core does not know them, so it would not free their copies
-            self._outgoing.carry_out(act.ReleasePool(tuple(strangers)))
+        unknown = [key for key in keys if not self._knows(key) and key not in self._owners.lost]
+        if unknown:  # a predecessor's requests: the core does not know them, so it would not free their copies
+            self._outgoing.carry_out(act.ReleasePool(tuple(unknown)))
         if any(key in self._owners.lost for key in keys):  # no next epoch will adopt the KV that was kept for it
             self._audit.suspect(time.monotonic())
         self._feed(ev.Finished(tuple(keys)))

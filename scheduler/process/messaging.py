@@ -29,7 +29,6 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.core import actions as act
 from alignedserve.scheduler.core.actions import MarkUrgent, Prefetch, Recall, ReleasePool
 from alignedserve.scheduler.core.events import (
-    BufferKind,
     DecodeReported,
     HeldRequest,
     PairsChanged,
@@ -38,6 +37,7 @@ from alignedserve.scheduler.core.events import (
     ShardsChanged,
 )
 from alignedserve.scheduler.cost.pass_model import Passes
+from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.scheduler.process.adoption import Adoption
 from alignedserve.scheduler.process.owners import Owners
 from alignedserve.scheduler.process.pool_audit import LeftBehind

@@ -50,7 +50,7 @@ def make_report(
     pool_blocks: int,
     logged: Mapping[str, Any],
 ) -> str:
-    """`drawn`: a policy's first seed at the highest rate. `summary`: as it is written. `logged`: see `_table`."""
+    """The HTML report. `drawn`: each policy's first seed at the highest rate. `logged`: see `_table`."""
     chosen = {policy: summary[policy] for policy in policies}
     sections = [
         _head(provenance),
@@ -95,7 +95,7 @@ def _table(chosen: Mapping[str, Mapping[str, Any]], logged: Mapping[str, Any]) -
 
 
 def _loads(chosen: Mapping[str, Mapping[str, Any]], objectives: Objectives) -> list[str]:
-    """Throughput, goodput and attainment, by policy and against the rate."""
+    """Throughput, goodput and attainment by policy and by arrival rate."""
     labels = {"throughput_tokens_per_s": "tokens/s, in and out", "decode_throughput_tokens_per_s": "decode tokens/s"}
     labels["throughput_requests_per_s"] = "requests/s"
     if objectives.any:

@@ -33,7 +33,6 @@ TPOT_DEFINITIONS = {
     "seconds": "iterations\n(AlignedServe)",
 }
 Point = tuple[float | None, float | None]  # None: not known, and not plotted
-_OF_TOKENS = ("ttft", "second_token", "tpot", "tpot_without_pool_wait", "gap_p99", "longest_tenth", "gaps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +132,7 @@ def cumulative(drawn: Sequence[Drawn], curves: Mapping[str, str]) -> str:
 
 
 def heat_maps(drawn: Sequence[Drawn]) -> str:
-    """Prefix lengths in the decode batches over time: each token counts where its pass read its prefix."""
+    """Decoded tokens by time and prefix length."""
     by_name = {one.policy: one for one in drawn}
 
     def draw(axes: Axes, policy: str) -> None:

@@ -18,7 +18,10 @@ _GIT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """`configuration`: every value that the run depends on. `trace`, `cost_model`: with their hashes. All JSON."""
+    """Where a run's results come from, as JSON. `trace` and `cost_model` include hashes.
+
+    `configuration`: every value that the run depends on.
+    """
 
     command: str
     commit: str

@@ -49,9 +49,9 @@ class StepColumns:
 
 @dataclass(slots=True)
 class RunResult:
-    """One policy, one workload, one seed. `instances`: names, by the number in `StepColumns.instance`.
+    """The result of one policy, workload and seed. `instances`: names by the number in `StepColumns.instance`.
 
-    `pool_blocks`: (seconds, blocks owned) whenever it changed by more than a hundredth of the capacity.
+    `pool_blocks`: (seconds, blocks owned), recorded at each change of more than a hundredth of the capacity.
     """
 
     policy: str

@@ -117,7 +117,7 @@ def _iterations(passes: PassTimes) -> dict[str, Metric]:
 
 
 def _throughput(run: RunResult, warmup_s: float, span_s: float, passes: PassTimes, completed: int) -> dict[str, Metric]:
-    """Over the time from the end of the warm-up to the last token; decode: while decode passes ran."""
+    """Throughput from the end of the warm-up to the last token. Decode throughput: over the time of decode passes."""
     outputs = decoded = 0
     for request in run.requests:
         stamps = np.frombuffer(request.token_s)

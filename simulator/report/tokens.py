@@ -76,7 +76,7 @@ def _column(values: Any) -> Floats:
 
 
 def _tails(gaps: Floats, counts: NDArray[np.int64]) -> tuple[Floats, Floats]:
-    """Each request's P99 gap (linear between ranks) and the mean of its longest tenth; `counts`: its number of gaps."""
+    """Each request's P99 gap (linear interpolation) and mean of its longest tenth. `counts`: gaps of each request."""
     p99 = np.full(len(counts), np.nan)
     longest = np.full(len(counts), np.nan)
     some = np.flatnonzero(counts > 0)

@@ -95,7 +95,7 @@ class _Mooncake:
 
 class _RequestLog:
     def __init__(self) -> None:
-        self._found = Found("request log", timed=True, any_order=True)  # written in the order in which requests end
+        self._found = Found("request log", timed=True, any_order=True)  # ordered by the requests' ends
         self._empty = 0
         self._ids: set[str] = set()
         self._figures = LogFigures()

@@ -1,7 +1,7 @@
-"""32 greedy streams in flight on real processes, in fp32, and one process after the other is killed or stopped.
+"""Kills or stops one process after the other while 32 greedy fp32 streams run on a real cluster.
 
-`make test` runs the short form: what clients get must be exact, and nothing may be left, however slow the machine is.
-`make chaos` runs the long one, and holds the gaps in the streams to their bounds as well.
+`make test` runs the short form: the streams must be exact and no blocks may be left, regardless of the machine's speed.
+`make chaos` runs the long form, which also limits the gaps in the streams.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.cluster
 
 
 def prompts(seed: int) -> list[list[int]]:
-    """Short ones, long ones, and one of several chunks."""
+    """Short and long prompts, and one with several chunks."""
     draw = random.Random(seed)
     lengths = [draw.choice([1, 8, 20, 40, 90, 200]) for _ in range(STREAMS - 1)]
     return random_prompts([*lengths, 600], VOCABULARY, seed=seed)
 
 
 async def strike_each(chaos: Chaos, strikes: list[tuple[str, int]]) -> list[Round]:
-    """The undisturbed run, and a round for each strike: another one after one that came too late."""
+    """The undisturbed run and the rounds of all strikes. A strike that comes too late is repeated."""
     rounds = [await chaos.undisturbed()]
     for role, number in strikes:
         for _ in range(3):
@@ -70,7 +70,7 @@ def test_whichever_process_is_killed_no_stream_loses_or_repeats_a_token() -> Non
         server.check_integrity()
     require_exact(rounds)
     by_role = {one.strike.role: one for one in rounds if one.strike is not None}
-    # What a decode worker had is taken up again from the KV in the pool: only generated tokens are prefilled again.
+    # The requests of the decode worker reuse the KV in the pool: only generated tokens are prefilled again.
     assert 0 < by_role["decode"].repeated_tokens <= STREAMS * 64
     assert by_role["decode"].reused_tokens > 0
 

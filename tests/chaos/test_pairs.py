@@ -1,7 +1,7 @@
-"""Pairs of processes are struck together, or one soon after the other, and clients misbehave: streams go on exactly.
+"""Kills or stops pairs of processes, together or shortly after each other, while clients misbehave and streams run.
 
-`make chaos` runs every pair, and between them clients that leave or are slow, in 60 rounds. `ALIGNEDSERVE_CHAOS_SEED`
-has it draw other signals, orders and delays.
+`make chaos` runs 60 rounds: every pair, and in between clients that disconnect or read slowly.
+`ALIGNEDSERVE_CHAOS_SEED` changes the signals, their order and the delays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.blows import Blow, Ring, Seen, leaving, pair, pairs, slow
 SEED = int(os.environ.get("ALIGNEDSERVE_CHAOS_SEED", "1"))
 ROUNDS = 60
 LENGTHS = [20, 90, 8, 200, 40, 1]
-FOUND = [  # each of these did not recover, or not in time
+FOUND = [  # pairs that once did not recover, or not in time
     pair("supervisor", "node_agent", ("stop", "stop"), 0.5),
     pair("gateway", "controller", ("stop", "stop"), 0.0),
 ]
@@ -40,7 +40,7 @@ async def take_all(server: ServeProcess, blows: list[Blow]) -> list[Seen]:
 
 
 def run(blows: list[Blow], clients: int = 0) -> list[Seen]:
-    """`clients`: so many blows by clients more, among the others."""
+    """Take all blows. `clients`: number of additional blows by clients, at random places among them."""
     draw = random.Random(SEED)
     with ServeProcess("--model", "tiny", "--dtype", "float32") as server:
         for number in range(clients):
@@ -54,7 +54,7 @@ def run(blows: list[Blow], clients: int = 0) -> list[Seen]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_pairs_that_once_did_not_recover() -> None:
-    """However slow the machine is: in what order and time, `make chaos` looks at."""
+    """Checks the result only: `make chaos` also checks the recovery time."""
     seen = run(FOUND)
     assert [(one.blow.name, one.wrong, one.errors, one.untyped, one.lies, one.blocks_left) for one in seen] == [
         (blow.name, 0, [], [], [], 0) for blow in FOUND

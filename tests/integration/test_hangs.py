@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
@@ -15,6 +16,7 @@ import pytest_asyncio
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 from alignedserve.proc_stat import is_alive
+from alignedserve.proto import supervisor_pb2 as sv
 from support.faulty_roles import FOLDER
 from support.gateway import http_to, joined_gateway
 from support.held import wait_nothing_held
@@ -34,26 +36,41 @@ class Served:
         self.cluster = cluster
         self.http = http
         self.folder = folder
+        self.streams: list[list[int]] = []  # the tokens that have come of the answers asked for last
 
-    async def answer(self, prompt: str) -> str:
+    async def read(self, prompt: str, tokens: list[int]) -> None:
         body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
-        reply = await self.http.post("/v1/completions", json=body)
-        assert reply.status_code == 200, reply.text
-        assert reply.json()["usage"]["completion_tokens"] == NEW_TOKENS
-        return str(reply.json()["choices"][0]["text"])
+        body |= {"stream": True, "return_token_ids": True}
+        async with self.http.stream("POST", "/v1/completions", json=body) as reply:
+            assert reply.status_code == 200, await reply.aread()
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {"):
+                    tokens += json.loads(line[6:])["choices"][0]["token_ids"]
+        assert len(tokens) == NEW_TOKENS
 
-    async def answers(self) -> list[str]:
-        return list(await asyncio.gather(*(self.answer(prompt) for prompt in PROMPTS)))
+    async def answers(self) -> list[list[int]]:
+        self.streams = streams = [[] for _ in PROMPTS]
+        await asyncio.gather(*(self.read(prompt, tokens) for prompt, tokens in zip(PROMPTS, streams, strict=True)))
+        return streams
 
-    async def until_it_decodes(self) -> None:
-        """Until requests were running when the decode instance last said what it does."""
-        async with asyncio.timeout(BOUND_S):
-            while not self.decodes():
-                await self.cluster.supervisor.wait_changed(0.05)
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.streams))
 
-    def decodes(self) -> bool:
-        member = self.cluster.supervisor.core.roster.slots["decode-0"].member
-        return member is not None and bool(member.beat.holds) and not member.beat.holds.startswith("0 running")
+    def under_way(self) -> bool:
+        """Whether some tokens have come, and not all."""
+        return 0 < self.tokens < len(PROMPTS) * NEW_TOKENS
+
+    def beat(self, role_id: str) -> sv.Heartbeat:
+        member = self.cluster.supervisor.core.roster.slots[role_id].member
+        assert member is not None
+        return member.beat
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(BOUND_S):
+        while not holds():  # noqa: ASYNC110  # there is no event for this
+            await asyncio.sleep(0.01)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -80,9 +97,14 @@ async def test_a_worker_that_hangs_is_replaced_and_every_answer_is_what_it_would
     role_id = f"{role}-0"
     old = served.cluster.peer(role_id)
     order = served.folder / f"hang-{role}"
+    if role == "prefill":  # it hangs in the first pass of the prompts that come now
+        await until(lambda: not served.beat(role_id).busy)
+        order.touch()
     running = asyncio.create_task(served.answers())
-    if role == "decode":
-        await served.until_it_decodes()
+    if role == "prefill":
+        await until(lambda: served.beat(role_id).busy and not served.beat(role_id).holds.startswith("0 tokens"))
+    else:
+        await until(served.under_way)
     begun = time.monotonic()
     if how == "stopped":
         served.cluster.kill(role_id, signal.SIGSTOP)
@@ -91,6 +113,7 @@ async def test_a_worker_that_hangs_is_replaced_and_every_answer_is_what_it_would
     while is_alive(old.pid):
         assert time.monotonic() - begun < BOUND_S
         await served.cluster.supervisor.wait_changed(0.05)
+    assert served.tokens == 0 if role == "prefill" else served.under_way()
     order.unlink(missing_ok=True)
     await served.cluster.wait_restarted(role_id, old.process.incarnation)
     assert time.monotonic() - begun < BOUND_S
@@ -102,10 +125,10 @@ async def test_a_worker_that_is_stopped_for_a_moment_goes_on(served: Served) -> 
     undisturbed = await served.answers()
     old = served.cluster.peer("decode-0")
     running = asyncio.create_task(served.answers())
-    await served.until_it_decodes()
+    await until(served.under_way)
     served.cluster.kill("decode-0", signal.SIGSTOP)
     await asyncio.sleep(0.4)
-    assert not running.done()
+    assert served.under_way()
     served.cluster.kill("decode-0", signal.SIGCONT)
     assert await running == undisturbed
     assert served.cluster.peer("decode-0").process == old.process

@@ -115,9 +115,15 @@ async def test_tokens_are_exact_and_groups_and_cancelled_prompts_leave_nothing_b
 async def test_a_prefill_instance_that_is_killed_while_it_copies_ahead_costs_no_token_and_no_block(
     served: Served, model: Model
 ) -> None:
-    asked = [asyncio.create_task(served.ask(prompt)) for prompt in model.prompts]
-    await asyncio.sleep(0.15)
+    before = value((await served.cluster.status()).metrics, "alignedserve_prefill_offload_ahead_layers_total")
     old = served.cluster.peer("prefill-0").process.incarnation
+    asked = [asyncio.create_task(served.ask(prompt)) for prompt in model.prompts]
+    copying = False
+    while not copying:
+        metrics = (await served.cluster.status()).metrics
+        ahead = value(metrics, "alignedserve_prefill_offload_ahead_layers_total") - before
+        copying = ahead > 0 and value(metrics, "alignedserve_prefill_pending_tokens") > 0
+        assert not all(answer.done() for answer in asked)
     served.cluster.kill("prefill-0")
     await served.cluster.wait_restarted("prefill-0", old)
     assert [tokens for (tokens,) in await asyncio.gather(*asked)] == model.expected

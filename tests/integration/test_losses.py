@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import httpx
@@ -23,6 +24,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)
 CLIENTS = 8
 WORDS = (1, 7, 20, 39)
 LONGEST = 40
+STORELESS = ("scheduler-0", "node_agent-0")
+STATES = ("queued", "prefilling", "waiting_in_pool", "prefetched", "decoding")
 
 
 @dataclass
@@ -30,11 +33,14 @@ class Served:
     cluster: LocalCluster
     http: httpx.AsyncClient
     expected: dict[int, list[int]] = field(default_factory=dict)
+    open: int = 0  # requests that clients wait for
 
     async def ask(self, words: int, max_tokens: int = LONGEST) -> list[int]:
         """The tokens of a greedy answer."""
         body = {"prompt": "a " * words, "max_tokens": max_tokens, "ignore_eos": True}
+        self.open += 1
         answer = await self.http.post("/v1/completions", json={**body, "temperature": 0, "return_token_ids": True})
+        self.open -= 1
         assert answer.status_code == 200, answer.text
         tokens: list[int] = answer.json()["choices"][0]["token_ids"]
         return tokens
@@ -48,12 +54,19 @@ class Served:
             words, most = draw.choice(WORDS), draw.randrange(2, LONGEST)
             assert await self.ask(words, most) == self.expected[words][:most]
 
-    async def held(self) -> dict[str, float]:
-        """Blocks with holders, by store."""
-        metrics = (await self.cluster.status()).metrics
-        lines = [line for line in metrics.splitlines() if 'state="owned"' in line]
-        assert value(metrics, "alignedserve_kv_capacity_blocks") > 0
-        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+    async def wait_working(self, victims: Sequence[str]) -> None:
+        """Until each of them holds requests' blocks; or, if it has no store, until the scheduler has requests."""
+        deadline = time.monotonic() + 60.0
+        working = False
+        while not working:
+            assert time.monotonic() < deadline
+            metrics = (await self.cluster.status()).metrics
+            requests = sum(value(metrics, f"alignedserve_requests_{state}") for state in STATES)
+            working = requests > 0 and all(
+                value(metrics, "alignedserve_kv_blocks", state="owned", instance=role_id) > 0
+                for role_id in victims
+                if role_id not in STORELESS
+            )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -108,7 +121,8 @@ async def test_roles_that_are_killed_under_load_cost_no_request_no_token_and_no_
 ) -> None:
     stop = asyncio.Event()
     clients = [asyncio.create_task(served.load(stop, seed)) for seed in range(CLIENTS)]
-    await asyncio.sleep(0.5)
+    await served.wait_working(victims)
+    assert served.open
     old = {role_id: served.cluster.peer(role_id).process.incarnation for role_id in victims}
     for role_id in victims:
         served.cluster.kill(role_id)

@@ -118,14 +118,14 @@ class Callers:
     async def leave_socket(
         self, how: str, stream: bool, prompt: list[int], max_tokens: int, leave: asyncio.Event, *, whole: bool = True
     ) -> str:
-        """Headers and body in two pieces, as most libraries send them; `how` is one of LEAVE."""
+        """Send headers and body in two parts, as most libraries do. `how` is one of LEAVE."""
         content = json.dumps(_body(stream, prompt, max_tokens)).encode()
         host, _, port = self._address.partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
             writer.write(head_of(len(content)))
             await writer.drain()
-            await asyncio.sleep(0.01)  # else the kernel puts them together again
+            await asyncio.sleep(0.01)  # otherwise the kernel may send both in one segment
             writer.write(content if whole else content[: len(content) // 2])
             reading = asyncio.ensure_future(reader.read())
             if await _ended(reading, leave):

@@ -63,14 +63,14 @@ class Strike:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a strike (None: nothing was struck) did to the streams."""
+    """The effect of a strike on the streams. `strike`: None: nothing was struck."""
 
     strike: Strike | None
     streams: int
     wrong_tokens: int
     errors: tuple[str, ...]
     longest_gap_s: float
-    longest_first_s: float  # from the strike until the first token, of streams that had none
+    longest_first_s: float  # from the strike to the first token, for streams without tokens before it
     repeated_tokens: int  # tokens computed again in prefill
     reused_tokens: int  # tokens not computed again, because the pool still had their KV
     blocks_left: int

@@ -93,7 +93,7 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
         return [sc.GatewayMessage(hello=sc.GatewayHello(process=self._process, address=self._address))]
 
     def submit(self, prompt: Sequence[int], sampling: SamplingParams, n: int = 1) -> list[Answer]:
-        """Submit one prompt with `n` answers; seeds are `sampling.seed + i`."""
+        """Submit `n` requests for one prompt, with the seeds `sampling.seed + i`."""
         group = f"g{next(self._ids)}"
         now_ns = time.time_ns()
         answers = []

@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from alignedserve.config import DecodeConfig
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
-from alignedserve.scheduler.instance.plan import Candidate, IterationPlan
+from alignedserve.scheduler.instance.plan import BufferKind, Candidate, IterationPlan
 from support.core_cell import key
 
 

@@ -76,7 +76,7 @@ def environment_here(name: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class RayPods:
-    """A group of equal pods. `count`: how many; `params`: of `ray start`."""
+    """A group of `count` equal pods. `params`: the parameters of `ray start`."""
 
     group: str
     count: int
@@ -133,7 +133,7 @@ def _pods(group: str, count: int, spec: Manifest) -> RayPods:
 
 
 def quantity(text: str | float) -> int:
-    """Kubernetes' numbers with a unit, rounded up: "4Gi", "250m"."""
+    """The value of a Kubernetes quantity such as "4Gi" or "250m", rounded up."""
     match = re.fullmatch(r"([0-9.]+)([a-zA-Z]*)", str(text))
     assert match is not None, text
     return -int(-float(match[1]) * _UNITS[match[2]] // 1)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from support.fork_server import server_pids
@@ -24,6 +26,15 @@ def descendants() -> dict[int, str]:
                     pending.append(pid)
                     found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     return found
+
+
+def shared_files(pids: Iterable[int]) -> list[str]:
+    """The files in /dev/shm that these processes have mapped, also those without a name any more."""
+    found: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found.update(re.findall(r"/dev/shm/\S+", Path(f"/proc/{pid}/maps").read_text()))
+    return sorted(found)
 
 
 def leftovers(before: dict[int, str], grace_s: float) -> dict[int, str]:

@@ -119,7 +119,7 @@ class Machine:
         return found
 
     def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
-        """Signal a process by its pid on this machine."""
+        """Signal a process by its pid inside the machine."""
         os.kill(self.pids()[pid], number)
 
     def shared_memory(self) -> dict[int, int]:

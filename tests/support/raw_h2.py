@@ -16,7 +16,7 @@ from support.raw_http import RawAnswer
 
 
 class RawH2:
-    """`async with RawH2(port) as connection`. One `answer` may be awaited at a time."""
+    """An HTTP/2 connection: `async with RawH2(port) as connection`. Await one `answer` at a time."""
 
     def __init__(self, port: int) -> None:
         self._port = port

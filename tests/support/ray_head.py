@@ -1,4 +1,4 @@
-"""A Ray cluster of one node as its operator starts it, `ray start --head`, on free ports; and the `serve` command."""
+"""A one-node Ray cluster, started by `ray start --head` on free ports, and the `serve` command."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from alignedserve.decode_worker.loop import DecodeLoop
 from alignedserve.errors import TransferError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.transfer.completion import Completion
 from support.scripted_decode import Script, ScriptedDecode
 
@@ -42,7 +42,7 @@ class Pull:
 
 @dataclass
 class ScriptedCell:
-    """A cache of `blocks` blocks. `overlap` is the loop's."""
+    """A decode loop with a cache of `blocks` blocks. `overlap` is the argument of the loop."""
 
     blocks: int
     block_size: int

@@ -1,4 +1,4 @@
-"""`alignedserve serve` with roles that only join."""
+"""Starts `alignedserve serve` with fake roles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from alignedserve.cluster.cli.serve_process import ServeProcess
 
 
 class FakeServeProcess(ServeProcess):
-    """The same with roles that only join (`fake_roles`): the start of Ray and Serve, and no model."""
+    """`alignedserve serve` with roles that only join (`fake_roles`): Ray and Serve start, without a model."""
 
     @property
     def command(self) -> Sequence[str]:

@@ -129,7 +129,7 @@ def fit_curve(xs: list[float], values: list[float], knots: tuple[int, ...]) -> A
 
 
 def fit_skew(folder: Path, errors: dict[str, Any]) -> dict[str, Any]:
-    """Alpha of each bucket: least squares of the skewed time, relative to it."""
+    """Fit alpha for each bucket by least squares of the relative error of the skewed time."""
     columns = ("pc", "n", "kvs", "kv_big", "kp", "kv_mean", "t_mean_us", "t_max_us", "t_skew_us")
     rows = read(folder / "skew.csv", columns)
     share = (rows[:, 5] - rows[:, 2]) / (rows[:, 3] - rows[:, 2])
@@ -180,9 +180,10 @@ def opt_models(folder: Path) -> list[dict[str, Any]]:
 
 
 def opt_model(model: str, degree: str, found: dict[str, Any], kv_tokens: int) -> dict[str, Any]:
-    """`a + b sum(L) + c sum(L^2)` of a prefill, `a + b sum(context) + c requests` of a decode pass, in ms.
+    """Convert DistServe's coefficients, in ms, to a cost model.
 
-    The decode pass has two regimes, by the number of requests: a grid that is exact at both sides of the change.
+    A prefill takes `a + b sum(L) + c sum(L^2)`, a decode pass `a + b sum(context) + c requests`. The decode pass has two
+    regimes by the number of requests. The grid has points on both sides of the change, so it is exact.
     """
     whole = KNOWN_SHAPES[model.rsplit("/", 1)[-1]]
     tp = int(degree)

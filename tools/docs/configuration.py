@@ -1,4 +1,4 @@
-"""The page of the configuration: every section and key, from the classes that check it."""
+"""Generates the configuration page: every section and key, from the configuration classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The diagrams of the documentation: `python tools/docs/diagrams.py` writes them into docs/images/."""
+"""Draws the documentation's diagrams: `python tools/docs/diagrams.py` writes them to docs/images/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of the public gRPC API, from the comments of its contract."""
+"""Generates the page of the public gRPC API from the comments in its .proto file."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def gpus() -> str:
 
 
 def cpu() -> str:
-    """The same shape in fp32 on a machine without a GPU."""
+    """The stores of the 8B model in fp32 on a machine without a GPU."""
     config = Config()
     model = EIGHT_B.from_json(
         EIGHT_B.to_json().replace('"bfloat16"', '"float32"').replace("16060522496", "32121044992")

@@ -15,7 +15,7 @@ LONGEST_SHORT_ROW = 512
 
 
 def register() -> str:
-    """Make the attention known to transformers; returns the name to ask for."""
+    """Register the attention with transformers. Returns its name."""
     AttentionInterface.register(NAME, causal_attention)
     AttentionMaskInterface.register(NAME, _no_mask)
     return NAME
@@ -42,7 +42,7 @@ def causal_attention(
 
 
 def _grouped_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Plain attention; the heads that share a key head lie side by side in one product."""
+    """Plain attention. Heads that share a key head are computed in one matrix product."""
     rows, heads, tokens, size = query.shape
     key_heads = key.shape[1]
     future = torch.full((tokens, tokens), -1e9, dtype=query.dtype).triu(1)

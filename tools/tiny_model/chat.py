@@ -1,4 +1,4 @@
-"""Chat-form samples made from the documents: questions whose answer is a docstring."""
+"""Creates chat samples from the documents: questions answered by a docstring."""
 
 from __future__ import annotations
 

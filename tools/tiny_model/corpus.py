@@ -53,7 +53,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Document:
-    """One docstring or help topic, under the name a user would call it by."""
+    """A docstring or help topic, with the name that users know it by."""
 
     name: str
     kind: Kind

@@ -18,7 +18,7 @@ SAME_CONVERSATION_SHARE = 0.25
 
 @dataclass(frozen=True)
 class RowShape:
-    """A batch's shape, and the share of batches that have it."""
+    """A batch shape and the share of batches with it."""
 
     rows: int
     row_tokens: int

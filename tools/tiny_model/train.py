@@ -148,7 +148,7 @@ def train(model: LlamaForCausalLM, source: TokenSource, options: Options) -> Non
 
 
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:
-    """Write the configurations and the weights, these in bfloat16; `model` is unchanged."""
+    """Write the configurations, and the weights in bfloat16. `model` is unchanged."""
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     copy.generation_config = model.generation_config

@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE, trained on the corpus, written the way transformers reads it."""
+"""The tokenizer: byte-level BPE, trained on the corpus and written in transformers' format."""
 
 from __future__ import annotations
 

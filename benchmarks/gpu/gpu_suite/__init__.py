@@ -1,1 +1,1 @@
-"""What issue 6 wants shown on a GPU, as groups of cases: `benchmarks/gpu/run.sh` runs them."""
+"""The GPU measurements of issue 6, as groups of cases. `benchmarks/gpu/run.sh` runs them."""

@@ -1,7 +1,7 @@
-"""Runs the groups, each as a process of its own with a time limit, and writes results.json and table.md as they go.
+"""Runs each group in its own process with a time limit, and updates results.json and table.md while groups run.
 
-Few files are written, so that all of them come back from a machine that gives back only some: what the groups write on
-their way is gathered in results.json (their records) and logs.txt (the end of what each printed).
+The output is few files, because some machines return only a limited number: results.json holds the records of all
+groups, logs.txt the end of each group's output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NEEDED = {
     "google.protobuf": "protobuf",
     "pytest": "pytest",
 }
-"""Modules without which nothing is right, and their packages. Without CuPy, only NCCL is not measured."""
+"""Required modules and their packages. CuPy is optional: without it only NCCL is not measured."""
 KEPT_LOG_BYTES = 400_000  # of each group
 WRITE_EVERY_S = 3.0
 
@@ -57,7 +57,7 @@ class Suite:
         work: Path,
         command_of: Callable[[Group, argparse.Namespace, Path, float], list[str]] | None = None,
     ) -> None:
-        """`work`: a folder for what is not kept. `command_of`: what runs a group, instead of `run_group`."""
+        """`work`: a folder for temporary files. `command_of`: builds the command of a group; by default `run_group`."""
         self._args = args
         self._command_of = command_of or _command
         self._work = work
@@ -67,7 +67,7 @@ class Suite:
         self.ended: dict[str, dict[str, Any]] = {}
 
     def run(self) -> None:
-        """Those that only compare side by side, then the others one after the other; each has what others left too."""
+        """Run untimed groups in parallel, then timed ones one by one. Time that a batch leaves goes to the next."""
         self._write()
         planned_s = 0.0
         together = [group for group in self._groups if not group.timed]
@@ -151,14 +151,14 @@ def _command(group: Group, args: argparse.Namespace, work: Path, limit_s: float)
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """Everything that the group has started and left; each group leads a session of its own."""
+    """Kill the group and every process that it started: each group has its own session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def chosen(only: str) -> list[Group]:
-    """Raises SystemExit, with the names, for a group that there is not."""
+    """The groups to run. Raises SystemExit with the known names if one is unknown."""
     if not only:
         return [group for group in GROUPS if not group.extra]
     names = [name.strip() for name in only.split(",") if name.strip()]
@@ -168,7 +168,7 @@ def chosen(only: str) -> list[Group]:
 
 
 def require_packages() -> None:
-    """Raises SystemExit, with their names, where this interpreter lacks packages."""
+    """Raises SystemExit with the names of the packages that this interpreter lacks."""
     if missing := [package for module, package in NEEDED.items() if not _found(module)]:
         raise SystemExit(
             f"{sys.executable} has no {', '.join(missing)}: install that, or name another interpreter with PYTHON"
@@ -178,12 +178,12 @@ def require_packages() -> None:
 def _found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # nor the package that it would be in
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def require_gpu() -> None:
-    """Raises SystemExit where this machine has no NVIDIA GPU: each group would fail in its own words."""
+    """Raises SystemExit if this machine has no NVIDIA GPU: otherwise each group would fail with its own error."""
     if count_gpus():
         return
     import torch

@@ -1,4 +1,4 @@
-"""The ends of a channel, one of them perhaps in another process: filled afresh, poisoned, read back by checksum."""
+"""The two ends of a channel, filled, poisoned and verified by checksum. One may be in another process."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class End(ABC):
 
     @abstractmethod
     def fill(self, seed: int) -> list[int]:
-        """Write random bytes to every block; each block's checksum."""
+        """Write random bytes to every block. Returns the checksums."""
 
     @abstractmethod
     def poison(self) -> None:
-        """Overwrite every block with one byte, over and over."""
+        """Overwrite every byte of every block with `POISON`."""
 
     @abstractmethod
     def checksums(self) -> list[int]:
-        """Of every block as it is now."""
+        """The current checksum of every block."""
 
 
 class StoreEnd(End):
@@ -57,7 +57,7 @@ class StoreEnd(End):
 
 
 class PairEnd(End):
-    """The other process's store of a pair: written only by copies, so that what it holds is what was pushed there."""
+    """The other process's store of a pair. Only pushes write to it."""
 
     def __init__(self, store: RemoteBlockStore) -> None:
         self._store = store
@@ -66,14 +66,14 @@ class PairEnd(End):
         return self.checksums()
 
     def poison(self) -> None:
-        """Each push brings bytes that it has never held."""
+        """Not needed: every push brings new random bytes."""
 
     def checksums(self) -> list[int]:
         return self._store.checksums(range(self._store.capacity_blocks))
 
 
 class RemoteEnd(End):
-    """A store of another process, which `serve` runs there."""
+    """A store of another process, which answers through `serve`."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -100,7 +100,7 @@ class RemoteEnd(End):
 
 
 def serve(connection: Connection, end: End) -> None:
-    """Answers a RemoteEnd until it hangs up."""
+    """Answers a RemoteEnd until it closes the connection."""
     while True:
         try:
             what, *args = connection.recv()
@@ -113,7 +113,7 @@ def serve(connection: Connection, end: End) -> None:
 
 
 def start_process(target: Callable[..., None], *args: object) -> tuple[Any, Connection]:
-    """A new process that runs `target(connection, *args)`, and our end of the connection; it ends with this one."""
+    """Start a daemon process that runs `target(connection, *args)`. Returns it and our end of the connection."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *args), daemon=True)
@@ -123,7 +123,7 @@ def start_process(target: Callable[..., None], *args: object) -> tuple[Any, Conn
 
 
 def end_process(process: Any, connection: Connection) -> None:
-    """It ends when its connection does; it is killed where it does not."""
+    """Close the connection, which should end the process, and kill it if it is still alive after 10 s."""
     connection.close()
     process.join(10.0)
     if process.is_alive():
@@ -132,7 +132,7 @@ def end_process(process: Any, connection: Connection) -> None:
 
 
 def block_bytes(store: BlockStore) -> torch.Tensor:
-    """uint8 `[blocks, block_bytes]`, not a copy."""
+    """A view of the store, uint8 `[blocks, block_bytes]`."""
     if isinstance(store, DeviceBlockStore):
         return store.blocks
     assert isinstance(store, HostBlockStore)

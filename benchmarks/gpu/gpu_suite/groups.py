@@ -1,4 +1,4 @@
-"""The groups, in the order in which they run, and the time that each may take."""
+"""The groups in the order in which they run, with their time budgets."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 MOST_S = 565.0
-"""What all of them may take together; the call itself has ten minutes."""
+"""Time limit for all groups together; a call on the device machine is limited to ten minutes."""
 
 CPU_PATIENCE = 4.0
-"""On a CPU nothing is measured, and other work may have most of it: each has so many times its budget."""
+"""Factor of all budgets on a CPU: nothing is measured there, and other work may slow it down."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`budget_s`: it has so long, and what those before it left of theirs.
+    """`budget_s`: its time limit, to which unused time of earlier groups is added.
 
-    `timed`: it runs alone; others, which only compare, run side by side. `extra`: only with `--only`.
+    `timed`: it runs alone; untimed groups only compare results and run in parallel. `extra`: runs only with `--only`.
     """
 
     name: str
@@ -55,17 +55,17 @@ BY_NAME = {group.name: group for group in GROUPS}
 
 
 def planned_s(groups: tuple[Group, ...] = GROUPS) -> float:
-    """The longest that `groups` may take: those that only compare run side by side."""
+    """Total time budget of `groups`: untimed ones run in parallel."""
     wanted = [group for group in groups if not group.extra]
     together = max((group.budget_s for group in wanted if not group.timed), default=0.0)
     return together + sum(group.budget_s for group in wanted if group.timed)
 
 
 def patience(device: str) -> float:
-    """By what budgets are multiplied."""
+    """The factor of the budgets."""
     return CPU_PATIENCE if device == "cpu" else 1.0
 
 
 def on_device(groups: Iterable[Group], device: str) -> list[Group]:
-    """The groups, with the time that they have there."""
+    """The groups with their budgets on `device`."""
     return [replace(group, budget_s=group.budget_s * patience(device)) for group in groups]

@@ -1,4 +1,4 @@
-"""Times of the decode attention kernel alone, over a store of several layers: more than any cache of the chip holds."""
+"""Times the decode attention kernel alone, over a store of several layers that exceeds the GPU's caches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 
 @dataclass(slots=True)
 class KernelBench:
-    """One layer after another of rows of `lengths`; each layer's store has `blocks` scattered blocks."""
+    """A store of random KV in scattered blocks for at most `most_tokens` tokens."""
 
     device: str
     heads: int
@@ -54,13 +54,13 @@ class KernelBench:
         return DecodeTable(rows, table.to(self.device))
 
     def bytes_read(self, lengths: Sequence[int]) -> int:
-        """Keys and values of one layer."""
+        """Bytes of the keys and values of one layer."""
         return sum(lengths) * self.kv_heads * 2 * self.head_dim * self.cache.element_size()
 
     def seconds(
         self, lengths: Sequence[int], repeat: int, *, split: bool = True, setting: DecodeSetting | None = None
     ) -> list[float]:
-        """Of one layer, each the mean of a pass over all layers: replays of a graph on a GPU, as in serving."""
+        """Seconds of one layer: each value is the mean over a pass through all layers. A GPU replays a CUDA graph."""
         decode = PagedDecode(self.cache, split=split, setting=setting)
         query = torch.randn(len(lengths), self.heads, self.head_dim, device=self.device).to(self.cache.dtype)
         out = torch.empty_like(query)

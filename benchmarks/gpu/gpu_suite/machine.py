@@ -1,4 +1,4 @@
-"""What results were measured on: chip, driver, versions, commit. Nothing here changes a setting of the device."""
+"""Describes the machine of a measurement: GPU, driver, versions, commit. It changes no device setting."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def nvidia_smi() -> dict[str, str] | str:
-    """The driver's own words, by field; why not, where it cannot be asked."""
+    """What nvidia-smi reports, by field; the reason if it cannot be run."""
     if shutil.which("nvidia-smi") is None:
         return "no nvidia-smi"
     command = ["nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader"]
@@ -64,7 +64,7 @@ def nvidia_smi() -> dict[str, str] | str:
 
 
 def _gpu() -> dict[str, Any]:
-    """As torch sees it: in a process of its own, so that the one that starts the groups holds no memory there."""
+    """The GPU's properties in torch. A separate process reads them, so that this one allocates no GPU memory."""
     code = (
         "import json, torch; p = torch.cuda.get_device_properties(0); print(json.dumps({'name': p.name, "
         "'capability': f'{p.major}.{p.minor}', 'sms': p.multi_processor_count, 'memory_bytes': p.total_memory, "
@@ -89,7 +89,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str:
-    """ "unknown" in a copy without its history: `sources_sha256` says then what was run."""
+    """ "unknown" in a copy without git history; `sources_sha256` then identifies the code."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""Models with random weights, made on the device: nothing is fetched, and the large ones touch no disk."""
+"""Models with random weights, created on the device without a download."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from alignedserve.engine.model.probe import probe
 from alignedserve.model import ModelInfo
 
 GAIN = 1.2
-"""Each product multiplies the spread of random inputs by so much: tokens vary, and nothing overflows."""
+"""Gain of each matrix product on random inputs: large enough that tokens vary, too small to overflow."""
 
 PROBED_LAYERS = 2
-"""What attention a deep model needs is found on so many of its layers: over more, rounding alone adds up to faults."""
+"""Layers of a deep model on which its attention is probed: over more layers rounding errors look like faults."""
 
 _LLAMA_7B = {
     "vocab_size": 32000,
@@ -42,7 +42,7 @@ _OPT_7B = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
-_MEDIUM = {  # 192 KiB of KV a token: a batch of some requests reads more of it than weights
+_MEDIUM = {  # 192 KiB of KV a token: a moderate batch reads more KV than weights
     "vocab_size": 32000,
     "hidden_size": 2048,
     "intermediate_size": 5504,
@@ -63,7 +63,7 @@ _SMALL_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 
 def shape(name: str, small: bool) -> tuple[str, dict[str, Any]]:
-    """transformers' model type, and its configuration; `small`: two layers of two heads in its place."""
+    """The model type and configuration for transformers. `small`: reduced to two layers of two heads."""
     kind, values = SHAPES[name]
     if small:
         values = {**values, **(_SMALL_OPT if kind == "opt" else _SMALL_LLAMA), **_SMALL_HEADS}
@@ -73,7 +73,7 @@ def shape(name: str, small: bool) -> tuple[str, dict[str, Any]]:
 
 
 def random_model(name: str, device: str, *, small: bool, dtype: torch.dtype, seed: int) -> LoadedModel:
-    """A model of `name`'s shape on `device`, as the loader gives one: its attention is the paged one."""
+    """A random model of the shape `name` on `device`, as the loader returns it, with paged attention."""
     attention.register()
     model = _draw(name, device, small=small, dtype=dtype, seed=seed)
     loaded = _loaded(name, model, device, small=small)
@@ -107,7 +107,7 @@ def _loaded(name: str, model: PreTrainedModel, device: str, *, small: bool) -> L
 
 
 def write_model(name: str, folder: Path, device: str, *, small: bool, dtype: torch.dtype, seed: int) -> Path:
-    """The same as a folder that a cluster can load."""
+    """Write such a model to a folder that a cluster can load."""
     model = _draw(name, device, small=small, dtype=dtype, seed=seed)
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=0)
     model.save_pretrained(folder)
@@ -134,7 +134,7 @@ def _draw(name: str, device: str, *, small: bool, dtype: torch.dtype, seed: int,
 
 
 def read_weight_bytes(loaded: LoadedModel) -> int:
-    """Bytes of weights that a decode iteration reads: of tables of embeddings, only rows, unless they are tied."""
+    """Bytes of weights that a decode iteration reads: all but untied embedding tables, of which it reads few rows."""
     model: Any = loaded.model
     tables = {
         module.weight.data_ptr(): module.weight.nbytes
@@ -148,7 +148,7 @@ def read_weight_bytes(loaded: LoadedModel) -> int:
 
 
 def linear_flops(loaded: LoadedModel) -> int:
-    """Floating-point operations of a token in all matrix products but that of the logits."""
+    """Floating-point operations of a token in all matrix products except the one of the logits."""
     model: Any = loaded.model
     head = model.get_output_embeddings()
     linears = (module for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head)
@@ -156,7 +156,7 @@ def linear_flops(loaded: LoadedModel) -> int:
 
 
 def causal_attention_flops(loaded: LoadedModel, tokens: int) -> int:
-    """Of one prompt of so many tokens, alone in its cache: each query sees itself and what is before it."""
+    """Floating-point operations of causal attention over one prompt of `tokens` tokens, without a cached prefix."""
     heads = int(loaded.model.config.num_attention_heads)
     seen = tokens * (tokens + 1) // 2
     return 4 * seen * heads * loaded.info.head_dim * loaded.info.layers

@@ -1,4 +1,4 @@
-"""The engine alone, without a cluster: prompts in, tokens out, as many requests at once as the cache holds."""
+"""Runs the engine without a cluster: prompts in, tokens out, with as many requests at once as the cache holds."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=MOST_TOKENS, ignore_eos=True
 
 @dataclass(slots=True)
 class Job:
-    """One request: `tokens` are its answer, exactly `new_tokens` of them in the end."""
+    """One request. At the end `tokens`, its answer, has exactly `new_tokens` tokens."""
 
     prompt: list[int]
     new_tokens: int
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     launched: int = 0
-    """How many of its tokens are chosen, or will be by what was launched."""
+    """Tokens of the answer that are known, or will be once the launched iterations end."""
     row: SampleRow = field(init=False)
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class Job:
 
     @property
     def cached(self) -> int:
-        """Tokens in the cache once everything launched is over."""
+        """Tokens in the cache once all launched iterations have ended."""
         return len(self.prompt) + self.launched - 1
 
 
@@ -49,7 +49,7 @@ class _Flight:
 
 
 class Offline:
-    """First come, first served; a request's blocks are its own from the start. Prompts are computed whole."""
+    """Serves requests first come, first served. A request gets all its blocks when it joins."""
 
     def __init__(
         self,
@@ -61,19 +61,19 @@ class Offline:
         chunk_tokens: int = 0,
         seed: int = 0,
     ) -> None:
-        """`chunk_tokens`: prompts are computed in chunks of so many, each after those in the cache; 0: whole."""
+        """`chunk_tokens`: size of prefill chunks; 0: prompts are computed whole."""
         self._runner, self._engine, self._sampler = runner, engine, Sampler()
         self._max_running, self._budget, self._chunk = max_running, token_budget, chunk_tokens
-        self._free = list(range(1, runner.cache.shape[0]))  # block 0 is what warming up writes
+        self._free = list(range(1, runner.cache.shape[0]))  # warming up writes to block 0
         random.Random(seed).shuffle(self._free)
         self.iterations = 0
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Returns when all have all their tokens. Raises what an iteration failed by, or a token could not be found."""
+        """Returns when every job has all its tokens. Raises the error of a failed iteration or token."""
         waiting, running = deque(jobs), list[Job]()
         flight: _Flight | None = None
         while waiting or running or flight:
-            # What joins takes part in what is launched next; the flight before it is not disturbed.
+            # Joining jobs take part in the next launch; the iteration in flight is not affected.
             joined = self._join(waiting, len(running))
             running += [job for job in joined if job.launched < job.new_tokens]
             after = self._launch(running, flight)
@@ -152,17 +152,18 @@ class Offline:
 
 
 def new_runner(loaded: LoadedModel, cache: torch.Tensor, backend: str = "auto") -> ModelRunner:
-    """As a worker makes it: by default with the fastest attention of those that serve the model here.
+    """A runner as a worker creates it, by default with the fastest attention backend that serves the model here.
 
-    The content of `cache` is lost.
+    It overwrites the content of `cache`.
     """
     return ModelRunner(loaded, cache, backend)
 
 
 def decode_engine(runner: ModelRunner, most_rows: int, *, compiles: bool = True) -> DecodeEngine:
-    """What a decode worker computes by on this device, for as many rows, warmed up; block 0's content is lost.
+    """A decode worker's engine on this device for `most_rows` rows, warmed up. It overwrites block 0.
 
-    `compiles`: norms and the like are compiled where that is faster, which takes seconds; the model is changed by it.
+    `compiles`: compile parts of the model, such as norms, where that is faster. This takes seconds and changes the
+    model.
     """
     engine_config = EngineConfig(compile="auto" if compiles else "off")
     config = Config(decode=DecodeConfig(max_running=most_rows), engine=engine_config)
@@ -172,7 +173,7 @@ def decode_engine(runner: ModelRunner, most_rows: int, *, compiles: bool = True)
 
 
 def fill(cache: torch.Tensor, seed: int) -> None:
-    """Random keys and values, in place: never time on zeros."""
+    """Fill the cache with random keys and values: timings on zeros would not be representative."""
     generator = torch.Generator(cache.device).manual_seed(seed)
-    for begin in range(0, cache.shape[0], 64):  # no temporary of the whole
+    for begin in range(0, cache.shape[0], 64):  # in parts: no temporary as large as the cache
         cache[begin : begin + 64].normal_(0.0, 1.0, generator=generator)

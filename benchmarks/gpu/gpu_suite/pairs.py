@@ -1,4 +1,4 @@
-"""Two processes that take part in each other's copies (NCCL, Gloo), this one as a decode instance is."""
+"""A channel between two processes (NCCL, Gloo). This process has the part of a decode instance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SILENT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """`remote` is the other process's store; `pull` leads from it to `cache`, `push` back."""
+    """`remote` is the other process's store. `pull` copies from it to `cache`, `push` the other way."""
 
     client: PairClient
     remote: RemoteBlockStore
@@ -33,8 +33,8 @@ class Pair:
 
 @contextmanager
 def paired(channel: str, device: str, geometry: KvGeometry, blocks: int) -> Iterator[Pair]:
-    """Raises TransferError where the other process or the connection does not come up."""
-    os.environ[MULTI_RANK_VARIABLE] = "1"  # two ranks on one GPU; the other process inherits it
+    """Raises TransferError if the other process does not start or the connection fails."""
+    os.environ[MULTI_RANK_VARIABLE] = "1"  # allows two ranks on one GPU; the other process inherits it
     device = "cuda:0" if device != "cpu" else "cpu"
     spec = PeerSpec(geometry, blocks, channel=channel, device=device, stores=("peer/buffer",), silent_s=SILENT_S)
     with PeerProcess(spec) as peer:

@@ -1,4 +1,4 @@
-"""Times on a device, and the two rates that figures are set against: a device copy and a matrix product."""
+"""Timing on a device, and the two reference rates: of a device copy and of a matrix product."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def synchronize(device: str) -> None:
 
 
 def seconds_of(work: Callable[[], object], device: str, repeat: int, warm_up: int = 3) -> list[float]:
-    """Of each of `repeat` calls: by events around it on a GPU, by the clock on a CPU."""
+    """Seconds of each of `repeat` calls, by CUDA events on a GPU, by the clock on a CPU."""
     for _ in range(warm_up):
         work()
     synchronize(device)
@@ -42,7 +42,7 @@ def _clocked(work: Callable[[], object]) -> float:
 
 
 def copy_rate(device: str, repeat: int = 20) -> float:
-    """Bytes read plus bytes written a second, of the median of some copies within the device: many times its L2."""
+    """Bytes read plus bytes written a second: the median of device copies much larger than the L2 cache."""
     count = 1 << 18
     if device != "cpu":
         count = min(2 << 30, torch.cuda.mem_get_info()[0] // 8)
@@ -61,7 +61,7 @@ def matrix_rate(device: str, dtype: torch.dtype = torch.bfloat16, repeat: int = 
 
 @dataclass(slots=True)
 class Rate:
-    """Of the same process right before and right after what is set against it."""
+    """A reference rate, measured in the same process right before and right after a measurement."""
 
     before: float = 0.0
     after: float = 0.0
@@ -77,7 +77,7 @@ class Rate:
 
 @contextlib.contextmanager
 def around(measure: Callable[[], float]) -> Iterator[Rate]:
-    """Measures the rate on entering and on leaving; its `mean` is known after that."""
+    """Measures the rate on entering and on leaving. Its `mean` is valid after that."""
     rate = Rate(before=measure())
     yield rate
     release()

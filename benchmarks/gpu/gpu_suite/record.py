@@ -1,4 +1,4 @@
-"""What a group found, written case by case: what was measured before a crash or the end of its time is kept."""
+"""The records of a group, written case by case, so that a crash or timeout loses no earlier figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpu_suite.rows import BY_KEY
 
 
 def summary(samples: Sequence[float]) -> dict[str, float]:
-    """Of raw samples, in their own unit."""
+    """Statistics of raw samples, in their unit."""
     ordered = sorted(samples)
     return {
         "count": len(ordered),
@@ -32,7 +32,7 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
 
 
 class Recorder:
-    """Appends one JSON line a figure or failure to `file`. A figure of a row is met or not by that row's bound."""
+    """Appends a JSON line to `file` for each figure and failure. The bound of its row decides if a figure is met."""
 
     def __init__(self, file: Path, group: str) -> None:
         self.group = group
@@ -41,7 +41,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def case(self, name: str, row: str = "") -> Iterator[None]:
-        """What fails within is recorded, with its traceback, and the next case goes on. `row`: what it is of."""
+        """Record an exception with its traceback instead of raising it. `row`: the row that the case belongs to."""
         self._case = name
         begun_s = time.monotonic()
         print(f"[{self.group}] {name}", flush=True)
@@ -66,7 +66,7 @@ class Recorder:
         samples: Sequence[float] = (),
         **detail: Any,
     ) -> None:
-        """A figure. `met`: where the row's own limit does not say it. `detail`: whatever helps to read it."""
+        """Record a figure. `met` replaces the check of the row's limit. `detail`: further values."""
         if row and met is None:
             met = BY_KEY[row].met(value)
         record: dict[str, Any] = {"figure": name, "value": _number(value), "unit": unit, "row": row, "met": met}
@@ -80,7 +80,7 @@ class Recorder:
         print(f"[{self.group}]   {name}: {value:.6g} {unit}{'' if met is None else ' (met)' if met else ' (NOT met)'}")
 
     def note(self, name: str, **detail: Any) -> None:
-        """Something that is no figure."""
+        """Record something other than a figure."""
         self._write({"note": name, "detail": detail})
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ class Recorder:
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """All whole lines; a process that was killed may have left half of one."""
+    """All complete lines: a killed process may have left a partial one."""
     if not file.is_file():
         return []
     records = []
@@ -109,7 +109,7 @@ def _number(value: float) -> float | str:
 
 @dataclass(slots=True)
 class Context:
-    """What a group's cases get. `seed` is fresh at each run, and recorded; only what lies in `out` is kept."""
+    """The context of a group's cases. `seed` is new in each run and recorded. Only files in `out` are kept."""
 
     device: str
     quick: bool
@@ -118,7 +118,7 @@ class Context:
     record: Recorder
     seed: int
     ends_s: float = math.inf
-    """Of the monotonic clock: what can be left out, and is not begun by then, is left out."""
+    """Deadline on the monotonic clock, after which no further optional case starts."""
     draw: random.Random = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What `transformers` generates on the same device, and how our tokens differ from it."""
+"""Compares our tokens with those that `transformers` generates on the same device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 LIKELY = 8
-"""Of so many of the most likely tokens the error of their logits is looked at."""
+"""Number of most likely tokens whose logits are compared."""
 
 
 @torch.inference_mode()
 def greedy(model: Any, prompt: Sequence[int], new_tokens: int) -> list[int]:
-    """`model.generate` on the model's device, greedy, exactly `new_tokens` tokens (no end token ends it)."""
+    """Exactly `new_tokens` greedy tokens of `model.generate`; end tokens are ignored."""
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     ids = torch.tensor([list(prompt)], device=model.device)
@@ -28,9 +28,10 @@ def greedy(model: Any, prompt: Sequence[int], new_tokens: int) -> list[int]:
 
 @dataclass(slots=True)
 class Agreement:
-    """Of several answers. `before`: tokens before the first position whose best two logits lie within rounding.
+    """How far several answers agree. A position is uncertain if its best two logits lie within the rounding error.
 
-    `same_before` of them are equal; `wrong` describes each answer that differs where they do not lie within rounding.
+    `before` counts the tokens before each answer's first uncertain position, `same_before` the equal ones among them.
+    `wrong` describes each answer that differs earlier.
     """
 
     answers: int = 0
@@ -43,7 +44,7 @@ class Agreement:
 
     @property
     def share(self) -> float:
-        """Of all tokens, those that come before a position within rounding."""
+        """The share of tokens before the first uncertain position of their answer."""
         return self.before / self.tokens
 
     def add(self, other: Agreement) -> None:
@@ -55,11 +56,11 @@ class Agreement:
 def agreement(
     model: Any, prompts: Sequence[Sequence[int]], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]
 ) -> Agreement:
-    """Compare our answers with `transformers`' own, by its own logits along its own answer.
+    """Compare our answers with those of `transformers`, using its logits along its own answers.
 
-    In fp32 every position counts. In lower precision rounding is what `transformers` itself is off by there, against
-    the same weights in fp32: two logits lie within it where they differ by at most twice the largest such error of the
-    most likely tokens, since both computations may be off by as much.
+    In fp32 every position counts. In lower precision the rounding error of a position is the largest difference of
+    `transformers`' most likely logits from the same model in fp32. Two logits lie within it if they differ by at most
+    twice that error, since both computations may have it.
     """
     exact = None if model.dtype == torch.float32 else copy.deepcopy(model).float()
     total = Agreement(wrong=[], varied=len({token for answer in theirs for token in answer}))
@@ -84,7 +85,7 @@ def agreement(
 
 
 def _gaps(model: Any, exact: Any, prompt: Sequence[int], answer: Sequence[int]) -> tuple[list[float], list[float]]:
-    """At each position of the answer: how far the best two logits are apart, and by how much rounding moves them."""
+    """For each position of the answer: the difference of the best two logits, and the rounding error (-1 in fp32)."""
     logits = _logits(model, prompt, answer)
     best = logits.topk(min(LIKELY, logits.shape[-1]), dim=-1)
     gaps: list[float] = (best.values[:, 0] - best.values[:, 1]).tolist()
@@ -97,7 +98,7 @@ def _gaps(model: Any, exact: Any, prompt: Sequence[int], answer: Sequence[int]) 
 
 @torch.inference_mode()
 def _logits(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-    """fp32 `[answer tokens, vocab_size]`, from one pass over all."""
+    """fp32 `[answer tokens, vocab_size]`, from one forward pass."""
     ids = torch.tensor([[*prompt, *answer[:-1]]], device=model.device)
     found: torch.Tensor = model(ids).logits[0, len(prompt) - 1 :].float()
     return found

@@ -1,4 +1,4 @@
-"""results.json and table.md: made again after each group, so that nothing found is lost to what comes later."""
+"""Writes results.json and table.md. Both are rewritten while groups run, so that a later failure loses nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_MEASURED = "not measured"
 def write_results(
     out: Path, work: Path, machine: Mapping[str, Any], command: Sequence[str], groups: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Both files in `out`, from each group's records in `work`; `groups`: how each ended. Returns results.json."""
+    """Write both files to `out` from the records in `work`, and return the results. `groups`: how each ended."""
     records = {name: read_records(records_file(work, name)) for name in groups}
     results = {
         "machine": dict(machine),

@@ -1,8 +1,8 @@
-"""Requests whose lengths are drawn as ShareGPT's are: no data set is needed.
+"""Requests with ShareGPT-like lengths, drawn without a data set.
 
-Log-normal prompts and answers, fitted to the figures that the papers on serving give of ShareGPT's first turns after
-their filters (at most 1,024 tokens a prompt, 2,048 together, none under 4): prompts of 161 tokens in the mean, answers
-of 338, both with long tails (PagedAttention, SOSP 2023, figure 11).
+Prompt and answer lengths are log-normal, fitted to ShareGPT's first turns as papers on serving report them after
+filtering (at most 1,024 tokens a prompt, 2,048 together, at least 4 each): a mean prompt of 161 tokens and a mean
+answer of 338, both with long tails (PagedAttention, SOSP 2023, figure 11).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import random
 from dataclasses import dataclass
 
-PROMPT_MEAN, ANSWER_MEAN = 200.0, 400.0  # before what is too long or too short is left out
+PROMPT_MEAN, ANSWER_MEAN = 200.0, 400.0  # before lengths outside the limits are dropped
 PROMPT_SPREAD, ANSWER_SPREAD = 1.2, 1.0  # of the logarithm
 LEAST, MOST_PROMPT, MOST_TOKENS = 4, 1024, 2048
 
@@ -23,7 +23,7 @@ class Lengths:
 
 
 def draw_lengths(count: int, seed: int, scale: float = 1.0) -> list[Lengths]:
-    """`count` pairs; `scale` shortens them all."""
+    """`count` pairs of lengths, multiplied by `scale`."""
     draw = random.Random(seed)
     found: list[Lengths] = []
     while len(found) < count:

@@ -1,4 +1,4 @@
-"""What must be shown, row by row: the table of issue 6, and what its paragraph "Right first" asks for."""
+"""The rows of the result table: those of issue 6's table and of its paragraph "Right first"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the table. `limit` holds for each figure that does not say itself whether it is met; None: reported."""
+    """A row of the table. `limit` is checked for figures recorded without `met`; None: they are only reported."""
 
     key: str
     group: str
@@ -24,11 +24,11 @@ class Row:
         return f"benchmarks/gpu/run.sh --only {self.group}"
 
     def met(self, value: float) -> bool | None:
-        """None: no bound is set for it."""
+        """Whether `value` keeps the limit; None without a limit."""
         if self.limit is None:
             return None
         sign, limit = self.limit
-        return _COMPARE[sign](value, limit)  # a NaN is never met
+        return _COMPARE[sign](value, limit)  # False for NaN
 
 
 ROWS = (

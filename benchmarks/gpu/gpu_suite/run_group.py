@@ -1,4 +1,4 @@
-"""One group in a process of its own: `python -m gpu_suite.run_group GROUP --device cuda --work DIR --out DIR`."""
+"""Runs one group in this process: `python -m gpu_suite.run_group GROUP --device cuda --work DIR --out DIR`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gpu_suite.groups import BY_NAME
 from gpu_suite.record import Context, Recorder
 from gpu_suite.report import records_file
 
-SPARE_S = 10.0  # of a group's time, for what is under way at its end
+SPARE_S = 10.0  # of a group's time, for the case under way at its deadline
 
 
 def main() -> int:
-    """1 where a case failed outside its own guard; what a case fails by is in its record."""
+    """Returns 1 if the group failed outside its cases. Failures of cases are in their records only."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("group", choices=sorted(BY_NAME))
     parser.add_argument("--device", default="cuda")
@@ -29,7 +29,7 @@ def main() -> int:
     args = parser.parse_args()
     limit_s = args.limit_s or BY_NAME[args.group].budget_s
     faulthandler.enable()
-    faulthandler.dump_traceback_later(max(1.0, limit_s - 5.0), exit=False)  # where a group hangs
+    faulthandler.dump_traceback_later(max(1.0, limit_s - 5.0), exit=False)  # shows where a group hangs
     ends_s = time.monotonic() + limit_s - SPARE_S
     for folder in (args.work, args.out):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A whole cluster of plain processes on the device, and what its answers say of time."""
+"""A cluster of plain processes on the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPORTED_S = 1.5  # a role reports its metrics with its heartbeats, one a second
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A running cluster of one prefill and one decode instance, both on the one device."""
+    """A running cluster of one prefill and one decode instance that share the device."""
 
     cluster: LocalCluster
     driver: Driver
@@ -28,12 +28,12 @@ class Cell:
 
 @contextlib.asynccontextmanager
 async def running(context: Context, folder: str, name: str, **sections: Mapping[str, Any]) -> AsyncIterator[Cell]:
-    """A cluster that is ready; each process's output is in the group's log. Its books are checked at the end."""
+    """A cluster that is ready. Its integrity is checked at the end. On an error its processes' output is printed."""
     tree: dict[str, Any] = {
         "model": {"path": folder},
         "cluster": {"device": "cuda" if context.on_gpu else "cpu", "share_gpu": context.on_gpu},
         "supervisor": {"start_timeout_s": 60.0},
-        "engine": {"compile": "off"},  # starts in half the time; `iteration` and `throughput` have it
+        "engine": {"compile": "off"},  # halves the start time; `iteration` and `throughput` measure with it
     }
     if not context.on_gpu:
         tree["cluster"]["threads"] = 1
@@ -51,12 +51,12 @@ async def running(context: Context, folder: str, name: str, **sections: Mapping[
 
 
 def pool_gib(clusters: int) -> float:
-    """For each of so many clusters at once: half of what the host has free, 8 GiB at most."""
+    """Pool size for each of `clusters`: an equal share of half the free host memory, at most 8 GiB."""
     return min(8.0, available_memory_bytes() / (2 * clusters * GIB))
 
 
 def medium_model(context: Context) -> Path:
-    """The medium model as a folder, written once for all groups of a run; bf16."""
+    """The folder of the medium model in bf16, written once for all groups of a run."""
     import torch
 
     folder = context.work / "medium"
@@ -69,7 +69,7 @@ def medium_model(context: Context) -> Path:
 
 
 def _print_output(folder: Path) -> None:
-    """The end of what each process said: the cluster's own error names the one to look at."""
+    """Print the end of each process's output: the cluster's error names the process that failed."""
     for file in sorted(folder.glob("*.out")):
         text = file.read_text(encoding="utf-8", errors="replace")
         print(f"---- {file.name}\n{text[-6000:]}", flush=True)

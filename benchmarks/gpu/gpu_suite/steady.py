@@ -1,4 +1,4 @@
-"""A batch that decodes on and on: one iteration launched while the one before it runs."""
+"""A batch that decodes without end, each iteration launched while the previous one runs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ BLOCK_SIZE = 16
 
 @dataclass(slots=True)
 class Steady:
-    """Requests whose KV is noise, each `lengths[i]` tokens long at first."""
+    """Requests with random KV, initially `lengths[i]` tokens long."""
 
     engine: DecodeEngine
     lengths: list[int]
     blocks: list[list[int]]
     attention: str
-    """The class of the backend."""
+    """The class name of the attention backend."""
     rows: list[SampleRow] = field(init=False)
     tokens: list[list[int]] = field(init=False)
 
@@ -36,7 +36,7 @@ class Steady:
         self.rows = [SampleRow(GREEDY, [1], tokens) for tokens in self.tokens]
 
     def run(self, iterations: int, within: Callable[[], AbstractContextManager[object]] = nullcontext) -> list[float]:
-        """Seconds from each iteration's tokens to the next one's; `within` is entered around each launch."""
+        """Seconds between the tokens of consecutive iterations. `within` is entered around each launch."""
         stamps: list[float] = []
         with within():
             flight = self._launch(ahead=False)
@@ -70,7 +70,7 @@ class Steady:
 
 
 def make_steady(loaded: LoadedModel, lengths: Sequence[int], room: int, seed: int, backend: str = "auto") -> Steady:
-    """A batch of `lengths` on `loaded`, in scattered blocks, with room for so many more tokens each.
+    """A batch of `lengths` on `loaded`, in scattered blocks, with room for `room` more tokens each.
 
     `backend`: the attention backend's name, or auto.
     """

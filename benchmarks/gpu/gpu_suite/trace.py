@@ -1,4 +1,4 @@
-"""How long the device idles between iterations, from a trace of torch's profiler.
+"""Computes how long the device idles between iterations, from a trace of torch's profiler.
 
 Each iteration is launched inside `record_function(STEP)`. A kernel or copy belongs to the iteration whose range holds
 the call that launched it: the profiler links the two by a correlation id, also for the kernels of a replayed graph.
@@ -19,8 +19,8 @@ _CALLS = ("cuda_runtime", "cuda_driver")
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Seconds, of the iterations in the middle of a trace. `between` is the gaps from one iteration's last work to the
-    next one's first; `within` those inside iterations."""
+    """Idle time of a trace's iterations: `between_s` from an iteration's last work to the next one's first work,
+    `within_s` inside iterations."""
 
     iterations: int
     total_s: float
@@ -33,7 +33,7 @@ class Idle:
 
 
 def idle_of(events: Sequence[Mapping[str, Any]]) -> Idle:
-    """Of a trace's events. Raises ValueError where fewer than three iterations had work on the device."""
+    """Idle time from a trace's events. Raises ValueError if fewer than three iterations had work on the device."""
     steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == STEP and _is_host(e))
     launched = {
         e["args"]["correlation"]: e["ts"]
@@ -58,13 +58,13 @@ def idle_of(events: Sequence[Mapping[str, Any]]) -> Idle:
 
 
 def read_trace(file: Path) -> list[dict[str, Any]]:
-    """The events of a chrome trace that have a time."""
+    """The events of a Chrome trace that have a duration."""
     found = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     return [event for event in found if event.get("ph") == "X"]
 
 
 def _is_host(event: Mapping[str, Any]) -> bool:
-    """The profiler shows a range a second time, as what it spans on the device."""
+    """False for the profiler's second event of a range, which gives its span on the device."""
     return not str(event.get("cat", "")).startswith("gpu")
 
 
@@ -76,7 +76,7 @@ def _step_of(steps: Sequence[tuple[float, float]], at: float) -> int | None:
 
 
 def _covered(spans: Sequence[tuple[float, float]]) -> float:
-    """The length of their union."""
+    """The total length of the union of the spans."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, reached))

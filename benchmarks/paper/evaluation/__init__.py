@@ -1,1 +1,1 @@
-"""What the scripts of this folder share: workloads, runs of the simulator in parallel and cached, capacity, tables."""
+"""Shared code of the paper's evaluation: workloads, parallel and cached simulator runs, capacity, tables."""

@@ -1,4 +1,4 @@
-"""One metric of `aligned` against the others on several workloads: figures 7 to 10."""
+"""Compares one metric of `aligned` and other policies on several workloads (figures 7 to 10)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VARIANTS = (ALIGNED, *BASELINES)
 
 
 class Comparison:
-    """`metric` of the first variant over that of each other; `lower` is better: the other way round."""
+    """Ratios of `metric` between the first variant and each other one, inverted if `lower` values are better."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class Comparison:
         self.grid.prepare(self.cases, self.variants)
 
     def gain(self, case: Case, other: str) -> list[float]:
-        """How many times better the first variant is than the one with this label, by seed."""
+        """How many times better the first variant is than the variant with the label `other`, by seed."""
         named = {variant.label: variant for variant in self.variants}
         ours = self.grid.values(case, self.variants[0], self._metric)
         theirs = self.grid.values(case, named[other], self._metric)
         return ratios(theirs, ours) if self._lower else ratios(ours, theirs)
 
     def tables(self) -> str:
-        """One for each kernel mode, topology and arrival process."""
+        """A table for each kernel mode, topology and arrival process."""
         parts = []
         for cases in by_condition(self.cases):
             first = cases[0]
@@ -55,7 +55,7 @@ class Comparison:
         return "\n\n".join(parts)
 
     def beside(self, what: str, source: str, stated: Mapping[str, str]) -> str:
-        """What the text states of the gain over each other one at `source`, and ours under every condition."""
+        """The paper's gains over each other variant on the workload `source`, and ours under every condition."""
         others = [variant.label for variant in self.variants[1:]]
         ours = [
             (condition(case), [gain(self.gain(case, other)) for other in others])
@@ -65,7 +65,7 @@ class Comparison:
         return claims(what, others, [stated.get(other, NOT_STATED) for other in others], ours)
 
     def largest(self, what: str, stated: Mapping[str, str]) -> str:
-        """What the text states of each workload's largest gain over any other system, and ours."""
+        """The paper's largest gain over any other system on each workload, and ours."""
         ours = []
         for cases in by_condition(self.cases):
             found = {case.source.name: self._largest(case) for case in cases}
@@ -81,7 +81,7 @@ class Comparison:
         return claims(what, ["least", "largest"], stated, ours)
 
     def refused(self) -> list[str]:
-        """A sentence where any system refused requests, since then not all served the same."""
+        """A note if any system refused requests: the systems then served different requests."""
         counts = {
             variant.label: sum(sum(self.grid.values(case, variant, "refused")) for case in self.cases)
             for variant in self.variants

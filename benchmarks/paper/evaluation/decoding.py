@@ -1,4 +1,4 @@
-"""What decode iterations over prefixes of given lengths take, by cost models or on the engine: figures 1 and 3."""
+"""Times of decode iterations over given prefix lengths, from cost models or the engine (figures 1 and 3)."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ Batch = tuple[int, ...]
 
 
 class Decoding(ABC):
-    """Of one machine; `name` is what tables call it, `describe` says what it is."""
+    """Iteration times of one machine. `name` is its name in tables."""
 
     name: str
 
     @abstractmethod
     def describe(self) -> list[str]:
-        """For the report's head; of an engine, after it has run."""
+        """Lines for the report's head. For an engine, call it after the measurements."""
 
     @abstractmethod
     def iterations_s(self, batches: Sequence[Batch]) -> list[float]:
-        """Seconds of one iteration of each."""
+        """Seconds of one iteration of each batch."""
 
     @abstractmethod
     def means_s(self, batches: Sequence[Batch], tokens: int) -> list[float]:
-        """Mean seconds of an iteration while every request of the batch generates so many tokens."""
+        """Mean seconds of an iteration of each batch while every request generates `tokens` tokens."""
 
 
 class ByCostModel(Decoding):
-    """Every iteration, as predicted."""
+    """The predictions of a cost model."""
 
     def __init__(self, machine: Machine) -> None:
         self._cost = machine.cost()
@@ -60,14 +60,15 @@ class ByCostModel(Decoding):
 
 
 class OnEngine(Decoding):
-    """The real runner and sampler, over a cache whose content is noise: what an iteration takes does not hang on it.
+    """Measures the real runner and sampler. The cache holds random values, which do not affect the time.
 
-    An iteration is the median of `repeats`, the batches in turn; a mean is of `points` iterations, spread evenly.
+    An iteration's time is the median of `repeats` rounds over all batches. A mean is over `points` evenly spaced
+    iterations.
     """
 
     def __init__(self, model: str, device: str, threads: int, repeats: int, points: int, longest: int) -> None:
-        """Raises ModelError, ConfigError where the model has fewer than `longest` positions."""
-        with environment_of_a_worker(Config()):  # read by the libraries when they are loaded
+        """Raises ModelError, or ConfigError if the model has fewer than `longest` positions."""
+        with environment_of_a_worker(Config()):  # libraries read it when they are imported
             import torch
 
             from alignedserve.engine.model.inspect import inspect_model
@@ -116,7 +117,7 @@ class OnEngine(Decoding):
 
 
 def grown(batch: Batch, tokens: int) -> Batch:
-    """After every request has generated so many."""
+    """The batch after every request has generated `tokens` tokens."""
     return tuple(length + tokens for length in batch)
 
 
@@ -141,7 +142,7 @@ def run(
     report: Callable[[argparse.Namespace, Sequence[Decoding]], str],
     argv: Sequence[str] | None,
 ) -> int:
-    """Parse, measure, print. `longest`: positions that the options need."""
+    """Parse the options, measure, print the report. `longest`: number of positions that the options need."""
     options = found.parse_args(argv)
     if min(options.repeats, options.points, options.threads) < 1:
         found.error("--repeats, --points and --threads are at least 1")

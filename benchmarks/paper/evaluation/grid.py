@@ -1,11 +1,11 @@
-"""Workloads × policies × machines × topologies × arrivals, each with several seeds; capacity and topologies measured.
+"""Runs workloads × policies × machines × topologies × arrivals with several seeds, and finds topologies and capacity.
 
-Topologies, as prefill:decode instances, are found by `fcfs` with everything at time zero in `split_kv` mode:
-    balanced      those with the most served requests an instance, prefill and decode ones counted alike
-    decode-bound  twice the fewest prefill instances (1, 2, 4, …) of which more would serve less than 3 % more: prompts
-                  are done in about half of the time, and requests wait in the pool to be chosen from
-Capacity is what `fcfs` serves with everything at time zero on the same machine and topology, in requests a second over
-the whole run, its beginning and its end included; the mean over the seeds.
+Named topologies (prefill:decode instances) are found with `fcfs`, all requests at time zero and `split_kv` mode:
+    balanced      the most requests a second for each instance, prefill and decode instances counted alike
+    decode-bound  twice the fewest prefill instances (1, 2, 4, …) whose doubling serves less than 3 % more. Prompts
+                  are done in about half of the time, so that many requests wait in the pool
+Capacity is the throughput of `fcfs` on the same machine and topology with all requests at time zero, in requests a
+second over the whole run including its start and end, averaged over the seeds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AT_ONCE: float | None = None
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`load`: share of the capacity at which requests arrive; None: all at time zero."""
+    """`load`: arrival rate as a share of the capacity; None: all requests at time zero."""
 
     source: Source
     machine: Machine
@@ -35,7 +35,7 @@ class Case:
 
 
 def by_condition(cases: Iterable[Case]) -> list[list[Case]]:
-    """All workloads of each kernel mode, topology and arrival process, in the order of the cases."""
+    """The cases grouped by kernel mode, topology and arrival process, in their order."""
     groups: dict[tuple[Machine, str, float | None], list[Case]] = {}
     for case in cases:
         groups.setdefault((case.machine, case.topology, case.load), []).append(case)
@@ -43,13 +43,13 @@ def by_condition(cases: Iterable[Case]) -> list[list[Case]]:
 
 
 def condition(case: Case) -> str:
-    """All but the workload, in a few words."""
+    """A short description of everything but the workload."""
     load = "all at time zero" if case.load is None else f"{case.load:g} of capacity"
     return f"{case.machine.mode}; {case.topology}; {load}"
 
 
 class Grid:
-    """`topologies` by name are those above, or "P:D". `decode`: decode instances of the named ones."""
+    """`decode`: decode instances of the named topologies. `most_prefill`: limit of the search for them."""
 
     def __init__(self, runner: Runner, seeds: Sequence[int], decode: int = 1, most_prefill: int = MOST_PREFILL) -> None:
         self.runner = runner
@@ -59,7 +59,7 @@ class Grid:
         self._found: dict[tuple[Source, str], dict[str, Topology]] = {}
 
     def prepare(self, cases: Iterable[Case], variants: Iterable[Variant]) -> None:
-        """Run all that these cases need, as much beside each other as can be."""
+        """Execute all runs of these cases, as many in parallel as possible."""
         cases, variants = list(cases), list(variants)
         self._probe([case for case in cases if case.topology in (DECODE_BOUND, BALANCED)])
         at_once = [case for case in cases if case.load is None]
@@ -68,7 +68,7 @@ class Grid:
         self.runner.outcomes(self._all(cases, variants))
 
     def outcomes(self, case: Case, variant: Variant) -> list[Outcome]:
-        """By seed."""
+        """One for each seed."""
         return list(self.runner.outcomes(self._runs(case, variant)).values())
 
     def values(self, case: Case, variant: Variant, metric: str) -> list[float]:
@@ -99,7 +99,7 @@ class Grid:
         return [Run(case.source, FCFS, case.machine, topology, None, seed) for seed in self.seeds]
 
     def _probe(self, cases: Iterable[Case]) -> None:
-        """Both named topologies of each workload, the probes of all workloads beside each other."""
+        """Find both named topologies of each workload, probing all workloads in parallel."""
         open_ = {(case.source, case.machine.cost_model) for case in cases} - self._found.keys()
         served: dict[tuple[Source, str], dict[int, float]] = {key: {} for key in sorted(open_, key=str)}
         prefill = 1
@@ -119,7 +119,7 @@ class Grid:
         return Run(source, FCFS, Machine(cost_model), topology, None, self.seeds[0])
 
     def _choose(self, rates: dict[int, float]) -> dict[str, Topology]:
-        """`rates`: requests a second by prefill instances for each decode instance."""
+        """`rates`: requests a second by the number of prefill instances for each decode instance."""
         enough = next(p for p in rates if rates.get(2 * p, 0.0) < (1 + ENOUGH) * rates[p])
         balanced = max(rates, key=lambda p: (rates[p] / (p + 1), -p))
         return {

@@ -1,4 +1,4 @@
-"""The command line that all scripts of this folder share, and the report's head: what was run, on what, by what."""
+"""The command line of the evaluation scripts, and the head of their reports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUICK_REQUESTS, QUICK_SEEDS, QUICK_PREFILL = 40, 2, 2
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A parsed command line. `machines`: one a kernel mode."""
+    """A parsed command line. `machines`: one for each kernel mode."""
 
     machines: tuple[Machine, ...]
     topologies: tuple[str, ...]
@@ -62,7 +62,7 @@ class Evaluation:
         return self.limited(found), left_out
 
     def variants(self, wanted: Iterable[Variant]) -> list[Variant]:
-        """With what `--set` says of their policies. Raises ConfigError where it cannot be."""
+        """The variants with the settings of `--set`. Raises ConfigError if a setting is invalid."""
         listed = list(wanted)
         changes = settings_of(list(self.settings), tuple(dict.fromkeys(variant.policy for variant in listed)))
         found = [
@@ -91,7 +91,7 @@ def parser(
     topology: str = f"{DECODE_BOUND},{BALANCED}",
     loads: str = f"at-once,{LOAD}",
 ) -> argparse.ArgumentParser:
-    """All but `doc` are what the script runs by default."""
+    """`doc` describes the script. The other arguments are the defaults of its options."""
     found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = found.add_argument
     add("--data", type=Path, default=os.environ.get("ALIGNEDSERVE_DATA"), metavar="DIR", help=(
@@ -116,7 +116,7 @@ def parser(
 
 
 def evaluation(found: argparse.ArgumentParser, argv: Sequence[str] | None) -> Evaluation:
-    """Ends the program with a message for options that cannot be."""
+    """Parse the command line. Exits with a message if an option is invalid."""
     given = found.parse_args(argv)
     quick = given.quick
     try:
@@ -153,13 +153,13 @@ def evaluation(found: argparse.ArgumentParser, argv: Sequence[str] | None) -> Ev
 
 
 def _command(program: str, argv: Sequence[str], given: argparse.Namespace) -> str:
-    """As it can be given on another machine: paths by what they are."""
+    """The command for another machine, with placeholders for paths."""
     paths = {str(given.data): "DIR", str(given.out): "OUT", str(getattr(given, "csv", None)): "FILE"}
     return shlex.join(["python", f"benchmarks/paper/{Path(program).name}", *(paths.get(text, text) for text in argv)])
 
 
 def run(found: argparse.ArgumentParser, report: Callable[[Evaluation, Runner], str], argv: Sequence[str] | None) -> int:
-    """Parse, make the report, print it."""
+    """Parse the options, create the report, print it."""
     options = evaluation(found, argv)
     with options.runner() as runner:
         try:
@@ -171,7 +171,7 @@ def run(found: argparse.ArgumentParser, report: Callable[[Evaluation, Runner], s
 
 
 def head(title: str, options: Evaluation, runner: Runner, notes: Iterable[str] = ()) -> str:
-    """The report's first part: everything that its figures hang on."""
+    """The report's head: everything that its figures depend on."""
     machine = options.machines[0]
     cost, hardware = machine.cost().describe(), machine.hardware()
     source = cost["source"]
@@ -193,7 +193,7 @@ def head(title: str, options: Evaluation, runner: Runner, notes: Iterable[str] =
 
 
 def workloads_of(sources: Iterable[Source]) -> str:
-    """For the head: each with its size."""
+    """A line for the head: each workload with its size."""
     sizes = {source.name: source.requests for source in sources}
     listed = ", ".join(f"{name} ({requests} requests)" for name, requests in sizes.items())
     return f"workloads: {listed or 'none'}"

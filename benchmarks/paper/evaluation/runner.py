@@ -1,4 +1,4 @@
-"""Runs in processes beside each other, each kept as a file as soon as it ends: an interrupted evaluation goes on."""
+"""Executes runs in parallel. Each result is stored at once, so that an interrupted evaluation can continue."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from evaluation.runs import Outcome, Run, digest, execute
 
 
 class Runner:
-    """`folder`: of the results, or None to keep none. `commit`: of the code; with changes of its own ("-dirty", or none
-    known) results are written and not read, since nothing says that they are of this code.
+    """`folder`: where results are stored; None: nowhere.
+
+    `commit`: the code's commit. If it is unknown or has uncommitted changes ("-dirty"), stored results are not read,
+    since they may be from other code.
     """
 
     def __init__(self, folder: Path | None, jobs: int, commit: str, quiet: bool = False) -> None:
@@ -44,7 +46,7 @@ class Runner:
             self._pool.shutdown(cancel_futures=True)
 
     def outcomes(self, runs: Iterable[Run]) -> dict[Run, Outcome]:
-        """Of each run, from memory, from its file, or run now."""
+        """The outcome of each run, from memory or its file, or by executing it."""
         wanted = list(dict.fromkeys(runs))
         files: dict[Run, tuple[Path, dict[str, Any]]] = {}
         for run in wanted:
@@ -86,7 +88,7 @@ class Runner:
 
 
 def _write(file: Path, configuration: Mapping[str, Any], outcome: Outcome) -> None:
-    """Whole or not at all."""
+    """Write the file atomically."""
     part = file.with_suffix(f".{os.getpid()}")
     part.write_text(json.dumps({"configuration": configuration, **asdict(outcome)}), encoding="utf-8")
     part.replace(file)

@@ -1,4 +1,4 @@
-"""One run of the simulator: what it depends on, and what is kept of it."""
+"""One run of the simulator: its inputs and its stored outcome."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from alignedserve.simulator.report.summary import Metric, measure
 from alignedserve.simulator.traces import Load
 from evaluation.workloads import Source
 
-LEVELS = 500  # quantiles of the iterations' times that are kept: every 0.2 %
+LEVELS = 500  # stored quantiles of the iteration times: every 0.2 %
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`bandwidth_gb_s`: of one thread block, in `no_split` mode only; None there: the cost model's default.
+    """`bandwidth_gb_s`: of one thread block, for `no_split` mode; None: the cost model's default.
 
-    `hardware_changes`: what differs from the cost model's own, by the names of `Hardware`.
+    `hardware_changes`: fields of `Hardware` that differ from the cost model's hardware.
     """
 
     cost_model: str
@@ -57,14 +57,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A policy with settings, as a table names it."""
+    """A policy with settings. `label` is its name in tables."""
 
     label: str
     policy: str
     settings: tuple[tuple[str, str], ...] = ()
 
     def candidate(self, tpot_objective_s: float | None = None) -> ComparedPolicy:
-        """`tpot_objective_s`: what `aligned-cost` keeps to."""
+        """`tpot_objective_s`: the TPOT objective of `aligned-cost`."""
         return ComparedPolicy.of(self.policy, dict(self.settings), None, tpot_objective_s)
 
 
@@ -80,7 +80,7 @@ BASELINES = (FCFS, FCFS_10_MS, VLLM, FASTGEN)
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Colocated policies get as many instances as both together."""
+    """Numbers of instances. Colocated policies get the sum."""
 
     prefill: int
     decode: int
@@ -91,7 +91,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`rate_per_s` None: everything arrives at time zero."""
+    """`rate_per_s`: None: all requests arrive at time zero."""
 
     source: Source
     variant: Variant
@@ -120,7 +120,7 @@ class Run:
         )
 
     def configuration(self, commit: str) -> dict[str, Any]:
-        """Everything that the outcome depends on. JSON."""
+        """Everything that the outcome depends on, as JSON."""
         described = {
             "commit": commit,
             "plan": self.plan().describe(),
@@ -135,27 +135,27 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`metrics`: as in the simulator's summary (docs/simulator.md), and those that `execute` adds.
+    """`metrics`: those of the simulator's summary (docs/simulator.md), and those that `execute` adds.
 
-    `iterations_s`: `LEVELS` + 1 quantiles of the time of a pass with decodes, what is charged before it included.
+    `iterations_s`: `LEVELS` + 1 quantiles of the time of a pass with decodes, including the gap before it.
     """
 
     metrics: dict[str, Metric]
     iterations_s: tuple[float, ...]
 
     def value(self, name: str) -> float:
-        """NaN where the run has no such figure."""
+        """The metric; NaN if the run has no value for it."""
         found = self.metrics[name]
         return float("nan") if found is None else float(found)
 
     def share_within(self, seconds: float) -> float:
-        """Of the iterations, to half a `LEVELS`th."""
+        """Share of iterations that take at most `seconds`, to an accuracy of half of 1 / `LEVELS`."""
         levels = np.linspace(0.0, 1.0, len(self.iterations_s))
         return float(np.interp(seconds, self.iterations_s, levels, left=0.0, right=1.0))
 
 
 def execute(run: Run) -> Outcome:
-    """Beside the simulator's: `charged_*`, the times of decode iterations with the gap before them."""
+    """Simulate. Adds the metrics `charged_*`: times of decode iterations including the gap before them."""
     ((result, _, _),) = run.plan().runs(lambda _: None)
     measured = measure(result, run.source.objectives)
     charged_s = measured.passes.seconds + measured.passes.gap

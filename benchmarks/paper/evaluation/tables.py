@@ -1,4 +1,4 @@
-"""Markdown tables, figures with their confidence intervals, and "the paper says" beside ours."""
+"""Markdown tables of figures with confidence intervals, and of the paper's figures beside ours."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ PAPER = "the paper's text"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The first column is of names, the others of figures."""
+    """A Markdown table. The first column has names, the others figures."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def claims(what: str, columns: Sequence[str], stated: Sequence[str], ours: Iterable[tuple[str, Sequence[str]]]) -> str:
-    """What the paper's text states of `what` in its first row, then ours, a row for each condition."""
+    """A table of `what`: the paper's figures in the first row, then ours, a row for each condition."""
     rows = [[PAPER, *stated], *([f"ours: {condition}", *figures] for condition, figures in ours)]
     return table([what, *columns], rows)
 
 
 def with_interval(values: Sequence[float], digits: int = 3, scale: float = 1.0) -> str:
-    """The mean, and half its 95 % confidence interval over the seeds: `25.1 ± 0.3`, to significant digits."""
+    """The mean and half its 95 % confidence interval over the seeds, to `digits` significant digits: `25.1 ± 0.3`."""
     known = [value * scale for value in values]
     if not known or any(math.isnan(value) for value in known):
         return NOTHING
@@ -34,19 +34,19 @@ def with_interval(values: Sequence[float], digits: int = 3, scale: float = 1.0) 
 
 
 def gain(values: Sequence[float]) -> str:
-    """Ratios near 1, to three places, with their interval."""
+    """The mean of ratios near 1 with its interval, to three decimal places."""
     if not values or any(math.isnan(value) for value in values):
         return NOTHING
     return _shown(*mean_and_interval(values), 3)
 
 
 def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Seed by seed: both had the same requests."""
+    """The ratio for each seed: with the same seed both had the same requests."""
     return [value / other for value, other in zip(values, others, strict=True)]
 
 
 def percent(values: Sequence[float]) -> str:
-    """Shares, to a hundredth of a percent."""
+    """The mean of shares with its interval, in percent, to two decimal places."""
     if not values or any(math.isnan(value) for value in values):
         return NOTHING
     return f"{_shown(*mean_and_interval([100 * value for value in values]), 2)} %"
@@ -62,5 +62,5 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def decimals(value: float, digits: int) -> int:
-    """So many places show `digits` significant digits."""
+    """Decimal places for `digits` significant digits."""
     return max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else digits - 1

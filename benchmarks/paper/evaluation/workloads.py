@@ -1,4 +1,4 @@
-"""What is replayed: the paper's synthetic mixes, application workloads from a folder of data, uniform lengths."""
+"""The workloads: the paper's synthetic mixes, applications from a folder of data, uniform lengths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNIFORM_REQUESTS = 600
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """`text`: `mix:…` or a file. `requests`: how many of it a run has. `objectives`: for goodput."""
+    """`text`: `mix:…` or a file. `requests`: number of requests in a run. `objectives`: for goodput."""
 
     name: str
     text: str
@@ -29,7 +29,7 @@ class Source:
     objectives: Objectives = CHAT
 
     def trace(self, seed: int, at_once: bool) -> Trace:
-        """Of a trace with arrivals each seed has a window of its own; at once, their lengths alone are taken."""
+        """The trace of a run. Each seed takes another window of a timed trace. `at_once`: drop the arrival times."""
         whole = _read(self.text)
         if not isinstance(whole, TimedTrace):
             return whole
@@ -40,7 +40,7 @@ class Source:
         return replace(whole, rows=rows)
 
     def sized(self, scale: float, limit: int | None) -> Source:
-        """`scale` times as many requests, at most `limit`, and no more than a file has."""
+        """The source with `scale` times as many requests, at most `limit` and at most those of its file."""
         requests = max(1, round(self.requests * scale))
         if limit is not None:
             requests = min(limit, requests)
@@ -50,14 +50,14 @@ class Source:
         return replace(self, requests=requests, text=text)
 
     def describe(self) -> dict[str, object]:
-        """What the lengths depend on, beside the seed; where a file lies is no part of it."""
+        """Everything but the seed that the lengths depend on. The path of a file is not included."""
         described = {name: value for name, value in _read(self.text).describe().items() if name != "source"}
         return {**described, "requests": self.requests}
 
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """A file of the data folder. `stands_for`: what the paper has in its place, where that is another."""
+    """A file of the data folder. `stands_for`: the paper's workload that it replaces, if that is another."""
 
     name: str
     file: str
@@ -81,7 +81,10 @@ APPLICATIONS = (SHAREGPT, ARXIV, AZURE_CODE, AZURE_CONVERSATION, MOONCAKE)
 
 
 def mix(name: str, requests: int = MIX_REQUESTS, **keys: float) -> Source:
-    """Short 32 to 999, long 1,000 to 8,000, answers 64 to 512 tokens, uniform, unless `keys` say otherwise."""
+    """Uniform lengths: short prompts of 32 to 999, long ones of 1,000 to 8,000, answers of 64 to 512 tokens.
+
+    `keys` change these.
+    """
     text = ",".join(f"{key}={value:g}" for key, value in {**keys, "requests": requests}.items())
     return Source(name, f"mix:{text}", requests)
 
@@ -91,7 +94,7 @@ def mixes(shares: tuple[float, ...] = SHARES) -> list[Source]:
 
 
 def uniform_lengths() -> list[Source]:
-    """Prompts of nearly one length: nothing to align, so nothing to gain, and little may be lost."""
+    """Prompts of nearly equal length, on which alignment has no gain and should cost little."""
     ends = {500: (480, 520), 2000: (1900, 2100)}
     return [
         mix(f"uniform, {mean}", UNIFORM_REQUESTS, short=1.0, short_min=low, short_max=high)
@@ -100,7 +103,7 @@ def uniform_lengths() -> list[Source]:
 
 
 def applications(folder: Path | None, wanted: tuple[Application, ...] = APPLICATIONS) -> tuple[list[Source], list[str]]:
-    """Those whose file is in `folder`, and a sentence for each that is left out."""
+    """The sources whose files are in `folder`, and a note for each missing one."""
     found, left_out = [], []
     for one in wanted:
         file = folder / one.file if folder else None

@@ -1,8 +1,8 @@
-"""The distribution `alignedserve-client`: `alignedserve.client` and what it needs, in the folder `path` beside this.
+"""The distribution `alignedserve-client`: the folder `path` holds `alignedserve.client` and its dependencies.
 
-Nobody has to import this. `alignedserve-client.pth` puts that folder at the end of `sys.path`, so that a whole
-`alignedserve` in the same environment goes before it, and neither has a file of the other's. Where .pth files are not
-read (`pip install --target`), importing this does the same.
+`alignedserve-client.pth` appends that folder to `sys.path`, so that a full `alignedserve` in the same environment takes
+precedence. The two distributions share no file. Importing this module is needed only where .pth files are not read
+(`pip install --target`): it has the same effect.
 """
 
 import sys

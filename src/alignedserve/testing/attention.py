@@ -1,4 +1,4 @@
-"""Paged attention's truth: fp64 attention over random requests in a poisoned store."""
+"""Reference for paged attention: fp64 attention over random requests in a poisoned store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from alignedserve.engine.batch import ForwardItem, PackedBatch, build_batch
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 """Largest error of an element, by dtype, of values with a standard deviation of a half.
 
-With wider ones the result's own rounding is more: Triton's interpreter cuts bfloat16 off where a GPU rounds it.
+With larger values the rounding of the result would exceed it: Triton's interpreter truncates bfloat16.
 """
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -26,13 +26,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": 2.0},
     "all": {"sliding_window": 20, "softcap": 5.0, "sinks": 8.0},
 }
-"""What a model may ask of attention, for `options_of`; `sinks` is the standard deviation of the drawn ones."""
+"""Attention options of models, for `options_of`. `sinks` is the standard deviation of random sinks."""
 INTERPRETER_WARNINGS = ("ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
-"""Triton's interpreter has NumPy divide what a kernel then masks: for pytest's `filterwarnings`."""
+"""For pytest's `filterwarnings`: in Triton's interpreter NumPy also divides elements that a kernel masks."""
 
 
 def options_of(values: dict[str, Any], heads: int, head_dim: int, device: str = "cpu") -> AttentionOptions:
-    """`values` is one of `OPTIONS`."""
+    """The attention options for `values`, one of `OPTIONS`."""
     given = dict(values)
     if "sinks" in given:
         given["sinks"] = given["sinks"] * torch.randn(heads, generator=torch.Generator().manual_seed(3)).to(device)
@@ -43,7 +43,7 @@ def options_of(values: dict[str, Any], heads: int, head_dim: int, device: str = 
 class PagedCase:
     """A packed batch, and the tensors of one attention layer. Unowned blocks and rows not yet written hold NaN."""
 
-    cache: torch.Tensor  # [num_blocks, layers, kv_heads, 2, block_size, head_dim]; the requests' new tokens are missing
+    cache: torch.Tensor  # [num_blocks, layers, kv_heads, 2, block_size, head_dim], without the new tokens
     batch: PackedBatch
     query: torch.Tensor  # [tokens, heads, head_dim]
     key: torch.Tensor  # [tokens, kv_heads, head_dim] of the new tokens
@@ -53,12 +53,12 @@ class PagedCase:
     items: list[ForwardItem]
 
     def write_new(self, layer: int) -> None:
-        """Put the new tokens' keys and values where a backend's own write would."""
+        """Write the new tokens' keys and values to the store, as a backend does."""
         for kind, new in enumerate((self.key, self.value)):
             self.cache[self.batch.slot_block, layer, :, kind, self.batch.slot_offset] = new
 
     def expected(self, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp64 output `[tokens, heads, head_dim]`, and the log-sum-exp `[tokens, heads]`."""
+        """The fp64 output `[tokens, heads, head_dim]` and the log-sum-exp `[tokens, heads]`."""
         outputs, sizes, row = [], [], 0
         for item, key, value in zip(self.items, self.keys, self.values, strict=True):
             count = len(item.token_ids)
@@ -82,7 +82,7 @@ def paged_case(
     device: str = "cpu",
     seed: int = 0,
 ) -> PagedCase:
-    """Requests of `(new tokens, tokens cached before)`, in blocks drawn at random; only `layer` holds their KV."""
+    """Requests of `(new tokens, cached tokens)` in random blocks. Only `layer` holds their KV."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -115,7 +115,10 @@ def paged_case(
 def attend_exactly(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp64 of `query` `[tokens, heads, head_dim]`, at positions from `start` on, over `[kv, kv_heads, head_dim]`."""
+    """fp64 attention of `query` `[tokens, heads, head_dim]`, from position `start`, over `[kv, kv_heads, head_dim]`.
+
+    Returns the output and the log-sum-exp `[tokens, heads]`.
+    """
     tokens, heads, _ = query.shape
     group = heads // key.shape[1]
     key, value = (part.double().repeat_interleave(group, dim=1) for part in (key, value))

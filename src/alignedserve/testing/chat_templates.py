@@ -1,4 +1,4 @@
-"""Chat templates in the shape of those that served models come with, and the special tokens that each writes."""
+"""Chat templates like those of served models, with the special tokens that each writes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ MACROS = r"""
 
 @dataclass(frozen=True)
 class Family:
-    """`special` and `plain`: added tokens, the latter without the flag. `plain_roles` are among the latter."""
+    """`special`, `plain`: added tokens with and without the `special` flag. `plain_roles`: a subset of `plain`."""
 
     template: str
     special: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Small tokenizers of the families that served models have, trained on the spot; and text that is hard to divide."""
+"""Small tokenizers of the families of served models, trained on demand, and text that is hard to split."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def _split(pattern: str) -> Any:
 def _sentence_pieces(normalizer: Any, splitter: Any) -> Backend:
     backend = Backend(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     backend.normalizer = normalizer
-    backend.pre_tokenizer = splitter or pre_tokenizers.Metaspace(prepend_scheme="first")  # words, for the training
+    backend.pre_tokenizer = splitter or pre_tokenizers.Metaspace(prepend_scheme="first")  # splits words for training
     specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=900, max_token_length=16, special_tokens=specials, show_progress=False)
     backend.train_from_iterator(_CORPUS, trainer)
-    plain = Backend(backend.model)  # the bytes are no added tokens
+    plain = Backend(backend.model)  # a new one, in which the bytes are not added tokens
     plain.normalizer, plain.pre_tokenizer = normalizer, splitter
     return plain
 

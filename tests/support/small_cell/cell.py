@@ -41,7 +41,7 @@ class CoreProcess:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes, in blocks and tokens: by default too small for the load."""
+    """Sizes in blocks and tokens. The defaults are too small for the load, to force contention."""
 
     seed: int = 0
     block_size: int = 4
@@ -85,8 +85,8 @@ class SmallCell:
         self.counts: Counter[str] = Counter()
         self.log: list[tuple[float, actions.Action]] = []
         self.services: list[Service] = []  # completed services
-        self._left: set[RequestKey] = set()  # reported lost: their next epoch may adopt what the pool holds
-        self.coming = 0  # arrivals and other disturbances that are planned
+        self._left: set[RequestKey] = set()  # reported lost: their next epoch may adopt their KV in the pool
+        self.coming = 0  # planned arrivals and disturbances
         self._queue: list[tuple[float, int, Part, Callable[..., None], tuple[Any, ...]]] = []
         self._scheduled = 0
         self._links: dict[tuple[str, str], float] = {}
@@ -219,7 +219,7 @@ class SmallCell:
     def _resubmit(self, key: RequestKey) -> None:
         request = self.request(key)
         if request.ended or request.key != key:
-            return  # its last tokens overtook the news of its loss
+            return  # its last tokens arrived before the report of its loss
         self.counts["resubmitted"] += 1
         request.epoch += 1
         request.waiting_since_s = None
@@ -227,7 +227,7 @@ class SmallCell:
             self.send(self._core_process, pool, "adopt", request)
 
     def adopted(self, pool: Pool, request: Request, tokens: int, blocks: int) -> None:
-        """A shard reports what it holds of a lost request."""
+        """A shard reports the KV that it holds of a lost request."""
         self._deliver(pool, self._core_process, self._adopted, pool, request, tokens, blocks)
 
     def _adopted(self, pool: Pool, request: Request, tokens: int, blocks: int) -> None:

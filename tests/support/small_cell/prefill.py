@@ -118,7 +118,7 @@ class Prefill:
                 self.cell.tell_core(self, Lost((key,), "its shard is gone"))
                 continue
             if kv_tokens is None:
-                continue  # it has ended; the message is on its way here
+                continue  # it has ended; the message about it has not arrived yet
             blocks = self.cell.blocks_for(kv_tokens)
             alive = action.decode_id in self.cell.decodes  # else no instance gets the announcement
             if not (alive and self.buffers.take(action.buffer, key, blocks, action.decode_id)):

@@ -10,7 +10,7 @@ from alignedserve.scheduler.core.events import RequestMeta
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """From the end of a request's prefill, or from its eviction, to the end of its next iteration."""
+    """A wait, from a request's prefill or eviction to the end of its next iteration."""
 
     request_id: str
     since_s: float
@@ -48,7 +48,7 @@ class Request:
 
     @property
     def longest_wait_s(self) -> float:
-        """From prefill or eviction to the next decode iteration."""
+        """The longest wait for a decode iteration."""
         return max((wait.until_s - wait.since_s for wait in self.waits), default=0.0)
 
     @property

@@ -1,4 +1,4 @@
-"""`generate_many` and `chat_many`, sync and async: order, how many at once, progress, failures, leaving early."""
+"""`generate_many` and `chat_many`, sync and async: order, concurrency, progress, failures and early exit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MANY = 2000
 
 
 class Echo(InferenceServicer):
-    """Answers each prompt in capitals, later ones sooner. "bad" fails; "hold" waits until its client has gone."""
+    """Answers each prompt in capitals, later prompts sooner. "bad" fails; "hold" waits until the client has gone."""
 
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
@@ -230,7 +230,7 @@ def test_an_error_in_the_prompts_cancels_what_is_open(ask: Any, echo: Echo, addr
 
     with pytest.raises(LookupError):
         ask(address, {}, "generate_many", prompts(), concurrency=3)
-    if ask is ask_sync:  # the other one may have ended before it sent anything
+    if ask is ask_sync:  # the async client may have ended before it sent anything
         assert echo.gone.acquire(timeout=5)
 
 
@@ -266,7 +266,7 @@ async def test_cancelling_the_task_cancels_every_request(echo: Echo, address: st
 
 @pytest.mark.parametrize("call", ["client.generate_many(['hold'] * 5, concurrency=3)", "client.generate('hold')"])
 def test_ctrl_c_ends_everything_at_the_server(echo: Echo, address: str, call: str) -> None:
-    # Of its own: a job in the background ignores it.
+    # Restore SIGINT's handler: a background job ignores the signal.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += f"from alignedserve.client import Client\nwith Client({address!r}) as client:\n    {call}\n"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=dict(os.environ))
@@ -335,7 +335,7 @@ def test_threads_share_a_client_and_its_batches_do_not_mix(address: str) -> None
 
 
 def test_types_follow_from_return_exceptions(address: str) -> None:
-    """For mypy: these lines are checked, and they run."""
+    """mypy checks these lines, and they run."""
     with Client(address) as client:
         whole: list[Completion] = client.generate_many(["a"])
         either: list[Completion | AlignedServeError] = client.generate_many(["a", "bad"], return_exceptions=True)

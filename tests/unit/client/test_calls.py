@@ -1,4 +1,4 @@
-"""What `alignedserve.client` sends, and what it makes of answers, statuses and bad arguments; sync and async alike."""
+"""Requests of `alignedserve.client`, and its handling of answers, statuses and bad arguments; sync and async."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def service(running: tuple[ScriptedInference, str]) -> ScriptedInference:
 
 @pytest.fixture(params=[ask_sync, ask_async], ids=["sync", "async"])
 def ask(request: pytest.FixtureRequest, running: tuple[ScriptedInference, str], service: ScriptedInference) -> Ask:
-    """`ask(method, *args, settings={...}, **options)`: one call of a new client."""
+    """`ask(method, *args, settings={...}, **options)`: one call with a new client."""
 
     def call(method: str, *args: Any, settings: dict[str, Any] | None = None, **options: Any) -> Any:
         return request.param(running[1], settings or {}, method, *args, **options)
@@ -134,7 +134,7 @@ def test_what_stands_in_brackets_reaches_the_error(ask: Ask) -> None:
     with pytest.raises(InvalidRequestError) as bad:
         ask("generate", "fail INVALID_ARGUMENT [x] is bad [param=stop]")
     assert (bad.value.param, str(bad.value)) == ("stop", "[x] is bad")
-    with pytest.raises(InvalidRequestError) as long:  # a word that the client has no class for
+    with pytest.raises(InvalidRequestError) as long:  # a code without a class in the client
         ask("generate", "fail INVALID_ARGUMENT too long [code=context_length_exceeded]")
     assert long.value.details["code"] == "context_length_exceeded"
 

@@ -1,4 +1,4 @@
-"""TLS, connections that hang, and what a client cannot be made with; sync and async alike."""
+"""TLS, hanging connections, and invalid settings of a client; sync and async."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def secure(authority: Authority) -> Iterator[str]:
-    """A server that calls itself `front.test` and 127.0.0.1."""
+    """A server with a certificate for `front.test` and 127.0.0.1."""
     pair = authority.pair("front", ("front.test", "127.0.0.1"))
     server, address = serve(BreakingInference([1, 2]), grpc.ssl_server_credentials([pair]))
     yield address
@@ -103,7 +103,7 @@ def test_a_server_that_takes_connections_and_says_nothing_is_given_up(ask: Calla
 async def test_a_connection_that_falls_silent_is_replaced_where_it_is_asked_for_signs_of_life(
     cluster: FakeCluster, gateway: RunningGateway
 ) -> None:
-    """A node that is cut off sends neither tokens nor an end; the stream goes on through another connection."""
+    """An unreachable node sends neither tokens nor an end. The stream continues through another connection."""
     cluster.script = silent_script
     async with (
         Forwarder([gateway.grpc_address]) as forwarder,

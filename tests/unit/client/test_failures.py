@@ -1,4 +1,4 @@
-"""Which error a status of a failed call stands for."""
+"""The error that a failed call's status is mapped to."""
 
 from __future__ import annotations
 

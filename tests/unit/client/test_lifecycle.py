@@ -1,4 +1,4 @@
-"""How calls of `alignedserve.client` end: time limits, cancellation, servers that go away, clients that close."""
+"""How calls of `alignedserve.client` end: time limits, cancellation, lost servers, closed clients."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_a_call_of_a_batch_that_is_cut_short_is_named() -> None:
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 @pytest.mark.parametrize("leave", ["stream", "client"])
 async def test_a_stream_that_was_left_after_its_last_chunk_is_whole(kind: Any, leave: str) -> None:
-    class LateStatus(BreakingInference):  # as a proxy's comes, a little after the last chunk
+    class LateStatus(BreakingInference):  # a proxy's status also arrives shortly after the last chunk
         def Stream(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             yield from super().Stream(request, context)
             left.wait(5)
@@ -283,7 +283,7 @@ def test_closing_a_client_ends_calls_that_wait_for_their_next_try(method: str) -
 def wait_until_refused(service: BreakingInference) -> None:
     while len(service.faults) == 2:
         time.sleep(0.01)
-    time.sleep(0.2)  # in its pause by now; the result is the same where it is not
+    time.sleep(0.2)  # it is in its pause by now; the result is the same if not
 
 
 def close_when_refused(client: Client, service: BreakingInference) -> None:
@@ -292,9 +292,9 @@ def close_when_refused(client: Client, service: BreakingInference) -> None:
 
 
 def call_to_the_end(client: Client, method: str, *, keep: bool = True) -> Any:
-    """What comes of it, CancelledError too where it is to be kept."""
+    """The call's result; with `keep`, CancelledError is returned instead of raised."""
     try:
-        if method == "generate_many":  # the second is begun after the end of the first
+        if method == "generate_many":  # the second call begins after the first has ended
             return client.generate_many(["go", "on"], concurrency=1, return_exceptions=True)
         return list(client.stream("go")) if method == "stream" else client.generate("go")
     except CancelledError as error:
@@ -403,7 +403,7 @@ def test_both_clients_have_the_same_documented_methods() -> None:
     assert public == {name for name in vars(AsyncClient) if not name.startswith("_")}
     for name in public | {"__init__"}:
         ours, theirs = (inspect.signature(vars(kind)[name]).parameters for kind in (Client, AsyncClient))
-        skipped = 2 if name.endswith("_many") else 0  # self, and prompts, which may be asynchronous there
+        skipped = 2 if name.endswith("_many") else 0  # self and the prompts, which may be asynchronous in AsyncClient
         assert list(ours.values())[skipped:] == list(theirs.values())[skipped:], name
     for kind in (Client, AsyncClient):
         assert [name for name in public if "Example:" not in (vars(kind)[name].__doc__ or "")] == []

@@ -1,4 +1,4 @@
-"""A stream whose connection breaks goes on through another one: the same tokens and text, nothing twice."""
+"""A stream whose connection breaks continues through another one: same tokens and text, no duplicates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENIZER = Tokenizer.from_folder(resolve_model("tiny"))
 assert TOKENIZER is not None
 EOS = 5
 TEXT = "naïve 你好 – 🙂 stop_here and go on"
-STEPS = 3  # tokens until the fake cluster waits to be told to go on
+STEPS = 3  # tokens after which the fake cluster waits for the test
 
 
 def ids(text: str) -> list[int]:
@@ -36,7 +36,7 @@ TOKENS = [*ids(TEXT), EOS]
 
 
 class Pauses:
-    """A script: TOKENS with a log-probability each, one at a time; `gate` is closed after every few of them."""
+    """A script: TOKENS with a log-probability each, one at a time. `gate` closes after every STEPS tokens."""
 
     def __init__(self, tokens: Sequence[int] = TOKENS, finish: FinishReason = FinishReason.STOP) -> None:
         self.tokens = list(tokens)
@@ -62,7 +62,7 @@ async def stub(gateway: RunningGateway) -> AsyncIterator[Any]:
 
 
 def joined(chunks: Sequence[Chunk]) -> dict[int, tuple[str, list[int], list[float], str | None]]:
-    """Of each answer: text, tokens, log-probabilities, finish reason."""
+    """Text, tokens, log-probabilities and finish reason of each answer, by index."""
     answers = {}
     for index in sorted({chunk.index for chunk in chunks}):
         mine = [chunk for chunk in chunks if chunk.index == index]
@@ -92,7 +92,7 @@ async def test_a_stream_over_connections_that_break_is_the_undisturbed_one(
             chunks.append(chunk)
             paused = [len(tokens) % STEPS == 0 or bool(end) for _, tokens, _, end in joined(chunks).values()]
             if len(paused) == options.get("n", 1) and all(paused):
-                breaks += forwarder.cut()  # all that was made is here, and no more will be
+                breaks += forwarder.cut()  # everything generated so far has arrived, and no more will come
     assert breaks > 1
     assert joined(chunks) == joined(expected)
     assert chunks[-1].usage == expected[-1].usage
@@ -124,7 +124,7 @@ async def test_answers_that_end_at_once_have_one_usage_with_the_last_chunk(
 
 
 async def test_a_call_goes_on_after_any_of_its_tokens(cluster: FakeCluster, stub: Any) -> None:
-    """Wherever it is cut, inside a character or a stop string: what had been held back follows, and the rest."""
+    """Also if the cut is inside a character or a stop string: the text held back follows, then the rest."""
     script = cluster.script = Pauses()
     script.gate.set()
     stops = ["and go off"]

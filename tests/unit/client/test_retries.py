@@ -1,4 +1,4 @@
-"""What `alignedserve.client` sends again, when, and where: never a token twice, never one left out, never for ever."""
+"""What `alignedserve.client` sends again, when and where. No token is repeated or missing, and retries are bounded."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def serving(service: BreakingInference) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[tuple[BreakingInference, str]]:
-    """One server for the many short calls of the properties."""
+    """One server for the many short calls of the property tests."""
     service = BreakingInference(SIZES)
     with serving(service) as address:
         yield service, address
@@ -177,7 +177,7 @@ def test_a_refusal_for_which_there_is_no_time_is_raised_at_once() -> None:
     ("details", "calls"),
     [
         ("still loading [code=unavailable retry-after-s=0.01]", 3),
-        ("lost 6 times in a row [code=request_lost]", 1),  # it may be what ends its workers
+        ("lost 6 times in a row [code=request_lost]", 1),  # the request may be what kills its workers
     ],
 )
 def test_what_is_unavailable_is_tried_again_but_not_what_was_lost(details: str, calls: int) -> None:
@@ -289,7 +289,7 @@ async def test_calls_at_once_do_not_hand_each_other_the_dead_addresses_for_ever(
 
 @contextmanager
 def count_sent() -> Iterator[Counter[str]]:
-    """How often calls are sent, by their request ids."""
+    """How often each call is sent, by request id."""
     sent: Counter[str] = Counter()
     send = AsyncClient._send
 

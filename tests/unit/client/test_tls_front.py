@@ -1,4 +1,4 @@
-"""Clients with TLS reach our own gateway through the front of docs/operations/security.md: its very configuration."""
+"""Clients with TLS reach our gateway through the proxy that docs/operations/security.md configures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def documented() -> str:
 
 @contextmanager
 def front(folder: Path, authority: Authority, http: str, grpc: str) -> Iterator[str]:
-    """HAProxy with the page's configuration; only addresses and the certificate's file are others. Its address."""
+    """HAProxy with that page's configuration, except addresses and the certificate file. Yields its address."""
     address = f"127.0.0.1:{free_ports(1)[0]}"
     pem = folder / "front.pem"
     pem.touch(mode=0o600)
@@ -142,7 +142,7 @@ async def test_a_stream_goes_on_after_the_connection_behind_the_front_broke(
 async def test_many_calls_share_a_connection_through_the_front(
     address: str, authority: Authority, cluster: FakeCluster
 ) -> None:
-    """More than the hundred that HAProxy lets through by default."""
+    """More calls than the hundred streams that HAProxy allows by default."""
     cluster.script = silent_script
     async with AsyncClient(address, root_certificates=authority.file, api_key=KEY) as client:
         streams = [client.stream("a b", max_tokens=1) for _ in range(150)]

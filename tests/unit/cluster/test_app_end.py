@@ -1,4 +1,4 @@
-"""How the supervisor's replica ends, as Serve has it do: with its cluster, or leaving that to a successor."""
+"""How the supervisor's Serve replica ends: with its cluster, or leaving the cluster to a successor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ end: Callable[[Any], Any] = REPLICA.__del__
 
 
 class Replica:
-    """One whose supervisor only says what is done to it. No `__del__` of its own: the interpreter would call it."""
+    """A replica whose supervisor only records calls. It has no `__del__`, which the interpreter would call."""
 
     _is_replaced = REPLICA._is_replaced
     _see_guests_off = REPLICA._see_guests_off
@@ -66,7 +66,7 @@ class Replica:
 
 @pytest.fixture
 def deleted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What Serve says of the application; an exception is raised."""
+    """What Serve says about the application; an exception in the list is raised."""
     said: list[Any] = [True]
 
     def answer(app_name: str) -> bool:
@@ -91,7 +91,7 @@ async def test_it_ends_its_cluster_when_the_application_is_deleted() -> None:
 async def test_one_that_serve_moves_or_replaces_leaves_the_cluster_to_its_successor(
     deleted: list[Any], due: bool
 ) -> None:
-    """Serve moves it off a node that is drained, and one drains that gets a SIGTERM."""
+    """Serve moves the replica off a drained node. A replica that gets a SIGTERM drains."""
     deleted[0] = False
     replica = Replica(due=due)
     await end(replica)

@@ -1,4 +1,4 @@
-"""The machine's clock is set forward or back by an hour while the cluster serves: nothing is told by it."""
+"""The clock jumps by an hour while the cluster serves: no decision depends on the clock."""
 
 from __future__ import annotations
 

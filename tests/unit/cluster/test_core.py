@@ -1,4 +1,4 @@
-"""The supervisor's decisions, as lists of events: no process, no clock."""
+"""The supervisor's decisions as lists of events, without processes or a clock."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_broken_stream_is_lost_at_once_fenced_after_a_while_and_replaced_once_
     (fence,) = core.tick(10.6)
     assert isinstance(fence, Fence)
     assert fence.hello is not None
-    assert core.tick(12.0) == []  # nothing is started before it is known to be dead
+    assert core.tick(12.0) == []  # no successor starts before the process is known to be dead
     assert names(core.ended("prefill-0", fence.generation, "killed", 12.5)) == [("launch", "prefill-0")]
     assert not [peer for peer in core.view().peers if peer.process.id == "prefill-0"]
 

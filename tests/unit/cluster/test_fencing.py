@@ -112,7 +112,7 @@ async def test_one_that_ends_while_its_agent_is_asked_is_not_killed_by_its_id(mo
 
     async def ask(hello: object) -> bool:
         nonlocal wanted
-        wanted = False  # it ends, and another is started, while its agent does not answer
+        wanted = False  # the process ends and its successor starts while the node agent does not answer
         return False
 
     ending = fencer.Fencer(lambda: Cell().core.roster, launcher, "token")  # type: ignore[arg-type]

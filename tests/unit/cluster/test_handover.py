@@ -1,4 +1,4 @@
-"""From one supervisor to the next while both live, with roles that only join, as real processes."""
+"""Take-over between two live supervisors, with real processes whose roles only join."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from alignedserve.cluster.supervisor import handover, placing, redeploy
 from alignedserve.cluster.supervisor.handover import newer_leader
 from alignedserve.cluster.supervisor.inheritance import Inheritance, inherit
 from alignedserve.cluster.supervisor.plan import PlannedRole, Shape
-from alignedserve.cluster.supervisor.redeploy import EVERYBODY, Change
+from alignedserve.cluster.supervisor.redeploy import ALL_ROLES, Change
 from alignedserve.cluster.supervisor.supervisor import Supervisor
 from alignedserve.config import (
     ClusterConfig,
@@ -39,7 +39,7 @@ from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import AlignedServeError, ModelError, ResourceError, UnavailableError
 from alignedserve.proto import supervisor_pb2 as sv
 
-# The supervisors are in this very process, which an agent would end where one is silent for so long.
+# The supervisors run in this process, which a node agent would end if a supervisor were silent this long.
 QUICK = SupervisorConfig(heartbeat_s=0.1, fence_after_s=60.0, stall_after_s=1.0, start_timeout_s=20.0)
 CONFIG = Config(cluster=ClusterConfig(device="cpu"), supervisor=QUICK)
 
@@ -54,7 +54,7 @@ async def cluster() -> AsyncIterator[LocalCluster]:
 
 
 async def lead(cluster: LocalCluster, inheritance: Inheritance, config: Config) -> Supervisor:
-    """A supervisor as Ray Serve has one: another may take over from it."""
+    """A supervisor as under Ray Serve: another may take over from it."""
     supervisor = Supervisor(config, cluster.launcher, inheritance.identity, replaceable=True)
     supervisor.code = "1"
     supervisor.predecessor = inheritance.predecessor
@@ -104,11 +104,11 @@ async def test_numbers_of_instances_are_compared_with_what_the_predecessor_was_t
         while "decode-1" not in cluster.pids:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     await settled(cluster)
-    assert (await inherit(cluster.launcher, more, "1")).change.is_none  # though decode-0 was started for one
+    assert (await inherit(cluster.launcher, more, "1")).change.is_none  # although decode-0 was started for one instance
 
 
 async def test_other_code_replaces_every_process(cluster: LocalCluster) -> None:
-    assert (await inherit(cluster.launcher, CONFIG, "2")).change.rolled == EVERYBODY
+    assert (await inherit(cluster.launcher, CONFIG, "2")).change.rolled == ALL_ROLES
 
 
 async def test_a_successor_that_does_not_come_again_is_not_waited_for(
@@ -174,7 +174,7 @@ async def test_a_paused_supervisor_places_nothing_and_takes_no_order(
     assert supervisor.core.paused
     assert (placed, supervisor.core.scaling.shape.decode, supervisor.core.rolling.running) == ([], 1, False)
     monkeypatch.setattr(handover, "PAUSE_S", 0.2)
-    await inheritance.predecessor.pause()  # from now on, and no successor comes
+    await inheritance.predecessor.pause()  # the pause restarts, and no successor follows
     async with asyncio.timeout(30.0):
         while not placed:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -272,7 +272,7 @@ async def test_a_predecessor_that_is_slow_is_asked_again(
         return await answer(self, request, context)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Supervisor, "HandOver", slow)
-    await hand_over(cluster, CONFIG)  # to one that is slow
+    await hand_over(cluster, CONFIG)  # to a slow supervisor
     assert asked == []
     monkeypatch.setattr(handover, "ASK_TIMEOUT_S", 0.5)
     await hand_over(cluster, CONFIG)
@@ -296,7 +296,7 @@ async def test_a_predecessor_that_never_answers_is_given_up_and_one_that_has_end
 
 
 async def ignore_a_cancel() -> None:
-    """As a loop does around Python 3.11's `asyncio.wait_for`, now and then."""
+    """Ignores cancellation twice, as Python 3.11's `asyncio.wait_for` sometimes makes a loop do."""
     for _ in range(2):
         try:
             await asyncio.sleep(60.0)
@@ -305,12 +305,12 @@ async def ignore_a_cancel() -> None:
 
 
 async def test_a_predecessor_whose_end_takes_long_has_let_its_roles_go(cluster: LocalCluster) -> None:
-    """Else they would stay with it, and be ended by a successor that waits for them."""
+    """Otherwise the roles would stay with it, and the waiting successor would end them."""
     pids, old = dict(cluster.pids), cluster.supervisor
     ignoring = old._spawn(ignore_a_cancel())
     inheritance = await inherit(cluster.launcher, CONFIG, "1")
     cluster.supervisor = await lead(cluster, inheritance, CONFIG)
-    await settled(cluster)  # though the old one has not begun to close
+    await settled(cluster)  # the old supervisor has not begun to close
     assert cluster.pids == pids
     async with asyncio.timeout(5.0):
         await old.close()
@@ -355,7 +355,7 @@ async def test_a_supervisor_that_was_not_told_can_see_that_a_newer_one_leads(clu
 
 
 async def end(cluster: LocalCluster, supervisor: Supervisor) -> None:
-    """As Ray Serve ends the replica that this supervisor is in, where it has deleted the application."""
+    """End it as Ray Serve ends a supervisor's replica after the application was deleted."""
     kind: Any = SupervisorDeployment.func_or_class  # type: ignore[attr-defined]
     replica = SimpleNamespace(
         _config=supervisor.config,
@@ -377,7 +377,7 @@ async def end(cluster: LocalCluster, supervisor: Supervisor) -> None:
 async def test_one_that_was_not_told_ends_no_cluster_that_a_newer_one_leads(
     cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its successor is up, for Ray Serve, no sooner than it can see that; without one it ends the cluster."""
+    """Once Ray Serve considers a successor up, the old supervisor can see it. Without one, it ends the cluster."""
     pids, join, old = dict(cluster.pids), Supervisor.Join, cluster.supervisor
 
     async def slow(self: Supervisor, requests: Any, context: Any) -> AsyncIterator[sv.RoleOrder]:

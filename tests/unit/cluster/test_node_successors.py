@@ -12,7 +12,7 @@ from support.node_cell import APART, HOME, LIMITS, THIRD, Cell, launched
 
 
 def found_by(cell: Cell, told: sv.ClusterView, roles: list[PlannedRole]) -> SupervisorCore:
-    """A successor that was told `told`, and finds these roles running."""
+    """A successor that was given the view `told` and finds these roles running."""
     second = cell.new_core()
     second.roster.adopt(told.incarnations)
     second.nodes.adopt(told, [(role, cell.core.nodes.agent_socket(role.node_id)) for role in roles])
@@ -36,7 +36,7 @@ def test_a_successor_goes_on_with_nodes_and_numbers_and_with_what_died_meanwhile
 
 
 class Successor:
-    """Of a supervisor of two nodes: everything is found running, but `other` is out of contact."""
+    """The successor of a supervisor of two nodes: everything is running, but `other` is unreachable."""
 
     def __init__(self) -> None:
         self.cell = Cell()

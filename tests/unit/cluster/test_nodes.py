@@ -126,7 +126,7 @@ def test_no_process_is_fenced_for_a_cut_that_heals_before_the_node_is_given_up()
     cell.pass_time(1.0)
     assert cell.pass_time(9.0, {"other"}) == []
     assert "node other does not answer" in cell.core.degraded()
-    cell.core.broke(cell.hello("decode-0").process, cell.now)  # the role noticed, and opens its stream anew
+    cell.core.broke(cell.hello("decode-0").process, cell.now)  # the role noticed it, and reopens its stream
     assert cell.pass_time(RETURN_S / 2) == []
     assert cell.core.joined(cell.hello("decode-0"), cell.now) is None
     assert cell.pass_time(2 * RETURN_S) == []
@@ -171,7 +171,7 @@ def test_added_instances_wait_for_their_node_and_are_given_up_where_none_comes()
 
 
 def needed_bytes(cell: Cell, role: str) -> int:
-    """What one more instance of the role takes of its node's memory."""
+    """The memory that one more instance of the role needs on its node."""
     planner = cell.core.planner
     room = cell.core.scaling.room([(role, "new")], planner.model_info, planner.store_plan, {})
     return room.needed(Unit(("new",), {}))

@@ -1,4 +1,4 @@
-"""What a supervisor finds of actors that do not answer it, with a Ray that says what a test has it say."""
+"""What a supervisor finds about unresponsive actors, with a scripted Ray."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST_PID = 1 << 23  # no process has it: the kernel assigns no pid so large
 
 
 class FakeActor:
-    """`asks`: how often it is asked before it answers; None: it never does."""
+    """`asks`: the number of asks before it answers; None: it never does."""
 
     def __init__(self, ray: FakeRay, name: str, node: str, pid: int, asks: int | None, state: str = "ALIVE") -> None:
         self.name, self.node, self.pid, self.state = name, node, pid, state

@@ -1,4 +1,4 @@
-"""What a changed configuration asks of a cluster that runs."""
+"""What a changed configuration requires of a running cluster."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_processes_of_several_configurations_are_asked_for_all_of_it() -> None:
 
 
 class Found:
-    """A launcher of a cluster that runs with `decode` instances, and whose supervisor is dead. It was started with one,
-    and heard last of a configuration that asked for `followed`; 0: it was never told."""
+    """A launcher of a running cluster with `decode` instances and a dead supervisor. It was started with one instance.
+    Its last known configuration asked for `followed`; 0: it got none."""
 
     def __init__(self, decode: int, followed: int) -> None:
         tree = to_tree(Config().on_device("cpu"))
@@ -130,7 +130,7 @@ def test_every_key_that_is_named_is_one() -> None:
 
 
 class Refusing:
-    """A supervisor that can do nothing now, `refusals` times; at the last one its cluster is `ending`."""
+    """A supervisor that fails the first `refusals` orders; with `ending`, its cluster is ending at the last one."""
 
     def __init__(self, refusals: int, *, ending: bool = False) -> None:
         self.core = SimpleNamespace(was_ready=True, paused=False, ending=False, failure=None, view_version=1)

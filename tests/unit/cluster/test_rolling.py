@@ -1,4 +1,4 @@
-"""A rolling restart in a small world: processes do what they are told, and one of a kind is never missing."""
+"""A rolling restart in a small world: processes obey, and at most one of each kind is missing."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class World:
             self.check()
 
     def _serve(self) -> None:
-        """Ray Serve ends the gateways that call themselves unhealthy, and starts others."""
+        """Ray Serve ends the gateways that report themselves unhealthy, and starts others."""
         for name in list(self.core.rolling.state.retiring):
             if name in self.core.roster.guests:
                 self.log += [f"-{name}", "+gateway"]
@@ -109,13 +109,13 @@ class World:
                 self.join(f"gateway-{self._next}", self._next)
 
     def check(self) -> None:
-        """One process at a time is not as it should be."""
+        """At most one process at a time is not ready."""
         away = [slot.planned.id for slot in self.core.roster.slots.values() if not slot.ready]
         assert len(away) <= 1, away
 
     @property
     def _is_old_spare(self) -> bool:
-        """Whether no spare has been replaced since the first one."""
+        """Whether the first spare has not been replaced yet."""
         return "-spare-0" not in self.log
 
     @property
@@ -151,7 +151,7 @@ def test_no_role_goes_on_in_a_spare_that_is_older_than_the_order() -> None:
 
 @pytest.mark.parametrize("skew_ns", [-500, 500], ids=["behind", "ahead"])
 def test_clocks_of_other_nodes_do_not_say_which_process_is_old(skew_ns: int) -> None:
-    """One that is replaced seems to have started before the order, or one that is to be replaced after it."""
+    """With skewed clocks, a successor seems to have started before the order, or an old process after it."""
     world = World(decode=2, first_ns=ORDERED_NS + skew_ns - 100)
     world._next = ORDERED_NS + skew_ns
     world.order("decode", "node_agent", "gateway")
@@ -206,7 +206,7 @@ def test_without_room_for_one_more_an_instance_drains_first() -> None:
 
 
 def full(world: World) -> World:
-    """On one node of a Ray cluster that others may join, which has no room for more instances."""
+    """Put the world on one full node of a Ray cluster that others may join."""
     world.node_id = "n0"
     where = dict.fromkeys((role_id for _, role_id in world.core.scaling.shape.ids()), "n0")
     placement = Placement((Node("n0"),), where, {"decode-2": "waits", "prefill-1": "waits"}, elastic=True)

@@ -1,4 +1,4 @@
-"""Where there is host memory for new instances, and which node Ray is asked for."""
+"""Which node has host memory for new instances, and which node Ray is asked for."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_what_share_a_node_need_their_memory_there_together() -> None:
 
 
 class Groups:
-    """Ray's placement groups, each on the node that was asked for."""
+    """Ray's placement groups, each on the requested node."""
 
     def __init__(self) -> None:
         self.table: dict[str, dict[str, Any]] = {}

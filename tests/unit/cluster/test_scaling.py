@@ -1,4 +1,4 @@
-"""The supervisor's decisions about how many instances there are, as lists of events."""
+"""The supervisor's decisions about the number of instances, as lists of events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def key(role_id: str, incarnation: int = 1) -> pb.ProcessKey:
 
 
 class Cell:
-    """A core whose roles say what a test has them say."""
+    """A core whose roles report what the test scripts."""
 
     def __init__(self, prefill: int = 1, decode: int = 1, gpus: int = 0, *, share_gpu: bool = False) -> None:
         device = "cuda" if gpus else "cpu"

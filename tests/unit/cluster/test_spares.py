@@ -1,4 +1,4 @@
-"""Warm spares: started when everything else is ready, they take a dead process's role, and are replaced themselves."""
+"""Warm spares: started once everything else is ready, they take a dead process's role, and are replaced."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def test_a_spare_becomes_the_worker_in_the_same_process_and_another_takes_
         assert not is_alive(before.pid)
         await cluster.wait_spares(1)
         assert cluster.peer("spare-0").pid != spare.pid
-        await cluster.restart_supervisor()  # which finds it as what it has become
+        await cluster.restart_supervisor()  # it finds the spare in its new role
         await cluster.wait_ready(15)
         await cluster.wait_spares(1)
         assert cluster.peer("decode-0").pid == spare.pid

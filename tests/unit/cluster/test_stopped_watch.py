@@ -1,4 +1,4 @@
-"""What was started for the command and stays stopped is ended, and where nothing starts it again the command ends."""
+"""A process of the command that stays stopped is ended. If nothing restarts it, the command ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A supervisor's successor and what it finds stopped: it ends that process before it starts another in its place."""
+"""A supervisor's successor finds a stopped process, and ends it before it starts a replacement."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STOPPED = Sight(stopped=True, traced=False, cpu_s=0.0)
 
 
 def told(*, pid: int = 100) -> sv.ClusterView:
-    """What a predecessor said last: everybody was ready, and a gateway."""
+    """The predecessor's last view: all roles ready, and a gateway."""
     peers = [
         sv.Peer(
             process=pb.ProcessKey(role=role_id.rpartition("-")[0], id=role_id, incarnation=7),

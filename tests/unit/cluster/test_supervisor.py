@@ -1,4 +1,4 @@
-"""The supervisor with roles that only join, as real processes, over real gRPC."""
+"""The supervisor with real processes whose roles only join, over real gRPC."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_a_started_cluster_has_every_role_ready_and_leaves_nothing_behind(
     assert not folder.exists()
 
 
-# SIGUSR1 and SIGUSR2 are orders of fake roles: block the event loop; have work and come no further with it.
+# SIGUSR1 makes a fake role block its event loop; SIGUSR2 makes it have work and no progress.
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGUSR1, signal.SIGUSR2])
 async def test_a_role_that_dies_or_hangs_is_replaced_in_a_new_incarnation(number: signal.Signals) -> None:
     async with make_cluster() as cluster:
@@ -294,7 +294,7 @@ async def test_a_supervisor_that_is_closed_starts_nothing_when_a_process_ends() 
 
 async def test_a_role_whose_supervisors_port_belongs_to_another_process_by_now_ends_itself() -> None:
     ended: asyncio.Queue[str] = asyncio.Queue()
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and never says a word
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, and never answers
         key = pb.ProcessKey(role="decode", id="decode-0", incarnation=1)
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         host = RoleHost(

@@ -1,4 +1,4 @@
-"""Which instances are placed together, and what they ask of a node."""
+"""Which instances are placed together, and what they request from a node."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_are_no_resources_is_refused_with_the_key(text: str) -> None:
     [(0.0, 2, 0.0), (0.5, 1, 0.5), (0.666, 2, 0.333), (1.0, 3, 0.333), (2.0, 2, 1.0), (2.0, 3, 0.5), (2.0, 5, 0.333)],
 )
 def test_the_instances_of_a_bundle_fit_its_gpus(gpus: float, instances: int, share: float) -> None:
-    """Ray takes a part of one GPU for an actor: as many as fit on each must be enough for all."""
+    """Ray gives an actor a share of one GPU, so whole shares must fit on each GPU."""
     names = tuple(f"decode-{number}" for number in range(instances))
     places = RayPlaces("app", "id", Config())
     places._bundles = dict.fromkeys(names, Bundle("00" * 18, 0, names, {"GPU": gpus}, "node"))

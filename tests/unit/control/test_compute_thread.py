@@ -1,4 +1,4 @@
-"""The thread under both worker loops: its messages, its sleep, its end, and what becomes of an error in it."""
+"""The thread under both worker loops: its messages, its sleep, its end, and errors in it."""
 
 from __future__ import annotations
 

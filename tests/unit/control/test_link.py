@@ -1,4 +1,4 @@
-"""Streams whose peer does not read: what is kept for it has a limit."""
+"""Streams whose peer does not read: what is buffered for it is bounded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def test_up_to_the_limit_everything_comes_in_order() -> None:
 
 
 class StuckCall:
-    """A stream that takes one message and then nothing, until it is told to go on."""
+    """A stream that takes one message, then nothing until `go_on` is set."""
 
     def __init__(self) -> None:
         self.go_on = asyncio.Event()
@@ -104,7 +104,7 @@ async def test_a_stream_that_is_broken_off_is_told_down_and_opened_again() -> No
 
 
 class BrokenCall(StuckCall):
-    """A stream that breaks after so many steps of the loop."""
+    """A stream that breaks after this many steps of the event loop."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ async def test_a_link_is_closed_at_whatever_moment_its_stream_breaks(steps: int)
 
 
 class ConnectingCall(BrokenCall):
-    """As gRPC does, it keeps a cancel to itself that comes while it connects, which then fails."""
+    """Like gRPC, it suppresses a cancellation during connecting, which then fails."""
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         connecting = asyncio.get_running_loop().create_task(self._connect())
@@ -157,7 +157,7 @@ async def test_a_link_is_closed_while_it_connects(steps: int, reconnect: bool) -
 
 
 async def test_a_stream_that_cannot_be_opened_is_tried_again() -> None:
-    """Certificates that are being exchanged, say: a link that gave up would never come back."""
+    """For example while certificates are exchanged: a link that gave up would never recover."""
     calls: list[StuckCall] = []
     tries = 0
 

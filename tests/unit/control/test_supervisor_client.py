@@ -1,4 +1,4 @@
-"""The operator's client of the supervisor: it follows the supervisor's address, and says when none answers.
+"""The operator's client of the supervisor: it follows the supervisor's address, and reports when none answers.
 
 Orders, and refusals of them, are tested through a gateway's endpoints (tests/unit/gateway/test_end.py).
 """

@@ -28,7 +28,7 @@ def register(servicer: Any, server: Any) -> None:
 
 
 class Served:
-    """An echo, served with the environment that there is at the start."""
+    """An echo server with the environment at its start."""
 
     async def __aenter__(self) -> str:
         self._server = RpcServer(TOKEN)
@@ -74,7 +74,7 @@ async def test_both_ends_show_certificates_and_the_token_is_asked_for_too(
             grpc.StatusCode.UNAVAILABLE
         )
         use(monkeypatch, Authority(tmp_path / "other").environment("node"))
-        monkeypatch.setenv(AUTHORITY, str(authority.file))  # it trusts the server, which does not trust it
+        monkeypatch.setenv(AUTHORITY, str(authority.file))  # it trusts the server, but the server does not trust it
         assert await refused(open_channel(address, TOKEN)) is grpc.StatusCode.UNAVAILABLE
 
 

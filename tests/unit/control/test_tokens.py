@@ -1,4 +1,4 @@
-"""A worker's way to the gateways: one that does not read is one that is lost."""
+"""A worker's streams to the gateways: a gateway that does not read is treated as lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of an attention backend: by name, by what each refuses, by trial, and by time."""
+"""The choice of an attention backend: by name, by each backend's limits, by trial, and by time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel that reads memory with so many thread blocks: it reads all of its region, and compiles for a GPU."""
+"""The kernel that reads memory with a given number of thread blocks: it reads its whole region, and compiles."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_war
 
 
 def test_the_kernel_compiles_for_a_gpu_and_has_reads_in_flight() -> None:
-    """In a process of its own: the interpreter changes Triton's language for the whole process."""
+    """In its own process: the interpreter changes Triton's language for the whole process."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     ptx = subprocess.run([sys.executable, "-c", COMPILES], env=environment, check=True, capture_output=True, text=True)
     assert "cp.async.cg.shared.global" in ptx.stdout

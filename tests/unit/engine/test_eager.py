@@ -1,4 +1,4 @@
-"""The eager decode engine: the same tokens launched ahead as one step at a time, and what a step may fail by."""
+"""The eager decode engine: launching ahead gives the same tokens as one step at a time; failures of a step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Served:
     output: list[int] = field(default_factory=lambda: [3])
 
     def item(self, previous: int | None) -> DecodeItem:
-        """Its next row; `previous`: of the step under way, whose token is not known."""
+        """Its next row; `previous`: its row in the running step, whose token is not known yet."""
         ahead = previous is not None
         position = len(self.output) + ahead
         kv_tokens = len(self.prompt) + position - 1
@@ -82,7 +82,7 @@ def one_at_a_time(loaded: LoadedModel) -> list[list[int]]:
 
 @pytest.mark.parametrize("overlaps", [None, True])
 def test_tokens_launched_ahead_are_those_of_one_step_at_a_time(loaded: LoadedModel, overlaps: bool | None) -> None:
-    """Every second step in another order, so that `previous` says which row."""
+    """Every second step has the reverse order, so that `previous` must name the row."""
     runner, served = prefilled(loaded)
     engine = EagerDecode(runner, overlaps=overlaps)
     assert engine.overlaps == bool(overlaps)

@@ -1,4 +1,4 @@
-"""Packed, chunked, paged execution gives what `transformers` gives: tokens exactly, logits within 1e-4, in fp32."""
+"""Packed, chunked and paged execution matches `transformers`: tokens exactly, logits within 1e-4, in fp32."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 
 @dataclass
 class Served:
-    """One request of the small scheduler below."""
+    """A request of the small scheduler below."""
 
     prompt: list[int]
     block_ids: list[int]
@@ -37,8 +37,8 @@ class Served:
 
 
 def serve(runner: ModelRunner, prompts: list[list[int]], *, seed: int) -> list[Served]:
-    """Serve `prompts` together, in shuffled blocks: chunks of prompts and decode rows in the same passes, requests
-    arriving one after another, so that each joins a running batch."""
+    """Serve `prompts` together in shuffled blocks: prompt chunks and decode rows share passes. Requests arrive one
+    after another, so that each joins a running batch."""
     draw = random.Random(seed)
     free = list(range(runner.cache.shape[0]))
     draw.shuffle(free)
@@ -83,7 +83,7 @@ def step_items(runner: ModelRunner, running: list[Served], draw: random.Random) 
 def open_runner(folder: Path, *, dtype: str = "float32", block_size: int = 16) -> ModelRunner:
     info = inspect_model("test", folder, dtype, "cpu")
     cache = allocate_cache(info.geometry(block_size), 600 // block_size, "cpu")
-    cache.fill_(float("nan"))  # what was never written must never be read into a result
+    cache.fill_(float("nan"))  # unwritten memory must not affect a result
     return ModelRunner(load_model(info, "cpu"), cache)
 
 
@@ -93,7 +93,7 @@ def prompts_of(lengths: tuple[int, ...], seed: int) -> list[list[int]]:
 
 
 def assert_matches_transformers(folder: Path, requests: list[Served]) -> None:
-    # Eager: up to transformers 5.17 at least, Gemma 2's default (sdpa) leaves out its softcap without a word.
+    # Eager: Gemma 2's default (sdpa) silently omits its softcap, at least up to transformers 5.17.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     for request in requests:
         generated = model.generate(

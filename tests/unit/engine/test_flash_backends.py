@@ -1,5 +1,5 @@
-"""Backends that call a flash-attention library: what they refuse, and how they call it. On a CPU the library is exact
-attention over the strided views that it was given; marked gpu, the real ones."""
+"""Backends that call a flash-attention library: what they refuse, and how they call it. On a CPU, the library is
+replaced by exact attention over the strided views; tests marked gpu use the real ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BACKENDS: list[type[AttentionBackend]] = [FlashAttnBackend, VarlenBackend]
 
 
 class Library:
-    """Exact attention with the signatures of the two libraries. It notes what its keys alias."""
+    """Exact attention with the signatures of both libraries. It records the memory of its keys."""
 
     def __init__(self) -> None:
         self.pointers: set[int] = set()
@@ -156,7 +156,7 @@ def test_the_views_are_the_stores_own_memory() -> None:
 
 
 def able(monkeypatch: pytest.MonkeyPatch, version: str = "2.8.3.post1") -> None:
-    """Pretend that everything is there that the backends look for."""
+    """Pretend that the backends' requirements are installed."""
     found, told = importlib.util.find_spec, importlib.metadata.version
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "flash_attn" or found(name))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "flash-attn" else told(name))
@@ -200,7 +200,7 @@ def test_an_old_or_absent_flash_attn_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def without(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
-    """`function` with a signature that lacks these parameters."""
+    """`function` with these parameters removed from its signature."""
 
     def older(*given: Any, **named: Any) -> Any:
         return function(*given, **named)

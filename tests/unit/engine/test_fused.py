@@ -1,4 +1,4 @@
-"""What is compiled of a model: only what is faster, gives the same values, and is not in fp32."""
+"""Which parts of a model are compiled: only those that are faster, give the same values, and are not in fp32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from alignedserve.testing.models import make_model
 
 
 class Fused:
-    """A model, what of it was compiled by `compiler`, and what the compiled functions were called with."""
+    """A model, its parts compiled by `compiler`, and the inputs of the compiled functions."""
 
     def __init__(
         self, folder: Path, kind: str, compiler: Callable[[Function], Function], *, dtype: Any = torch.bfloat16
@@ -34,7 +34,7 @@ class Fused:
         return found
 
     def fuse(self, *seconds: float) -> list[str]:
-        """`seconds`: of each eager and each compiled function in turn, over and over."""
+        """`seconds`: the times of the eager and the compiled function in turn, repeated."""
         times = [*seconds] * 20
         with torch.inference_mode():
             return fuse(self.model, self.logits, lambda run: times.pop(0), self._compile)
@@ -51,7 +51,7 @@ class Fused:
 
 @pytest.fixture(autouse=True)
 def whole_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotary functions are replaced in transformers' modules: put them back."""
+    """Restore the rotary functions that are replaced in transformers' modules."""
     from transformers.models.llama import modeling_llama
     from transformers.models.qwen3 import modeling_qwen3
 

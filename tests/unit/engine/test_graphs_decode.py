@@ -1,4 +1,4 @@
-"""Decode from graphs gives what the eager engine gives: on a CPU by a twin that repeats what it recorded."""
+"""Decoding from graphs matches the eager engine. On a CPU, a twin replays what it recorded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GREEDY = {"temperature": 0.0}
 
 @dataclass
 class Served:
-    """A request whose prompt is in the store; `tokens` grow as they are taken."""
+    """A request whose prompt is in the store; `tokens` grows with each result."""
 
     row: SampleRow
     blocks: list[int]
@@ -48,7 +48,7 @@ class Served:
     chosen: int = 0  # iterations launched for it
 
     def item(self, under_way: dict[int, int] | None) -> DecodeItem:
-        """`under_way`: the rows of the iteration whose tokens are not known, by id."""
+        """`under_way`: by id, the rows of the running iteration, whose tokens are not known yet."""
         prompt, output = len(self.row.prompt_token_ids), self.row.output_token_ids
         chained = under_way is not None and id(self) in under_way
         position = len(output) + chained
@@ -80,7 +80,7 @@ def runner_of(loaded: LoadedModel, backend: str = "torch") -> ModelRunner:
     runner = ModelRunner(loaded, cache, "torch" if interpreted else backend)
     if interpreted:  # no configuration selects this
         runner._backend = TritonBackend(cache)
-    cache.fill_(float("nan"))  # what was never written must never be read into a result
+    cache.fill_(float("nan"))  # unwritten memory must not affect a result
     return runner
 
 
@@ -119,7 +119,7 @@ def take(batch: list[Served], step: DecodeStep) -> None:
 
 
 def decode(engine: DecodeEngine, requests: list[Served], draw: random.Random, most: int = SIZES[-1]) -> None:
-    """All answers to their end, in batches drawn anew each time, in any order, launched ahead where that is allowed."""
+    """Decode all answers in random batches, in any order, launched ahead where allowed."""
     before: tuple[list[Served], DecodeStep] | None = None
     while True:
         open_ones = [request for request in requests if request.chosen < TOKENS]
@@ -149,7 +149,7 @@ def reference(loaded: LoadedModel, samplings: list[dict[str, Any]], backend: str
 
 @pytest.fixture(scope="module")
 def greedy(llama: LoadedModel) -> list[list[SampledToken]]:
-    """Greedy answers to the prompts of `open_requests`, which are the same however many are asked for."""
+    """Greedy answers to the prompts of `open_requests`, which do not depend on the number of requests."""
     return reference(llama, [GREEDY] * 6)
 
 
@@ -412,7 +412,7 @@ def test_a_gpus_graphs_give_the_eager_tokens(kind: str, tmp_path: Path) -> None:
 @needs_gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_on_a_gpu_decode_whether_they_can_be_captured_or_not(dtype: str, tmp_path: Path) -> None:
-    """torch multiplies groups of fp32 by reading their sizes on the host, of bf16 by one kernel of Hopper's."""
+    """torch's grouped matmul reads group sizes on the host in fp32, and uses one Hopper kernel in bf16."""
     loaded = load("qwen3_moe", tmp_path, "cuda", dtype, max_position_embeddings=64)
     engine = graphs_of(runner_of(loaded, "triton"), (1, 2, 4))
     assert engine.sizes in ((), (1, 2, 4))
@@ -443,7 +443,7 @@ def test_a_model_that_waits_for_a_gpu_decodes_without_graphs(tmp_path: Path, mon
     requests = open_requests(runner, [GREEDY] * 3)
     decode(engine, requests, random.Random(1))
     assert [request.results for request in requests] == reference(loaded, [GREEDY] * 3, "triton")
-    monkeypatch.undo()  # nothing of the capture that failed is left: memory, random numbers and graphs are as before
+    monkeypatch.undo()  # the failed capture leaves nothing behind: memory, random numbers and graphs are as before
     torch.cuda.empty_cache()
     assert 0.0 <= float(torch.rand(1, device="cuda")) <= 1.0
     assert graphs_of(runner).sizes == SIZES

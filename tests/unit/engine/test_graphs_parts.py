@@ -1,4 +1,4 @@
-"""The kernel that draws in a graph against the Sampler, batch sizes, and what a batch sends to the device."""
+"""The graph's sampling kernel against the Sampler, batch sizes, and what a batch sends to the device."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_are_no_sizes_is_refused(configured: str) -> None:
 
 
 class Batches:
-    """Buffers with a batch that grows, and how many block ids each iteration sent."""
+    """Buffers with a growing batch, and the number of block ids sent in each iteration."""
 
     def __init__(self, capacity: int) -> None:
         self.buffers = StepBuffers(TwinDevice(), torch.device("cpu"), capacity, width=40, vocab_size=8, blocks=5000)
@@ -167,7 +167,7 @@ def test_a_row_that_comes_back_is_sent_whole_though_its_ends_are_where_they_were
     batches = Batches(2)
     row = SampleRow(SamplingParams(temperature=0.0), [], [])
     batches.send([item(row, 10, [1, 2, 3])])
-    batches.send([item(row, 11, [1, 7, 3])])  # it was evicted meanwhile, and nothing else ran in its row
+    batches.send([item(row, 11, [1, 7, 3])])  # it was evicted meanwhile, and no other request used its row
     assert batches.sent == [3, 1]
 
 

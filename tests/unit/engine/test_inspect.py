@@ -17,7 +17,7 @@ from alignedserve.testing.models import KINDS, MAX_POSITIONS, VOCAB_SIZE, make_m
 
 
 def config_folder(folder: Path, model_type: str, raw: dict[str, Any] | None = None, **values: Any) -> Path:
-    """A folder with a configuration of `model_type` and one small tensor: enough to be inspected."""
+    """A folder with a configuration of `model_type` and one small tensor, enough for inspection."""
     config = AutoConfig.for_model(model_type, **values).to_dict() if raw is None else raw
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, default=str))

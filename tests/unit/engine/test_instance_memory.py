@@ -1,4 +1,4 @@
-"""What an instance's model really takes is held against the plan; running out of memory is told with every part."""
+"""An instance's actual memory is compared with the plan. An out-of-memory error lists every part."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 @dataclass
 class PretendedMeter:
-    """A device of 8 GiB on which the weights take `weights` bytes and a pass `activations`."""
+    """A device of 8 GiB on which the weights take `weights` bytes and a pass takes `activations` bytes."""
 
     weights: int
     activations: int

@@ -1,4 +1,4 @@
-"""Weights are loaded strictly, and a model whose attention is not what it says is refused before it serves."""
+"""Weights are loaded strictly. A model whose attention differs from its description is refused before it serves."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_probe_allows_for_rounding(kind: str, dtype: str, tmp_path: Path) -> Non
 
 @pytest.fixture
 def llama_attention(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Tests below give Llama an attention that is not what transformers' interface promises."""
+    """For tests that give Llama an attention that violates transformers' interface."""
     return monkeypatch
 
 
@@ -102,7 +102,7 @@ def load_llama(tmp_path: Path) -> LoadedModel:
 
 
 def patch_interface(monkeypatch: pytest.MonkeyPatch, wrap: Any) -> None:
-    """Make Llama's attention call `wrap(interface)` in place of the interface."""
+    """Make Llama's attention call `wrap(interface)` instead of the interface."""
     original = modeling_llama.ALL_ATTENTION_FUNCTIONS.get_interface
 
     class Interface:
@@ -137,7 +137,7 @@ def test_sinks_that_the_models_own_attention_does_not_have_are_refused(
     def wrap(interface: Any) -> Any:
         return lambda *args, **kwargs: interface(*args, s_aux=torch.ones(4), **kwargs)
 
-    patch_interface(llama_attention, wrap)  # its eager attention takes any keyword, and ignores this one
+    patch_interface(llama_attention, wrap)  # its eager attention accepts any keyword, and ignores this one
     with pytest.raises(UnsupportedModelError, match="logits are off by"):
         load_llama(tmp_path)
 

@@ -1,4 +1,4 @@
-"""`alignedserve profile`: a short one on the tiny model gives a file that loads; the fit finds what is there."""
+"""`alignedserve profile`: a short profile of the tiny model gives a file that loads; the fit recovers known costs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHAPE = ModelShape(layers=4, heads=8, kv_heads=4, head_dim=16, itemsize=4)
 
 
 def machine(shape: PassShape) -> float:
-    """A machine of known speed, whose kernel goes 0.2 of the way to the longest."""
+    """A machine of known speed, whose kernel takes 0.2 of the cost of padding to the longest."""
     tokens = sum(chunk.tokens for chunk in shape.chunks) + len(shape.lengths)
     pairs = sum(chunk.tokens * (chunk.cached_tokens + chunk.tokens / 2) for chunk in shape.chunks)
     count, total, longest = len(shape.lengths), sum(shape.lengths), max(shape.lengths, default=0)
@@ -167,7 +167,7 @@ def test_other_work_is_what_was_neither_idle_nor_ours(tmp_path: Path, monkeypatc
     stat.write_text("cpu 1000 0 0 5000 0 0 0 0 0 0\ncpu0 1 1 1 1\n")
     work = other_work.OtherWork()
     now[0], own[0] = 110.0, 5.0  # ten seconds, four of them ours
-    stat.write_text("cpu 1500 100 100 6200 50 25 25 100 777 0\n")  # 8.5 busy, stolen ones among them, guests apart
+    stat.write_text("cpu 1500 100 100 6200 50 25 25 100 777 0\n")  # 8.5 s busy, including stolen time, excluding guests
     assert work.share() == pytest.approx((8.5 - 4.0) / 20.0)
 
 
@@ -214,7 +214,7 @@ def test_profile_writes_a_file_that_loads(tmp_path: Path, capsys: pytest.Capture
     hardware = Hardware(**default_hardware(out))
     assert hardware.kv_bytes_per_token == 6 * 4 * 2 * 32 * 4
     assert min(hardware.host_overhead_s, hardware.message_s, hardware.copy_latency_s) > 0.0
-    assert os.environ.get("OMP_WAIT_POLICY") == waiting  # a worker's environment, for the time of the measurement only
+    assert os.environ.get("OMP_WAIT_POLICY") == waiting  # the worker's environment is set during the measurement only
     fit = json.loads(out.read_text())["fit"]
     assert sum(fit["passes_by_clock"].values()) > 0
     assert fit["quiet"] == (fit["other_work_share"] <= QUIET_SHARE)

@@ -1,4 +1,4 @@
-"""`alignedserve profile` with a pretended GPU: the fit finds both kernels, and the bench times what it says."""
+"""`alignedserve profile` with a pretended GPU: the fit finds both kernels, and the bench reports correct times."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ GRID = replace(GPU_GRID, most_tokens=200_000)
 
 
 class PretendedGpu:
-    """4 TB/s and 700 TFLOP/s; the kernel that splits goes 0.12 of the way to the longest, one block reads 40 GB/s."""
+    """4 TB/s and 700 TFLOP/s. The split kernel has 0.12 of the padding cost; one block reads 40 GB/s."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -67,7 +67,7 @@ class PretendedGpu:
         return self._pass(shape, read * SHAPE.kv_bytes_per_token / BANDWIDTH)
 
     def no_split(self, shape: PassShape) -> float:
-        """Every (request, head) job is one thread block's, and all of them share the memory's bandwidth."""
+        """One thread block computes each (request, head) job, and all blocks share the memory bandwidth."""
         jobs = makespan(shape.lengths, SHAPE.heads, SMS) * SHAPE.head_bytes_per_token / BLOCK_BANDWIDTH
         memory = sum(shape.lengths) * SHAPE.head_bytes_per_token * SHAPE.heads / BANDWIDTH
         return self._pass(shape, SHAPE.layers * max(jobs, memory))
@@ -148,7 +148,7 @@ def test_alpha_and_one_blocks_bandwidth_are_what_the_machine_has() -> None:
 
 
 def test_where_lengths_hardly_tell_the_bandwidth_is_what_one_block_reads_alone() -> None:
-    """A device so slow in everything else that attention does not show."""
+    """A device that is otherwise so slow that attention does not show."""
 
     def slow(shape: PassShape) -> float:
         return 50.0 + 1e-4 * len(shape.lengths)
@@ -195,11 +195,11 @@ def test_the_grid_reaches_what_a_gpu_serves_and_keeps_to_its_memory() -> None:
     assert sum(measurement.held_out for measurement in plan_measurements(4096, grid=GRID)) >= 12
 
 
-# ---- the bench, with a timer and engines of a test
+# ---- the bench, with the tests' timer and engines
 
 
 class CountingTimer(Timer):
-    """Every reading says one second more than the one before."""
+    """Each reading is one second longer than the one before."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -214,7 +214,7 @@ class CountingTimer(Timer):
 
 
 class Scripted(DecodeEngine):
-    """Notes the order in which steps are launched and asked for."""
+    """Records the order in which steps are launched and their results requested."""
 
     overlaps = True
 
@@ -281,7 +281,7 @@ def test_prompts_and_mixed_passes_run_through_the_runner(loaded: LoadedModel) ->
 
 
 def test_both_kernels_are_measured_over_one_store(loaded: LoadedModel) -> None:
-    """What the second computes is torch's here: Triton's interpreter takes seconds a pass."""
+    """torch stands in for the second kernel: Triton's interpreter takes seconds a pass."""
     grid = Grid((1, 2), (16,), (16,), (0,), (), (1,), 512, (), {})
     made: list[str] = []
     stores: list[int] = []
@@ -307,7 +307,7 @@ def test_both_kernels_are_measured_over_one_store(loaded: LoadedModel) -> None:
 
 
 def test_on_a_gpu_both_kernels_are_measured_of_a_model_that_they_serve(loaded: LoadedModel) -> None:
-    """The model's probe ran in blocks that Triton's kernels refuse: what counts is the profile's own."""
+    """The model's probe used blocks that Triton's kernels refuse. Only the profile's block size counts."""
     on_gpu = replace(loaded, needs=replace(loaded.needs, device="cuda"))
     assert list(gpu_benches(on_gpu, from_tree({}), (1, 8))) == ["auto", "triton_no_split"]
     odd = replace(on_gpu, needs=replace(on_gpu.needs, head_dim=84))
@@ -334,7 +334,7 @@ def test_links_are_measured_both_ways_and_between_each_two_devices() -> None:
 
 
 def test_all_of_it_becomes_one_file(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole profile of a GPU, with a CPU in its place; only what asks CUDA is pretended."""
+    """The whole profile of a GPU on a CPU; only the CUDA queries are pretended."""
 
     def bench(store: torch.Tensor) -> DevicePassBench:
         runner = ModelRunner(loaded, store)

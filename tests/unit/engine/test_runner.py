@@ -1,4 +1,4 @@
-"""The runner and the packed linear layers, apart from whether the numbers are the model's (test_engine_exact)."""
+"""The runner and the packed linear layers. test_exact checks the numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The next token: order of processing, reproducibility whatever the batch, distributions, log-probabilities."""
+"""Sampling: order of processing, reproducibility in any batch, distributions, log-probabilities."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_logit_bias_moves_the_choice() -> None:
 @pytest.mark.parametrize(
     ("prompt", "output", "sampling", "chosen"),
     [
-        ([3], [], {"repetition_penalty": 2.0}, 5),  # a positive logit is divided, in the prompt too
+        ([3], [], {"repetition_penalty": 2.0}, 5),  # a positive logit is divided, also for prompt tokens
         ([], [3], {"repetition_penalty": 2.0}, 5),
         ([3], [], {"presence_penalty": 2.0, "frequency_penalty": 2.0}, 3),  # these count the output alone
         ([], [3], {"presence_penalty": 1.5}, 5),
@@ -129,7 +129,7 @@ def test_draws_at_successive_positions_follow_the_softmax() -> None:
 
 
 def filtered(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """The textbook: top_k, then top_p of what is left, then min_p, over sorted probabilities."""
+    """The definition: top_k, then top_p of the rest, then min_p, over sorted probabilities."""
     probabilities = torch.softmax(logits[0].double(), -1)
     order = probabilities.argsort(descending=True)
     if top_k:
@@ -155,7 +155,7 @@ def test_filters_leave_what_the_textbook_leaves(top_k: int, top_p: float, min_p:
 
 def test_top_p_over_more_tokens_than_are_looked_at_first() -> None:
     logits = torch.zeros(1, VOCAB)
-    logits[0, :1500] = 0.5  # 1,500 likely tokens, tied; top_p = 0.5 keeps all of them and no other
+    logits[0, :1500] = 0.5  # 1,500 likely tokens, tied; top_p = 0.5 keeps exactly these
     found = tokens(logits.expand(3000, -1), [row(seed=seed, top_p=0.5) for seed in range(3000)])
     assert max(found) < 1500
     assert len(set(found)) > 1100

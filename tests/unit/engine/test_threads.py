@@ -1,4 +1,4 @@
-"""A pass with little work gets one thread, one with much gets all, and the process's setting outlives both."""
+"""A small pass gets one thread and a large one gets all. The process's setting is unchanged afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model that ships with the package: its files agree with each other and need neither torch nor a network."""
+"""The bundled model: its files agree with each other and need neither torch nor a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton backends as the engine uses them: mixed batches, tables that stay, and what they refuse."""
+"""The Triton backends as the engine uses them: mixed batches, persistent tables, and what they refuse."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_packed_batch_equals_fp64(name: str, spans: list[tuple[int, int]], dty
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_table_that_stays_serves_what_it_holds_at_each_pass(name: str) -> None:
-    """Rows that grow over a block's end, a row that leaves, and one that joins in the block that it had."""
+    """Rows grow past a block's end, one row leaves, and another joins in its block."""
     torch.manual_seed(0)
     cache = torch.full((6, 2, 1, 2, 16, 16), float("nan"))
     backend = BACKENDS.get(name)(cache)
@@ -75,7 +75,7 @@ def test_a_table_that_stays_serves_what_it_holds_at_each_pass(name: str) -> None
 def test_a_model_is_served_with_the_torch_backends_logits(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BACKENDS.get(name), "refusal", lambda needs: None)  # no CPU is served by an interpreter
+    monkeypatch.setattr(BACKENDS.get(name), "refusal", lambda needs: None)  # otherwise refused on a CPU
     monkeypatch.setattr(choice, "_chosen", {})
     folder = make_model(kind, tmp_path, seed=1, num_hidden_layers=2)
     loaded = load_model(inspect_model("test", folder, "float32", "cpu"), "cpu")

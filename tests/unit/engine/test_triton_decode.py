@@ -1,4 +1,4 @@
-"""Triton's decode kernel: in the interpreter against fp64, compiled for sm_90 without a GPU, (marked gpu) on one."""
+"""Triton's decode kernel: in the interpreter against fp64, compiled for sm_90, and (marked gpu) on a GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 def decode_case(lengths: list[int], dtype: torch.dtype, shape: dict[str, Any], device: str = "cpu") -> PagedCase:
-    """Requests of these lengths, all of their KV written; the ends of their rows of the table are out of range."""
+    """Requests of these lengths with all KV written. The unused ends of their table rows are out of range."""
     case = paged_case([(1, length - 1) for length in lengths], **shape, dtype=dtype, device=device)
     case.write_new(1)
     assert case.batch.decode is not None
@@ -69,7 +69,7 @@ def table_of(case: PagedCase) -> DecodeTable:
 def run(
     decode: PagedDecode, case: PagedCase, options: AttentionOptions, query: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp, from memory that held NaN."""
+    """Output and log-sum-exp, in memory that held NaN."""
     query = case.query if query is None else query
     out = torch.full_like(query, float("nan"))
     lse = torch.full(query.shape[:2], float("nan"), device=query.device)
@@ -154,7 +154,7 @@ def test_rows_of_a_mixed_batch_are_found_by_their_packed_position() -> None:
     expected, expected_lse = case.expected(options)
     torch.testing.assert_close(out[[5, 2]].double(), expected, rtol=0.0, atol=1e-5)
     torch.testing.assert_close(lse[[5, 2]].double(), expected_lse, rtol=0.0, atol=1e-5)
-    assert bool(out[[0, 1, 3, 4, 6]].isnan().all())  # a prefill chunk's rows are not the kernel's to write
+    assert bool(out[[0, 1, 3, 4, 6]].isnan().all())  # the kernel must not write the rows of a prefill chunk
 
 
 def tiles_of(length: int, window: int, tile: int) -> int:
@@ -163,7 +163,7 @@ def tiles_of(length: int, window: int, tile: int) -> int:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_shares_are_equal_and_begin_where_the_one_before_ends(seed: int) -> None:
-    """Held against a walk over all tiles; of more rows than the kernel reads at a time in one case."""
+    """Compared with a walk over all tiles; seed 0 has more rows than the kernel reads at a time."""
     draw = random.Random(seed)
     rows, programs, kv_heads = (600, 3, 2) if seed == 0 else (draw.randint(1, 20), draw.randint(1, 40), 3)
     lengths = [draw.choice((0, 1, 15, 16, 17, draw.randint(1, 200))) for _ in range(rows)]
@@ -186,7 +186,7 @@ def test_shares_are_equal_and_begin_where_the_one_before_ends(seed: int) -> None
 
 
 def test_the_store_may_have_more_elements_than_32_bits_count() -> None:
-    """Of which only a few blocks at its end are ever touched, so that the memory is not used."""
+    """Only a few blocks at its end are touched, so that the memory is not allocated."""
     blocks = 2**31 // 2048 + 4
     cache = torch.empty(blocks, 1, 1, 2, 16, 64, dtype=FP16)
     assert cache.numel() > 2**31
@@ -308,7 +308,7 @@ print(json.dumps(made))
 
 
 def test_it_compiles_for_an_h200_without_spills_and_reads_16_bytes_at_a_time(tmp_path: Any) -> None:
-    """In a process of its own: the interpreter changes Triton's language for the whole process."""
+    """In its own process: the interpreter changes Triton's language for the whole process."""
     cases = [
         ("bfloat16", 32, 32, 128, 16, False, True),
         ("float16", 32, 8, 80, 32, True, True),
@@ -320,7 +320,7 @@ def test_it_compiles_for_an_h200_without_spills_and_reads_16_bytes_at_a_time(tmp
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)
-    assert len(made) == 4 * len(cases) - 2  # one is not split: no plan, nothing to combine
+    assert len(made) == 4 * len(cases) - 2  # one case is not split: no plan and no combine kernel
     for kernel in made:
         assert kernel["shared"] <= 227 << 10
         assert "STACK:0 " in kernel["usage"], kernel["name"]

@@ -1,4 +1,4 @@
-"""Triton's prefill kernel: in the interpreter against fp64, compiled for sm_90 without a GPU, (marked gpu) on one."""
+"""Triton's prefill kernel: in the interpreter against fp64, compiled for sm_90, and (marked gpu) on a GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check(
     programs: int | None = None,
     device: str = "cpu",
 ) -> None:
-    """Run the kernel into poisoned outputs, and compare rows of chunks; rows of others must be left."""
+    """Run the kernel into NaN outputs. Rows of chunks must match, and other rows must be untouched."""
     case = paged_case([*spans, (1, 4)], **shape, dtype=dtype, device=device)
     case.write_new(1)
     options = options_of(values, shape["heads"], shape["head_dim"], device)
@@ -57,7 +57,7 @@ def check(
     expected, expected_lse = case.expected(options)
     torch.testing.assert_close(out[:-1].double(), expected[:-1], rtol=0.0, atol=TOLERANCE[dtype])
     torch.testing.assert_close(lse[:-1].double(), expected_lse[:-1], rtol=1e-5, atol=TOLERANCE[dtype])
-    assert bool(out[-1].isnan().all())  # a decode row is not the kernel's to write
+    assert bool(out[-1].isnan().all())  # the kernel must not write a decode row
     assert bool(lse[-1].isnan().all())
 
 
@@ -205,7 +205,7 @@ print(json.dumps([[compiled(*shape) for shape in tiles], [merged(*shape) for sha
 
 
 def test_it_compiles_for_an_h200_within_its_shared_memory() -> None:
-    """In a process of its own: the interpreter changes Triton's language for the whole process."""
+    """In its own process: the interpreter changes Triton's language for the whole process."""
     shapes = [(128, 2, 4096, False), (256, 2, 4096, True), (80, 2, 16, False)]
     merges = [(128, False), (80, True)]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}

@@ -84,7 +84,7 @@ async def test_a_path_that_is_written_differently_opens_nothing(http: httpx.Asyn
 
 
 async def test_the_answer_comes_before_the_body(gateway: RunningGateway) -> None:
-    """A body that does not come is not waited for."""
+    """The gateway does not wait for a missing body."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n{")
     assert b" 401 " in await asyncio.wait_for(reader.readline(), 10.0)

@@ -1,4 +1,4 @@
-"""Bodies that come slowly, and many of them at once."""
+"""Slow bodies, and many bodies at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Play = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 class _NoWaiting(selectors.SelectSelector):
-    """A virtual clock: it jumps to the next timer when no task is ready to run, however busy the machine is."""
+    """A virtual clock: it jumps to the next timer when no task is ready, regardless of the machine's load."""
 
     now_s = 1000.0
 
@@ -33,7 +33,7 @@ class _NoWaiting(selectors.SelectSelector):
 
 @pytest.fixture
 def play() -> Iterator[Play]:
-    """Runs a coroutine by such a clock, which `now` tells."""
+    """Runs a coroutine by the virtual clock, which `now` reads."""
 
     def make() -> asyncio.AbstractEventLoop:
         selector = _NoWaiting()
@@ -50,7 +50,7 @@ def now() -> float:
 
 
 class Sender:
-    """A client that sends each piece after a pause, and then nothing more, until it `leaves` at some time."""
+    """A client that sends each piece after a pause, then nothing until it leaves at `leaves_s`."""
 
     def __init__(self, *pieces: tuple[float, bytes], whole: bool = True, leaves_s: float = 1e9) -> None:
         self._pieces = list(pieces)
@@ -83,7 +83,7 @@ def test_a_body_without_progress_is_given_up_and_says_why(play: Play) -> None:
 
 @pytest.mark.parametrize("first", [1, 5000, 3 * MIB])
 def test_a_body_that_trickles_is_given_up_whatever_it_began_with(play: Play, first: int) -> None:
-    """A fast beginning bought an hour of one byte in 4.9 s."""
+    """Once, a fast beginning allowed an hour of one byte every 4.9 s."""
 
     async def steps() -> None:
         begun_s = now()
@@ -140,7 +140,7 @@ def test_large_bodies_share_a_pace_and_small_ones_wait_for_none(play: Play) -> N
     async def steps() -> None:
         reader = BodyReader(4 * MIB)
         begun_s = now()
-        for _ in range(2):  # as many as nothing was taken of for a while
+        for _ in range(2):  # two bodies are within the burst
             assert len(await reader.read(SCOPE, whole(4 * MIB))) == 4 * MIB
         assert now() == begun_s
         large = [asyncio.ensure_future(reader.read(SCOPE, whole(4 * MIB))) for _ in range(4)]
@@ -185,7 +185,7 @@ def test_what_waits_for_the_pace_has_a_bound(play: Play) -> None:
     play(steps())
 
 
-# ---- Ray Serve reads a body for us, as fast as it comes, and holds it
+# ---- Ray Serve reads a body as fast as it arrives, and buffers it
 
 
 def endless(piece: bytes) -> Receive:
@@ -199,7 +199,7 @@ def endless(piece: bytes) -> Receive:
 
 
 def test_what_serve_has_read_is_taken_at_once(play: Play) -> None:
-    """Else it is held in a queue without an end, and counted nowhere."""
+    """Otherwise an unbounded queue would hold it, and nothing would count it."""
 
     async def steps() -> None:
         received = ASGIDIReceiveProxy({"type": "http"}, endless(b"x" * 65536), asyncio.get_running_loop())
@@ -232,7 +232,7 @@ async def refusing(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def exchange(play: Play, receive: Receive, *headers: tuple[bytes, bytes]) -> tuple[list[tuple[float, Message]], float]:
-    """What a refusing application says, each with the seconds until then; and the seconds until it is done."""
+    """The messages of a refusing application with the seconds until each, and the seconds until its end."""
 
     async def steps() -> tuple[list[tuple[float, Message]], float]:
         said = []
@@ -260,7 +260,7 @@ def test_a_refusal_of_a_body_that_has_come_leaves_the_connection_open(play: Play
 
 @pytest.mark.parametrize(("pause_s", "ends_s"), [(4.9, 10.1), (50.0, 5.1)])
 def test_a_refused_body_that_trickles_is_read_for_ten_seconds(play: Play, pause_s: float, ends_s: float) -> None:
-    """Without an end until now, and its connection with it."""
+    """Once, it and its connection stayed open without a limit."""
     said, seconds = exchange(play, Sender((0.0, b"x"), *[(pause_s, b"x")] * 100))
     assert [message.get("more_body") for _, message in said] == [None, True, None]
     assert CLOSE in said[0][1]["headers"]

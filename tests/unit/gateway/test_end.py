@@ -1,4 +1,4 @@
-"""How a gateway ends: nothing new, time for what is open, an error for what is left. And orders to the cluster."""
+"""How a gateway ends: no new requests, time for open ones, an error for the rest. Also orders to the cluster."""
 
 from __future__ import annotations
 

@@ -80,6 +80,18 @@ BOTH: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "stop_regex": (("a+", ["a+"]), ("", [])),
     "structural_tag": (("{}",), NOTHING),
     "structured_outputs": (({"regex": "a"},), NOTHING),
+    "begin_suppress_tokens": (([5],), ([],)),
+    "max_length": ((20, 0), ()),
+    "min_length": ((3,), (0,)),
+    "mirostat_mode": ((2,), (0, 0.0)),
+    "n_predict": ((16, -1), ()),
+    "num_return_sequences": ((2,), (1,)),
+    "repeat_penalty": ((1.3,), (1, 1.0)),
+    "return_hidden_states": ((True,), (False,)),
+    "sampling_seed": ((0, 7), ()),
+    "stop_sequences": ((["a"],), ([],)),
+    "suppress_tokens": (([5],), ([],)),
+    "thinking": (({"type": "enabled", "budget_tokens": 1024},), ({"type": "disabled"},)),
     "thinking_token_budget": ((0, 100), ()),
     "tool_choice": (("required", {"type": "function", "function": {"name": "f"}}), ("none", "auto")),
     "tools": (([TOOL],), ([],)),
@@ -158,7 +170,7 @@ async def test_what_a_template_would_not_see_of_a_message_is_refused(front: Fron
 
 
 async def test_an_answer_goes_back_as_a_message_as_it_came(front: Front) -> None:
-    """As the `openai` package dumps the message of an answer."""
+    """The message as the `openai` package dumps it."""
     turn = {"role": "assistant", "content": "a", "refusal": None, "annotations": [], "audio": None, "tool_calls": None}
     answer = await front.client.post(CHAT, json={"messages": [*HI, turn], "timeout_s": 0.01})
     assert (answer.status_code, answer.headers[HEADER]) == (408, "messages.annotations")
@@ -222,7 +234,7 @@ async def test_no_tokens_by_another_name_needs_echo(front: Front) -> None:
     assert answer.json()["choices"][0]["text"] == "hi"
 
 
-# ---- what changes no answer
+# ---- fields that change no answer
 
 UNREAD: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "metadata": ({"a": "b"}, ([], "a")),

@@ -30,7 +30,7 @@ PLAIN_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}
 
 
 def served(name: str = "qwen", positions: int = LIMIT) -> ServedModel:
-    """A model of whose tokenizer nothing is proven but where to cut."""
+    """A model whose tokenizer is verified only for where texts may be cut."""
     tokenizer = Tokenizer(Backend.from_str(family(name)), {})
     template = ChatTemplate(PLAIN_TEMPLATE, tokenizer.special_tokens)
     return ServedModel("tiny", tokenizer, template, fake_model_info(max_positions=positions))
@@ -44,7 +44,7 @@ def shipped() -> ServedModel:
 
 
 class Counted:
-    """Counts the characters that a model's encoder tokenises; `pause_s` makes each time take longer."""
+    """Counts the characters that a model's encoder tokenises; `pause_s` delays each call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: ServedModel, pause_s: float = 0.0) -> None:
         assert model.encoder is not None
@@ -177,7 +177,7 @@ async def test_short_prompts_do_not_wait_for_long_ones(monkeypatch: pytest.Monke
 
 
 async def test_the_event_loop_runs_while_a_long_text_is_tokenised() -> None:
-    """Threads alone do not do it: the tokenizer has to let go of the interpreter too."""
+    """A thread alone is not enough: the tokenizer must also release the GIL."""
     longest_s = 0.0
 
     async def watch() -> None:
@@ -192,7 +192,7 @@ async def test_the_event_loop_runs_while_a_long_text_is_tokenised() -> None:
     begun_s = time.monotonic()
     (prompt,) = (await complete(served(positions=1 << 20), WORDS * 20)).prompts
     spent_s = time.monotonic() - begun_s
-    await asyncio.sleep(0.01)  # it has seen what kept it waiting
+    await asyncio.sleep(0.01)  # the watcher has measured its last wait
     watcher.cancel()
     assert len(prompt.token_ids) > 100_000
     assert longest_s < spent_s / 2
@@ -268,7 +268,7 @@ async def test_what_cannot_be_divided_is_refused_by_its_characters(monkeypatch: 
     assert not counted.sizes
 
 
-# ---- what is special, by request
+# ---- special tokens, by request
 
 
 async def test_a_prompt_is_text_unless_it_is_asked_otherwise(front: Front) -> None:
@@ -314,7 +314,7 @@ def test_the_same_over_grpc() -> None:
 
 
 async def test_large_requests_over_grpc_wait_for_a_pace_and_hold_no_place_meanwhile(front: Front) -> None:
-    """1,024 of them made every completion a 429."""
+    """Once, 1,024 of them made every completion fail with 429."""
 
     async def cancel_none(call_id: str, caller: Any) -> bool:
         return False
@@ -347,5 +347,5 @@ async def test_large_requests_over_grpc_wait_for_a_pace_and_hold_no_place_meanwh
     with pytest.raises(OverloadedError):  # before it waits
         await service.generate(large)
     assert len(gate.taken) == 64
-    with pytest.raises(ContextLengthError):  # one that goes on with what was accepted is not refused for load
+    with pytest.raises(ContextLengthError):  # a resumed request was already accepted, so it is not refused for load
         await service.generate(inf.GenerateRequest(prompt=large.prompt, seed=1, resume=[{"token_ids": [1]}]))

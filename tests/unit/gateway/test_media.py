@@ -1,4 +1,4 @@
-"""What is posted says what it is: nothing encoded, and from a web page only what its browser asks for first."""
+"""Posted bodies: encoded ones are refused, and a web page may send only types that need a preflight."""
 
 from __future__ import annotations
 

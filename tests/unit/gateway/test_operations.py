@@ -1,4 +1,4 @@
-"""Health, status, metrics and models; and the gRPC service, through the project's own client."""
+"""Health, status, metrics and models, and the gRPC service through the project's own client."""
 
 from __future__ import annotations
 

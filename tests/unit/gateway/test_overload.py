@@ -1,4 +1,4 @@
-"""What a full cluster costs its gateway: refusals before anything is read, bodies over the limit, slow readers."""
+"""What a full cluster costs its gateway: refusals before reading, bodies over the limit, slow readers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
 
 
 async def told(gateway: RunningGateway) -> None:
-    """The scheduler's news have arrived: they are sent in order, so a capacity sent after them has too."""
+    """Wait for the scheduler's updates. They are ordered, so a capacity sent last arrives last."""
     await until(lambda: gateway.server.model.capacity_tokens == 4242)
     gateway.server.model.capacity_tokens = None
 
@@ -44,7 +44,7 @@ async def told(gateway: RunningGateway) -> None:
 async def connect(
     gateway: RunningGateway, head: str, **options: int
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send the head of a request; `options` are socket options of the client's side."""
+    """Send the head of a request; `options` are the client's socket options."""
     host, port = gateway.url.removeprefix("http://").split(":")
     plain = socket.socket()
     for name, value in options.items():
@@ -139,7 +139,7 @@ async def test_bodies_that_have_not_come_hold_no_place(cluster: FakeCluster) -> 
 
 
 async def test_a_body_over_the_limit_is_refused_before_it_is_asked_for(gateway: RunningGateway) -> None:
-    """`Expect: 100-continue`: the client waits to be told to send its body, and is told 413."""
+    """With `Expect: 100-continue` the client waits before it sends its body, and gets 413."""
     reader, writer = await connect(gateway, head_of("Content-Length: 400000000", "Expect: 100-continue"))
     status, _ = await read_head(reader)
     assert status == 413
@@ -150,7 +150,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_asked_for(gateway: 
 async def test_a_chunked_body_is_refused_as_soon_as_it_is_over_the_limit(gateway: RunningGateway) -> None:
     reader, writer = await connect(gateway, head_of("Transfer-Encoding: chunked"))
     piece = b" " * 65536
-    for _ in range(5):  # 320 KiB of an endless body; the limit is 256
+    for _ in range(5):  # 320 KiB of an endless body; the limit is 256 KiB
         writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
     status, _ = await read_head(reader)
     assert status == 413
@@ -168,7 +168,7 @@ TOP = tuple((token, -1.5) for token in range(100, 105))
 
 
 async def scored_script(cluster: FakeCluster, spec: RequestSpec) -> None:
-    """400 tokens with six log-probabilities each, as fast as they can be sent."""
+    """400 tokens with six log-probabilities each, as fast as possible."""
     while spec.remaining_tokens > 0:
         count = min(50, spec.remaining_tokens)
         finish = FinishReason.LENGTH if count == spec.remaining_tokens else None
@@ -193,7 +193,7 @@ async def test_a_client_that_does_not_read_holds_nothing_but_its_own_answer(
     text = json.dumps(body)
     reader, writer = await connect(gateway, head_of(f"Content-Length: {len(text)}") + text, SO_RCVBUF=4096)
     await until(lambda: len(cluster.submitted) == 48)
-    await until(lambda: len(gateway.server.ledger) == 0)  # all is generated; hardly anything was read
+    await until(lambda: len(gateway.server.ledger) == 0)  # everything is generated; the client has read almost nothing
     answers = await asyncio.gather(*(http.post(PATH, json=BODY) for _ in range(8)))
     assert [answer.status_code for answer in answers] == [200] * 8
     whole = b""

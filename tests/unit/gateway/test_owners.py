@@ -47,7 +47,7 @@ async def gateway(cluster: FakeCluster, key_file: str) -> AsyncIterator[RunningG
 
 
 async def begun(cluster: FakeCluster, gateway: RunningGateway, key: str, request_id: str) -> asyncio.Task[object]:
-    """A request of that key which waits for its first token."""
+    """A request with that API key that waits for its first token."""
     count = len(cluster.submitted)
 
     async def ask() -> object:

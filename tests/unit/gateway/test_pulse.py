@@ -1,4 +1,4 @@
-"""Health is not ok while no token is made: a probe asks for one, and leaves nothing behind."""
+"""Health fails while no token is generated: a probe requests one token, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_health_is_not_ok_while_no_token_is_decoded(
     assert (await http.get("/live")).status_code == 200
     cluster.script = counting_script
     await asyncio.sleep(pulse.ANSWER_S)
-    for spec in list(cluster.submitted):  # a probe that still waits is answered, and the next is
+    for spec in list(cluster.submitted):  # a waiting probe is answered, and so is the next
         if spec.key in cluster.held:
             await counting_script(cluster, spec)
     for _ in range(500):  # until its tokens have come
@@ -76,7 +76,7 @@ async def test_a_gateway_that_has_just_served_needs_no_probe_and_one_runs_at_a_t
     assert {answer.status_code for answer in answers} == {503}
     begun_s = time.monotonic()
     assert (await http.get("/health")).status_code == 503
-    assert time.monotonic() - begun_s < pulse.ANSWER_S / 2  # one that waits already is not waited for again
+    assert time.monotonic() - begun_s < pulse.ANSWER_S / 2  # a probe is already waiting, so health does not wait again
     assert len(cluster.submitted) == 2
 
 
@@ -102,7 +102,7 @@ async def test_a_probe_is_cancelled_and_counted_nowhere(cluster: FakeCluster, tm
 async def test_how_many_requests_are_open_is_known_without_a_walk_over_them(
     cluster: FakeCluster, gateway: RunningGateway, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked twice for each request that comes."""
+    """Each new request needs the count twice."""
 
     class Unwalked(dict[str, Answer]):
         def __iter__(self) -> NoReturn:
@@ -132,7 +132,7 @@ async def test_how_many_requests_are_open_is_known_without_a_walk_over_them(
 async def test_overload_is_not_ill_health(
     cluster: FakeCluster, gateway: RunningGateway, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers that come further with their work are proof; those that stand still, or have none, are not."""
+    """Progress of workers proves health; workers that stand still or have no work do not."""
     progress = 0
 
     async def ask() -> Works:
@@ -146,8 +146,8 @@ async def test_overload_is_not_ill_health(
         (True, True, 0.0, 200),
         (True, False, 0.0, 503),
         (False, True, 0.0, 503),
-        (True, False, 0.01, 503),  # it has made steps before, and hangs
-        (True, False, 0.01, 503),  # to the next probe, too
+        (True, False, 0.01, 503),  # it made steps before, and hangs
+        (True, False, 0.01, 503),  # the next probe sees the same
         (True, False, 60.0, 200),  # one long step
     ):
         await asyncio.sleep(pulse.ANSWER_S + pulse.FRESH_S)

@@ -1,4 +1,4 @@
-"""What Ray keeps to itself and `ray_private` relies on: each surface by name, so that a new Ray's change has one."""
+"""Ray's private API that `ray_private` relies on, checked by name, so that a failure names what a new Ray changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from alignedserve.errors import AlignedServeError
 from alignedserve.gateway.serve import ray_private, serve_ports
 
 ROOT = Path(__file__).parents[3]
-# What is called, or replaced by what takes the same: its parameters.
+# Parameters of the functions that we call, or replace by ones with the same parameters.
 CALLABLE = {
     "ray._private.node.Node.start_monitor": "self",
     "ray._private.node.Node.start_api_server": "self, include_dashboard, raise_on_failure",
@@ -32,6 +32,9 @@ CALLABLE = {
     "ray._common.utils.Timer.time": "self",
     "ray._raylet.CoreWorker.get_actor_id": "self",
     "ray.serve._private.replica.add_port_to_grpc_server": "server, address",
+    "ray.serve.context._get_global_client": "raise_if_no_controller_running",
+    "ray.serve._private.client.ServeControllerClient.get_serve_details": "self",
+    "ray.serve.delete": "name, _blocking",
     "ray.serve._private.grpc_util.gRPCGenericServer.__init__": "self, service_handler_factory, extra_options",
 }
 CONSTANT = {
@@ -45,7 +48,7 @@ CONSTANT = {
     "ray._private.worker.global_worker.actors": dict,
     "ray._private.services.ConsolePopen": type,
 }
-# Where Ray itself looks up, at each call, what is replaced or read: the words of its source.
+# Ray's source text that looks up, at each call, an attribute that we replace or read.
 SOURCE = {
     "ray._private.node.Node.start_head_processes": ["self.start_monitor(", "self.start_api_server("],
     "ray._private.node.Node.start_ray_processes": ["self.start_log_monitor("],
@@ -72,7 +75,7 @@ SOURCE = {
 
 
 def resolve(name: str) -> Any:
-    """What a dotted name stands for. Raises ImportError or AttributeError where a part of it is missing."""
+    """The object of a dotted name. Raises ImportError or AttributeError if a part of it is missing."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:

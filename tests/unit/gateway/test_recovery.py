@@ -1,4 +1,4 @@
-"""What a gateway does when something behind it dies: a stream goes on exactly where it was, or ends with an error."""
+"""What a gateway does when a process behind it dies: a stream continues exactly, or ends with an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def tokens(gateway: RunningGateway, **body: Any) -> list[list[int]]:
 
 
 async def until_lost(cluster: FakeCluster, spec: RequestSpec) -> None:
-    """In the first epoch some tokens and then a loss; afterwards the rest."""
+    """Some tokens and then a loss in the first epoch; the rest in the next."""
     if spec.key.epoch == 0:
         for token in COUNTED[:5]:
             cluster.emit(spec, [token])
@@ -254,7 +254,7 @@ async def test_a_broken_link_leaves_running_requests_alone(cluster: FakeCluster,
 async def test_a_request_that_no_process_has_is_submitted_again(
     cluster: FakeCluster, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch, delivered: int, noticed: str
 ) -> None:
-    """The scheduler has heard of its end, and the worker died before it could tell the gateway."""
+    """The scheduler knows that it ended, but the worker died before it could tell the gateway."""
     monkeypatch.setattr(ledger_module, "QUIET_S", 0.1)
     monkeypatch.setattr(ledger_module, "ASK_EVERY_S", 0.1 if noticed == "tick" else 1e9)
 
@@ -262,13 +262,13 @@ async def test_a_request_that_no_process_has_is_submitted_again(
         if spec.key.epoch:
             await counting_script(cluster, spec)
             return
-        if noticed in ("prefill", "decode"):  # its stream is there, and breaks
+        if noticed in ("prefill", "decode"):  # its stream is open, and breaks
             cluster.emit(spec, COUNTED[:1], role=noticed)
         if delivered:
             cluster.emit(spec, COUNTED[1:delivered] if spec.output_token_ids else COUNTED[:delivered])
         await asyncio.sleep(0.05)
         cluster.forget(spec.key)
-        if noticed == "link":  # what has begun to run since `hello` was not named there
+        if noticed == "link":  # a request that began to run after `hello` was not named in it
             gateway.server.ledger.resubmit()
         elif noticed != "tick":
             await cluster.break_workers()
@@ -308,7 +308,7 @@ async def test_what_waits_to_be_submitted_again_is_claimed(
     async def lose(cluster: FakeCluster, spec: RequestSpec) -> None:
         if spec.key.epoch < 2:
             cluster.lose(spec.key)
-        if spec.key.epoch == 1:  # the second time in a row: the next epoch waits
+        if spec.key.epoch == 1:  # the second loss in a row: the next epoch waits
             cluster.ask_whose(spec.key, RequestKey(spec.key.request_id, 3), RequestKey("unknown", 1))
         if spec.key.epoch == 2:
             cluster.ask_whose(RequestKey(spec.key.request_id, 1), spec.key)

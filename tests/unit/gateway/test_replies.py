@@ -36,7 +36,7 @@ async def client(gateway: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def sse(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[Any]:
-    """All events of a stream, parsed; "[DONE]" as it is."""
+    """All events of a stream, parsed, except "[DONE]"."""
     async with http.stream("POST", path, json={**body, "stream": True}) as answer:
         assert answer.status_code == 200, await answer.aread()
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -48,7 +48,7 @@ async def sse(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[
 
 
 def joined(events: list[Any], index: int = 0) -> str:
-    """The text of one choice of a completion's chunks."""
+    """The text of one choice in a completion's chunks."""
     return "".join(c["text"] for e in events if e != "[DONE]" for c in e["choices"] if c["index"] == index)
 
 

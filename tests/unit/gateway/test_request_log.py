@@ -1,4 +1,4 @@
-"""The request log: a line for every request that ended, whatever its end, and nothing of its text."""
+"""The request log: one line for every ended request, and nothing of its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a good request becomes: defaults, extensions, groups; models that lack something; the API's description."""
+"""How a valid request is read: defaults, extensions, groups, models that lack a feature, and the API's description."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ async def test_an_objective_for_the_wait_reaches_the_cluster_with_every_answer(
 
 
 def test_an_option_of_a_body_is_one_of_a_call_over_grpc_and_of_the_cluster() -> None:
-    """By its name: that is all that joins them."""
+    """Only the name connects them."""
     options = SamplingOptions.model_fields.keys()
     assert options <= {field.name for field in inf.GenerateRequest.DESCRIPTOR.fields}
     assert options <= {field.name for field in dataclasses.fields(SamplingParams)}
@@ -200,7 +200,7 @@ async def test_the_description_names_every_field_that_is_read(front: Front) -> N
 
 
 async def test_the_shipped_clients_types_fit_the_description(front: Front) -> None:
-    """What openai's own types call required is in our description of the reply."""
+    """Our description of the reply includes the fields that openai's types require."""
     document = (await front.client.get("/openapi.json")).json()
     required = {name for name, field in ChatCompletion.model_fields.items() if field.is_required()}
     assert required <= fields_of(document["components"]["schemas"]["ChatCompletion"])

@@ -1,4 +1,4 @@
-"""The HTTP API under schemathesis, from its own description: no 5xx, no hang, and answers are as described."""
+"""The HTTP API under schemathesis, from its own description: no 5xx, no hang, and answers match the description."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ TAME = {
 
 
 def serve(url: Future[str], stop: Future[None]) -> None:
-    """A gateway in front of a cluster that counts, in an event loop of its own."""
+    """A gateway in front of a counting cluster, in its own event loop."""
 
     async def run() -> None:
         async with FakeCluster() as cluster, running_gateway(cluster) as gateway:
@@ -81,7 +81,7 @@ def description() -> Iterator[Any]:
 
 
 def ask_everything(operation: Any, mode: GenerationMode) -> Counter[int]:
-    """Ask one operation EXAMPLES times, look at each answer, and count their statuses."""
+    """Call one operation EXAMPLES times, check each answer, and count the statuses."""
     seen: Counter[int] = Counter()
 
     @settings(
@@ -94,7 +94,7 @@ def ask_everything(operation: Any, mode: GenerationMode) -> Counter[int]:
     )
     @given(case=operation.as_strategy(generation_mode=mode), tame=st.booleans())
     def ask(case: Any, tame: bool) -> None:
-        if tame and isinstance(case.body, dict):  # what is asked for is there; how, is anything
+        if tame and isinstance(case.body, dict):  # the requested fields keep valid values; all others are arbitrary
             case.body |= {name: value for name, value in TAME.items() if name in case.body}
         answer = case.call(timeout=ANSWER_WITHIN_S)
         seen[answer.status_code] += 1

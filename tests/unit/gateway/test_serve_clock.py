@@ -1,4 +1,4 @@
-"""Ray Serve's health checks go on when the clock is set: in a process of its own, as in a worker of Ray."""
+"""Ray Serve's health checks continue after the clock is set; in its own process, as in a Ray worker."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ KEY = (("authorization", "Bearer sk-1"),)
 
 
 def echo(service_method: str, streaming_type: Any) -> Callable[..., Any]:
-    """A replica's handler: it says how large the message is."""
+    """A replica's handler: it returns the size of the message."""
 
     async def one(request: Any, context: Any) -> bytes:
         return inf.GenerateResponse(model=str(request.ByteSize())).SerializeToString()

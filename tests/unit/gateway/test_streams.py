@@ -21,14 +21,14 @@ CALLS = 300
 
 
 def test_a_connection_carries_what_the_gateways_take_and_little_more() -> None:
-    """It carried as many as HAProxy has connections, so that three clients could take them all."""
+    """Once, it allowed as many streams as HAProxy has connections, so that three clients could take them all."""
     one, three = Config(), from_tree({"gateway": {"replicas": 2, "max_replicas": 3, "max_queue": 100}})
     assert haproxy.streams(one) == one.gateway.max_queue + haproxy.SPARE_STREAMS
     assert haproxy.streams(three) == 300 + haproxy.SPARE_STREAMS
 
 
 async def most_streams(port: int) -> int:
-    """What HAProxy tells a client at first."""
+    """The stream limit that HAProxy announces to a client."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
     connection.initiate_connection()

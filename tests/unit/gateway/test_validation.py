@@ -1,4 +1,4 @@
-"""Every limit of the HTTP API: bad input gets OpenAI's error object, names the field, and submits nothing."""
+"""Every limit of the HTTP API: bad input gets OpenAI's error object, which names the field, and submits nothing."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ async def test_a_body_that_grows_over_the_limit_is_refused(front: Front) -> None
 
     answer = await front.client.post(COMPLETIONS, content=endless())
     assert answer.status_code == 413
-    assert sent <= 12  # as much again is read and forgotten, so that a client that sends a little more is answered
+    assert sent <= 12  # as much again is discarded, so that a slightly larger body still gets its answer
 
 
 async def test_unknown_paths_and_methods_get_error_objects(front: Front) -> None:
@@ -313,7 +313,7 @@ async def test_unknown_paths_and_methods_get_error_objects(front: Front) -> None
     ],
 )
 def test_a_body_with_very_many_mistakes_becomes_few_errors(kind: type[BaseModel], body: dict[str, Any]) -> None:
-    """Each is built before the first is shown."""
+    """All errors are built before the first is shown."""
     with pytest.raises(ValidationError) as errors:
         kind.model_validate(body)
     assert errors.value.error_count() <= 2

@@ -1,4 +1,4 @@
-"""A request's next epoch takes over what an older one committed, in one step that no late word undoes."""
+"""A request's next epoch adopts what an older epoch committed, in one step that late messages cannot undo."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_new_epoch_adopts_what_an_older_one_committed(pool: KvPool) -> None:
     pool.commit(PREFILL, A, 11, blocks[:3])
     (adopted,), _ = pool.adopt([(newer, 100)])
     assert (adopted.key, adopted.kv_tokens, list(adopted.block_ids)) == (newer, 11, blocks[:3])
-    pool.release([A])  # the older epoch's word does not free it any more, nor does it change it
+    pool.release([A])  # messages of the older epoch neither free nor change it
     with pytest.raises(StaleError):
         pool.commit(PREFILL, A, 12, blocks[:4])
     assert pool.adopt([(newer, 100)])[0] == [adopted]  # asked again
@@ -73,7 +73,7 @@ def test_there_is_nothing_to_adopt_of_a_request_that_ended_or_was_never_here(poo
 
 
 def test_what_a_shard_holds_of_an_epoch_before_the_last_is_not_adopted(pool: KvPool) -> None:
-    """It heard nothing of the one between, whose tokens may be others than the older one went on with."""
+    """The shard missed the epoch between, whose tokens may differ from those that it holds."""
     pool.commit(PREFILL, A, 12, leased(pool, PREFILL, 3))
     assert pool.adopt([(RequestKey("a", 2), 14)])[0] == [Holding(RequestKey("a", 2), 0, ())]
     assert pool.counts().requests == pool.counts().owned == 0

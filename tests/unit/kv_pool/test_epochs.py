@@ -1,4 +1,4 @@
-"""What the pool remembers of requests that are over: the newest epoch, for a while, and not for ever."""
+"""What the pool remembers of ended requests: the newest epoch, for a limited time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A standing lease: blocks at hand without a call, and what a broken link does to them."""
+"""A standing lease: blocks at hand without a call, and how a broken link affects them."""
 
 from __future__ import annotations
 

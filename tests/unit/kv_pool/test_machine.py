@@ -1,4 +1,4 @@
-"""The KV pool beside a model: leases, commits, epochs, shares, lost writers and dead pool processes in any order."""
+"""The KV pool beside a model: leases, commits, epochs, sharing, lost writers and dead pool processes in any order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.machines import machine_settings
 
 GEOMETRY = KvGeometry("random", "float32", 2, 2, 8, 4)
 CAPACITY = 14
-REGION = SPARE_BYTES + 2048  # the journal is written anew every few dozen records
+REGION = SPARE_BYTES + 2048  # the journal is rewritten every few dozen records
 
 WRITERS = st.builds(WriterKey, st.sampled_from(("prefill", "decode")), st.just("w"), st.integers(1, 2))
 KEYS = st.builds(RequestKey, st.sampled_from("abc"), st.integers(0, 2))
@@ -31,11 +31,11 @@ class Holding:
     epoch: int
     kv_tokens: int
     blocks: tuple[int, ...]
-    payload: bytes | None  # None: it cannot be gone on with
+    payload: bytes | None  # None: the request cannot be continued from it
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """`lost`: leases in quarantine. `released` and `ended` are what a pool process remembers, and its successor not."""
+    """`lost`: leases in quarantine. `released` and `ended`: known to a pool process, but not to its successor."""
 
     @initialize(reserve=st.integers(0, 4))
     def start(self, reserve: int) -> None:
@@ -60,11 +60,11 @@ class PoolMachine(RuleBasedStateMachine):
         return set(range(CAPACITY)) - held - {block for blocks in set_aside for block in blocks}
 
     def void(self, writer: WriterKey) -> bool:
-        """What a writer says that was declared lost or dead is refused."""
+        """Whether messages of the writer are refused, because it was declared lost or dead."""
         return writer in self.lost or writer.incarnation <= self.ended.get((writer.role, writer.id), -1)
 
     def take(self, grants: list[Grant]) -> None:
-        """Take in what was granted: free blocks, to those that want some, as far as they may."""
+        """Apply grants: they contain free blocks, for writers that wait, within their limits."""
         for grant in grants:
             kept_back = 0 if grant.writer.role in RESERVE_ROLES else self.reserve
             free = self.free()
@@ -138,7 +138,7 @@ class PoolMachine(RuleBasedStateMachine):
         *,
         claim: bool,
     ) -> None:
-        """Blocks that it holds, blocks that another of its group holds, blocks of the lease; `claim` what it keeps."""
+        """Commit the request's own, shared and leased blocks; `claim`: state how many of its own blocks it keeps."""
         before = self.holdings.get(key.request_id)
         own = () if before is None else before.blocks
         base = self.holdings.get(share.request_id) if share is not None else None
@@ -179,7 +179,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS, most_tokens=st.integers(1, 30))
     def adopt(self, key: RequestKey, most_tokens: int) -> None:
-        """An epoch takes over what the one before it has, at most so much of it; of older ones it takes nothing."""
+        """An epoch adopts at most `most_tokens` from the previous epoch, and nothing from older ones."""
         before = self.holdings.get(key.request_id)
         (found,), grants = self.pool.adopt([(key, most_tokens)], lambda payload: payload + b"n")
         if before is None or before.epoch > key.epoch or self.released.get(key.request_id, -1) >= key.epoch:
@@ -231,7 +231,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def succeed(self) -> None:
-        """The pool's process is killed; its successor finds the table."""
+        """The pool's process is killed; its successor reads the table."""
         self.open_pool()
 
     # what must hold
@@ -258,7 +258,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert (writers | self.wants.keys()) <= set(self.pool.writers())  # deaths of these must be reported
 
     def teardown(self) -> None:
-        """Requests end and writers die: everything is free."""
+        """All requests end and all writers die: everything is free."""
         if not hasattr(self, "pool"):
             return
         for request_id in "abc":

@@ -1,4 +1,4 @@
-"""What is stored beside the KV: in pages of the segment, for the next epoch and for a successor of the process."""
+"""Payloads beside the KV: in pages of the segment, for the next epoch and for a successor of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The KV pool's rules: leases, commits, epochs, lost writers; and what its successor knows."""
+"""The KV pool's rules: leases, commits, epochs and lost writers, and what its successor knows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_new_commit_replaces_the_old_one_and_frees_what_it_leaves_out(pool: Kv
     blocks = leased(pool, PREFILL, 3)
     pool.commit(PREFILL, A, 10, blocks)
     more = leased(pool, DECODE, 2)
-    pool.commit(DECODE, A, 14, [*blocks[:2], *more])  # the last, partly filled block was written anew
+    pool.commit(DECODE, A, 14, [*blocks[:2], *more])  # the last, partly filled block was rewritten
     assert pool.counts().owned == 4
     assert pool.holding("a").block_ids == (*blocks[:2], *more)  # type: ignore[union-attr]
     pool.commit(DECODE, A, 14, [*blocks[:2], *more])  # said twice
@@ -111,7 +111,7 @@ def test_a_copy_that_has_grown_since_is_not_dropped(pool: KvPool) -> None:
     assert holding.kv_tokens == 8
     pool.drop([(A, 8)])
     assert pool.holding("a") is None
-    pool.commit(OTHER, A, 4, leased(pool, OTHER, 1))  # a request whose copy was dropped may come back
+    pool.commit(OTHER, A, 4, leased(pool, OTHER, 1))  # a request whose copy was dropped may return
     pool.check_integrity()
 
 
@@ -286,7 +286,7 @@ class Traffic:
                 grants = self.commit(pool, writer, hand)
             elif action == "bad":
                 pool.commit(writer, self.key(), 4, self.draw.sample(range(CAPACITY), 1), self.key())
-                raise AssertionError  # replaced below where it was allowed by chance
+                raise AssertionError  # replaced below if the call happened to be allowed
             elif action == "release":
                 grants = pool.release([self.key()])
             elif action == "fail":
@@ -301,7 +301,7 @@ class Traffic:
             self.at_hand.setdefault(grant.writer, []).extend(grant.block_ids)
 
     def key(self) -> RequestKey:
-        self.keys += 1  # epochs grow: what was released does not come back
+        self.keys += 1  # epochs grow: a released epoch does not return
         return RequestKey(f"r{self.draw.randrange(6)}", self.keys // 12 + self.draw.choice([0, 0, 0, 1, 2]))
 
     def commit(self, pool: KvPool, writer: WriterKey, hand: list[int]) -> list[Grant]:
@@ -327,7 +327,7 @@ class Traffic:
         return pool.writer_dead(self.lost.pop()) if self.draw.random() < 0.7 else []
 
     def resynchronise(self, pool: KvPool) -> None:
-        """A commit made by guess may have used blocks at hand."""
+        """A commit with guessed blocks may have used some at hand."""
         held = {block for holding in pool.inventory() for block in holding.block_ids}
         for hand in self.at_hand.values():
             hand[:] = [block for block in hand if block not in held]

@@ -105,7 +105,7 @@ async def test_no_other_writer_is_given_its_blocks_before_it_is_dead(pool: Pool)
     rest = await asyncio.wait_for(other.take(BLOCKS - LEASED), 10.0)
     assert not set(rest) & set(in_doubt)
     waiting = asyncio.create_task(other.take(LEASED))
-    await asyncio.sleep(0.3)  # by now the stopped one, awake, has tried to come back
+    await asyncio.sleep(0.3)  # the stopped process, awake again, has tried to return by now
     assert not waiting.done()
     await pool.view(peer(OTHER))
     assert sorted(await asyncio.wait_for(waiting, 10.0)) == sorted(in_doubt)
@@ -203,7 +203,7 @@ async def test_blocks_that_come_in_the_moment_in_which_their_wait_is_given_up_st
     writer, taken = await writer_with_lease(pool, OTHER)
     waiting = asyncio.create_task(writer.take(LEASED))
     await asyncio.sleep(0)
-    writer.give(taken)  # serves the one that waits
+    writer.give(taken)  # serves the waiting call
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

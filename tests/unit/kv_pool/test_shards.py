@@ -85,7 +85,7 @@ class Shard:
 
 @dataclass(slots=True)
 class Cell:
-    """A shard on each of two nodes, and a worker on the first."""
+    """Two nodes with a shard each, and a worker on the first."""
 
     folder: Path
     agents: dict[str, SegmentServer] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The allocation table: what a process that was killed at any moment leaves behind."""
+"""The allocation table: what a process killed at any moment leaves behind."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_record_is_there_whole_or_not_at_all_wherever_its_writer_was_killed() 
     table.append(RECORDS[2])
     after = bytes(area)
     changed = [at for at in range(0, len(after), 8) if image[at : at + 8] != after[at : at + 8]]
-    visible = changed.pop(0)  # the word of length and checksum lies in front of the record, and is written last
+    visible = changed.pop(0)  # the word with length and checksum precedes the record, and is written last
     for at in [*changed, visible]:
         assert open_table(memoryview(bytearray(image))).state() == before
         image[at : at + 8] = after[at : at + 8]

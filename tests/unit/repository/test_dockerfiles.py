@@ -1,4 +1,4 @@
-"""The images' recipes, without a container engine: what they copy is there, they install as the README says."""
+"""The images' recipes, without a container engine: the copied files exist, and they install as in the README."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Step:
 
 
 def steps(file: Path) -> list[Step]:
-    """The instructions in order, continued lines joined, comments left out."""
+    """The instructions in order, with continued lines joined and comments removed."""
     text = "\n".join(line for line in file.read_text().splitlines() if not line.lstrip().startswith("#"))
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
     return [Step(*line.split(" ", 1)) for line in lines if line.strip()]
@@ -46,7 +46,7 @@ def stages(file: Path) -> list[list[Step]]:
 
 
 def ignored(name: str) -> bool:
-    """As Docker reads .dockerignore: the last pattern that matches a path, or a folder above it, decides."""
+    """As Docker reads .dockerignore: the last pattern that matches a path or a parent folder decides."""
     decided = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         if not line or line.startswith("#"):
@@ -68,7 +68,7 @@ def tracked() -> list[str]:
 
 
 def readme_installs() -> list[str]:
-    """The pip lines of the README's blocks, in order."""
+    """The pip commands of the README's blocks, in order."""
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line.startswith("pip install -c")]
 
@@ -111,7 +111,7 @@ def test_the_final_image_has_no_build_of_its_own(file: Path) -> None:
     if "apt-get" in runs:
         assert "--no-install-recommends" in runs
         assert "rm -rf /var/lib/apt/lists/*" in runs
-        # Triton's launcher; nothing else is compiled in a container.
+        # For Triton's launcher; nothing else is compiled in a container.
         assert re.search(r"--no-install-recommends ([^&]+)&&", runs)[1].split() == ["gcc", "libc6-dev"]  # type: ignore[index]
     assert "PIP_NO_CACHE_DIR=1" in " ".join(step.rest for step in stages(file)[0] if step.word == "ENV")
 
@@ -140,7 +140,7 @@ def test_what_the_package_is_built_from_is_sent_and_nothing_else() -> None:
 
 
 def packages() -> set[str]:
-    """The component folders, as setup.py has them."""
+    """The component folders according to setup.py."""
     block = re.search(r"COMPONENTS = \{(.*?)\}", (ROOT / "setup.py").read_text(), flags=re.DOTALL)
     assert block is not None
     return {value.split("/")[0] for value in re.findall(r': "([^"]+)"', block[1])}

@@ -22,8 +22,8 @@ FETCHES = {"script": "src", "img": "src", "iframe": "src", "source": "src", "lin
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh build. A warning fails it: of a page outside the nav, of a link or an anchor that leads nowhere."""
-    # Not --quiet: with it mkdocs counts no warnings.
+    """A fresh build. Warnings fail it: pages outside the nav, broken links and anchors."""
+    # Not --quiet: mkdocs would count no warnings.
     folder = tmp_path_factory.mktemp("site")
     subprocess.run([ROOT / "tools/pkgview.sh"], check=True)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
@@ -44,7 +44,7 @@ def test_the_site_builds_and_holds_every_page(site: Path) -> None:
 
 
 class Fetched(HTMLParser):
-    """Addresses that a browser fetches on its own when it shows a page."""
+    """Addresses that a browser fetches on its own to show a page."""
 
     def __init__(self) -> None:
         super().__init__()

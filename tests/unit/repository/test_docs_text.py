@@ -1,4 +1,4 @@
-"""What the documentation names is there: commands parse, configuration keys, files, make targets and extras exist."""
+"""What the documentation names exists: commands parse; configuration keys, files, make targets and extras are real."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from alignedserve.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md"))]
-# A decision or a measurement is of its day: what it names may have gone since.
+# Decisions and measurements are dated: what they name may have gone since.
 LASTING = [page for page in PAGES if page.parent.name not in ("adr", "measurements")]
 SHELLS = ("bash", "sh", "shell", "console")
 BETWEEN = {"|", "||", "&&", "&", ";", "(", ")", "--"}  # the last one: of `kubectl exec`
@@ -37,14 +37,14 @@ def blocks(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def inline(page: Path) -> list[str]:
-    """Every `code` of a page outside of its blocks."""
+    """Every inline `code` of a page."""
     text = page.read_text(encoding="utf-8")
     text = re.sub(r"^( *)```.*?^\1```", "", text, flags=re.DOTALL | re.MULTILINE)
     return [" ".join(found.split()) for found in re.findall(r"`([^`]+)`", text)]
 
 
 def shell_lines(page: Path) -> Iterator[str]:
-    """Every command line of a page's shell blocks, without comments, continued lines joined."""
+    """Every command line of a page's shell blocks, without comments and with continued lines joined."""
     for language, text in blocks(page):
         if language in SHELLS:
             for line in text.replace("\\\n", " ").splitlines():
@@ -52,7 +52,7 @@ def shell_lines(page: Path) -> Iterator[str]:
 
 
 def words(line: str) -> list[list[str]]:
-    """The commands of a line, each as its words."""
+    """The commands of a line, each split into words."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     commands: list[list[str]] = [[]]
@@ -65,10 +65,10 @@ def words(line: str) -> list[list[str]]:
 
 
 def command_lines() -> list[tuple[str, list[str]]]:
-    """`(page, arguments)` of every `alignedserve` command line of the documentation, in blocks and in sentences."""
+    """`(page, arguments)` of every `alignedserve` command in the documentation, in blocks and in sentences."""
     found = []
     for page in PAGES:
-        # In a sentence `alignedserve profile` is the command's name, whatever it needs.
+        # In a sentence, `alignedserve profile` names the command, without its required arguments.
         sentences = (text for text in inline(page) if re.match(r"(?:.* -- )?alignedserve [a-z]+ ", text))
         lines = [*shell_lines(page), *sentences]
         for line in lines:
@@ -83,7 +83,7 @@ def command_lines() -> list[tuple[str, list[str]]]:
 
 
 def complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command's own parser has against the arguments; empty: nothing."""
+    """The error of the command's own parser for the arguments; empty if there is none."""
     try:
         options = parse(arguments)
         if options.command in ("serve", "config", "doctor", "profile"):
@@ -135,7 +135,7 @@ def test_keys_of_yaml_examples_and_of_variables_exist() -> None:
                 found = [".".join(pair).lower() for pair in re.findall(r"ALIGNEDSERVE_([A-Z_]+?)__([A-Z_]+)=", text)]
             elif language == "yaml":
                 sections = yaml.safe_load(text)
-                if sections.keys() <= SECTIONS.keys():  # else it is of Ray Serve, or of Kubernetes
+                if sections.keys() <= SECTIONS.keys():  # other YAML is for Ray Serve or Kubernetes
                     found = [f"{name}.{key}" for name, keys in sections.items() for key in keys]
             looked_at += len(found)
             unknown += [f"{name_of(page)}: {key}" for key in found if key not in known_keys()]

@@ -1,4 +1,4 @@
-"""benchmarks/gpu: what the suite declares, how it keeps what was found, and each group's logic at toy size on a CPU."""
+"""benchmarks/gpu: the suite's declaration, how it keeps its results, and each group's logic at toy size on a CPU."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_group_that_crashes_or_hangs_takes_nothing_from_the_others(tmp_path: P
     status = {name: ended["status"] for name, ended in ran.ended.items()}
     assert status == {"sound": "ok", "crashes": "failed", "hangs": "out of time", "late": "ok"}
     assert limits_s["hangs"] == 2.0
-    assert 40.0 < limits_s["late"] < 58.0  # its own 30 s, and what the others left of theirs
+    assert 40.0 < limits_s["late"] < 58.0  # its own 30 s, and the time that the other groups left
     kept = json.loads((tmp_path / "results.json").read_text())["groups"]
     assert all(group["records"][0]["figure"] == "before" for group in kept.values())
     assert {file.name for file in tmp_path.iterdir()} == {"work", "results.json", "table.md", "logs.txt"}
@@ -198,7 +198,7 @@ def test_idle_time_is_what_lies_between_iterations_not_within_them() -> None:
         events.append(event("user_annotation", host, 5.0, name=STEP))
         events.append(event("gpu_user_annotation", device, 40.0, name=STEP))
         events.append(event("cuda_runtime", host + 1.0, 1.0, step, name="cudaGraphLaunch"))
-        # Two kernels of one graph, 4 apart; the last ends 10 before the next iteration's first begins.
+        # Two kernels of one graph, 4 apart; the last one ends 10 before the next iteration's first.
         events += [event("kernel", device, 16.0, step), event("kernel", device + 20.0, 20.0, step)]
     events.append(event("kernel", 5.0, 1.0, 99))  # of no launch
     idle = idle_of(events)

@@ -1,4 +1,4 @@
-"""A real vLLM run, and what the simulator makes of the same arrivals with measured kernel times and nothing fitted."""
+"""A real vLLM run against the simulator with the same arrivals, measured kernel times and nothing fitted."""
 
 import importlib.util
 import sys

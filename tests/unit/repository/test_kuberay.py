@@ -1,4 +1,4 @@
-"""The manifests of deploy/kuberay: they fit the schemas, what they name is there, and the figures in them add up."""
+"""The manifests of deploy/kuberay: they fit the schemas, what they name exists, and their figures add up."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from support.requirements import need
 
 GUIDE = Path(__file__).parents[3] / "docs/deploying/kuberay.md"
 MIB = 1 << 20
-RAY_AND_SERVE_BYTES = 1212 * MIB  # of one node with a gateway, resident, as measured (ADR 43)
-ROLE_BYTES = 386 * MIB  # of a process that has torch and transformers imported, the same
+RAY_AND_SERVE_BYTES = 1212 * MIB  # resident memory of one node with a gateway, as measured (ADR 43)
+ROLE_BYTES = 386 * MIB  # of a process that has imported torch and transformers, as measured (ADR 43)
 SETTLE_S = 5  # until clients are sent elsewhere
-ASKING_S = 7  # what wait-idle takes beyond its timeout: its start, and a question under way
+ASKING_S = 7  # of wait-idle beyond its timeout: its start, and a query that is under way
 DRAIN_STARTS_S = 2  # until Serve has seen that a node is drained
-RAY_ENDS_S = 15  # what Ray takes to end its processes: two seconds each, one after the other
+RAY_ENDS_S = 15  # Ray's time to end its processes: two seconds each, one after the other
 H100_BYTES = 80 * GIB
-QWEN3_8B = ModelInfo(  # of its config.json and its weights' index
+QWEN3_8B = ModelInfo(  # from its config.json and its weights' index
     name="qwen3-8b",
     path="/models/Qwen3-8B",
     model_type="qwen3",
@@ -66,7 +66,7 @@ def workers(variant: str) -> list[RayPods]:
 
 
 def pod_specs(variant: str) -> Iterator[tuple[str, dict[str, str], Manifest]]:
-    """Name, labels and spec of everything that runs."""
+    """Name, labels and pod spec of every workload."""
     for pods in kuberay.ray_pods(variant):
         yield pods.group, pods.labels, pods.spec
     for entry in of_kind(kuberay.manifests(variant), "StatefulSet"):
@@ -122,7 +122,7 @@ def test_serve_listens_on_the_ports_of_the_containers(variant: str) -> None:
         assert ports["serve"] == config["http_options"]["port"] == 8000
         assert pods.is_head or ports["grpc"] == config["grpc_options"]["port"]
     (head,) = (pods for pods in kuberay.ray_pods(variant) if pods.is_head)
-    # KubeRay makes its services of the head's: without these names it makes none, or cannot deploy.
+    # KubeRay derives its services from the head's ports: without these names, it makes none or cannot deploy.
     assert {"gcs-server", "dashboard", "serve", "metrics"} <= ports_of(head.spec).keys()
     assert config["http_options"]["host"] == "0.0.0.0"
 
@@ -172,7 +172,7 @@ def test_probes_ask_ports_that_the_container_has_and_mean_the_pod(variant: str) 
         ports = ports_of(pods.spec)
         ready, alive = (pods.container[name]["httpGet"] for name in ("readinessProbe", "livenessProbe"))
         assert {ready["port"], alive["port"]} <= ports.keys()
-        # The head is to be ready before there is an application; a worker, when clients may be sent to it.
+        # The head must be ready before an application exists; a worker, once clients may be sent to it.
         assert (ready["port"], ready["path"]) == (("agent", "/api/healthz") if pods.is_head else ("serve", "/health"))
         assert (alive["port"], alive["path"]) == ("agent", "/api/healthz")
         assert ports["agent"] == int(pods.params.get("dashboard-agent-listen-port", 52365))
@@ -216,7 +216,7 @@ def test_redis_takes_the_shells_place_and_has_its_password_from_standard_input(t
 
 
 def references(spec: Manifest) -> Iterator[tuple[str, str, str]]:
-    """`(name, kind, key)` of what a pod takes from elsewhere."""
+    """`(name, kind, key)` of everything that a pod refers to."""
     for volume in spec.get("volumes", ()):
         if "configMap" in volume:
             yield volume["configMap"]["name"], "configMap", ""
@@ -294,7 +294,7 @@ def test_the_memory_limit_covers_the_pool_and_everything_beside_it(variant: str)
         others = shm + RAY_AND_SERVE_BYTES + (instances + 3) * ROLE_BYTES  # pool, scheduler, agent, supervisor
         free = pods.memory_bytes - others
         if config.cluster.device == "cuda":
-            # While weights are read, each instance has them in host memory too.
+            # While weights are read, each instance also has them in host memory.
             free -= instances * QWEN3_8B.weight_bytes
             sides = [("prefill", config.cluster.prefill), ("decode", config.cluster.decode)]
             devices = [
@@ -350,7 +350,7 @@ def test_pods_are_given_the_time_that_requests_have(variant: str) -> None:
         (_, _, script) = pods.container["lifecycle"]["preStop"]["exec"]["command"]
         assert script == f"sleep {SETTLE_S}; alignedserve wait-idle --timeout {config.gateway.drain_s:g}"
         grace_s = pods.spec["terminationGracePeriodSeconds"]
-        # Ray uses the whole of it: our roles are actors that stay, so the node does not become idle.
+        # Ray uses all of it: our roles are actors that stay, so the node does not become idle.
         drained_s = float(kuberay.environment(variant)["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
         assert grace_s >= SETTLE_S + config.gateway.drain_s + ASKING_S + drained_s + RAY_ENDS_S
         assert grace_s > ends_s
@@ -470,7 +470,7 @@ def test_a_pod_without_gpus_announces_none_though_its_image_could_see_the_nodes(
     for pods in kuberay.ray_pods(variant):
         if pods.container["image"].endswith("-cuda") and "nvidia.com/gpu" not in pods.container["resources"]["limits"]:
             assert pods.params["num-gpus"] == "0"
-            # Where NVIDIA's runtime is the default one, the image's own "all" would show it every GPU of the node.
+            # Where NVIDIA's runtime is the default, the image's own "all" would expose every GPU of the node.
             assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"} in pods.container["env"]
 
 
@@ -482,6 +482,6 @@ def test_every_worker_has_a_gateway_and_so_a_proxy(variant: str) -> None:
     (application,) = kuberay.serve_config(variant)["applications"]
     (gateway,) = (entry for entry in application["deployments"] if entry["name"] == "Gateway")
     if configuration(variant).gateway.replicas == 1:
-        assert gateway["max_replicas_per_node"] == 2  # in an update the new one is up before the old one ends
-    else:  # two on the first worker that comes up would leave another without; nor is there room for more in an update
+        assert gateway["max_replicas_per_node"] == 2  # during an update, the new gateway is up before the old one ends
+    else:  # two on the first worker would leave another without one; and an update has no room for more
         assert (gateway["max_replicas_per_node"], gateway["max_surge_percent"]) == (1, 0)

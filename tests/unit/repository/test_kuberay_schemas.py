@@ -1,6 +1,6 @@
-"""Every manifest fits the schema of its kind, and a field that the schema does not know is an error.
+"""Every manifest fits the schema of its kind, and unknown fields are errors.
 
-Kubernetes itself drops unknown fields of custom resources without a word: a misspelt one would be none.
+Kubernetes itself silently drops unknown fields of custom resources, so a misspelt field would have no effect.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPEN = ("additionalProperties", "x-kubernetes-preserve-unknown-fields", "x-kuber
 needs_definition = needs("" if DEFINITION.is_file() else f"there is no {DEFINITION} (ALIGNEDSERVE_SCHEMAS)")
 each_variant = pytest.mark.parametrize("variant", kuberay.VARIANTS)
 
-# Of the Prometheus operator's resources, the fields that are used here.
+# The fields of the Prometheus operator's resources that are used here.
 MONITORS: dict[str, dict[str, set[str]]] = {
     "ServiceMonitor": {"spec": {"selector", "endpoints"}, "endpoints": {"port", "path", "interval", "honorLabels"}},
     "PodMonitor": {
@@ -40,7 +40,7 @@ MONITORS: dict[str, dict[str, set[str]]] = {
 
 @functools.cache
 def ray_service_schema() -> dict[str, Any]:
-    """The definition's, as JSON schema: an object has no other properties than those that it lists."""
+    """The definition as a JSON schema that allows no undeclared properties."""
     definition = yaml.safe_load(DEFINITION.read_text(encoding="utf-8"))
     (version,) = (v for v in definition["spec"]["versions"] if v["name"] == "v1")
     schema: dict[str, Any] = version["schema"]["openAPIV3Schema"]
@@ -68,7 +68,7 @@ def problems(manifest: Manifest) -> list[str]:
 
 
 def doubles(value: Any, schema: Any, where: str) -> Iterator[str]:
-    """Lists that are maps (x-kubernetes-list-type) with the same key twice, which an API server refuses."""
+    """Duplicate keys in lists that are maps (x-kubernetes-list-type), which an API server refuses."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from doubles(inner, schema.get("properties", {}).get(key, {}), f"{where}.{key}")

@@ -1,4 +1,4 @@
-"""The cluster's log against its simulation: what is compared, and a log replayed on the cluster's stores."""
+"""The cluster's log against its simulation: what is compared, and a replay of a log on the cluster's stores."""
 
 from __future__ import annotations
 

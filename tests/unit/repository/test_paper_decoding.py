@@ -1,4 +1,4 @@
-"""benchmarks/paper/figure01.py and figure03.py: by the cost model's own figures, and on the engine at small sizes."""
+"""benchmarks/paper/figure01.py and figure03.py: with the cost model's own figures, and on the engine at small sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def report(capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> st
 
 
 def cells(text: str, first: str) -> list[list[str]]:
-    """Of the rows whose first cell is this, without it."""
+    """The other cells of each row whose first cell is `first`."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return [row[1:] for row in rows if row[0] == first]
 

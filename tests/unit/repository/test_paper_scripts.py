@@ -1,4 +1,4 @@
-"""benchmarks/paper: what the scripts share, and the quick path of each on small data of its own."""
+"""benchmarks/paper: what the scripts share, and the quick path of each on small data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def script(name: str) -> ModuleType:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A folder as the scripts want it, a few rows a file."""
+    """A data folder for the scripts, with a few rows in each file."""
     rng = random.Random(1)
     folder = tmp_path / "data"
     (folder / "lengths").mkdir(parents=True)
@@ -70,7 +70,7 @@ def report(capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> st
 
 
 def rows_of(text: str, first: str) -> list[dict[str, str]]:
-    """Of the first table whose first column is headed `first`, by the names of the columns."""
+    """Rows of the first table whose first column is headed `first`, by column name."""
     lines = text.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(f"| {first}"))
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:]]
@@ -89,7 +89,7 @@ def figure(cell: str) -> float:
 
 
 def simulated(source: str, policy: str, prefill: int, seed: int, **mode: object) -> dict[str, float]:
-    """Straight from the simulator, everything at time zero."""
+    """Directly from the simulator, with all arrivals at time zero."""
     plan = Plan(
         trace=read_trace(source),
         candidates=(ComparedPolicy.of(policy, {}, None),),

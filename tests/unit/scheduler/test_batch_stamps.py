@@ -1,4 +1,4 @@
-"""When each range of lengths last yielded a batch, against a plain list of all that did; and what that decides."""
+"""When each range of lengths last yielded a batch, against a plain list of all batches; and what this decides."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -109,7 +109,7 @@ def test_a_range_whose_batch_was_not_sent_does_not_keep_an_equally_dense_one_fro
 
 
 def test_a_denser_range_goes_before_one_that_has_not_yielded_for_longer():
-    """The stamp breaks ties only; what is old goes first by its own waiting time, as the seed of a batch."""
+    """The stamp only breaks ties. Old requests take priority by their own waiting time, as the seed of a batch."""
     waiting = policy()
     for number in range(5):
         waiting.insert(entry(f"short-{number}", 3))

@@ -1,4 +1,4 @@
-"""No policy learns how long an answer will be: neither by what it is declared to receive, nor by what it receives."""
+"""No policy learns the length of an answer, neither from declared nor from received values."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from alignedserve.simulator.workload import Arrival, Workload
 from alignedserve.testing.linear_cost import LinearStepCost
 from support.small_cell import Request, Shape, SmallCell
 
-PROMPT, ANSWER = 200, 37  # tokens: nothing in the cell is as many as an answer, no KV as long as both together
+PROMPT, ANSWER = 200, 37  # tokens: no other number in the cell equals an answer's length, no KV equals both together
 TELLING = ("output", "answer", "final", "remaining")
-LONGEST = 300, 60  # prompt and answer of the longest request: colocated systems are told a rounded sum of them
-BLOCKS = 30  # fewer than an answer has tokens: no id of a block is as large
+LONGEST = 300, 60  # the longest request's prompt and answer: colocated systems are told a rounded sum of both
+BLOCKS = 30  # fewer than an answer's tokens, so that no block id equals them
 CONTRACTS = [BatchPolicy, InstanceScheduler]
 COLOCATED = [name for name, system in SYSTEMS.items() if system.topology is Topology.COLOCATED]
 BLIND = [name for name, system in SYSTEMS.items() if system.topology is Topology.DISAGGREGATED and name != "oracle"]
 
 
 def declared(contract: type) -> Iterator[tuple[str, object]]:
-    """Name and type of every argument of every method, and of the fields of those that are dataclasses."""
+    """Name and type of every argument of every method, and of the fields of dataclasses among them."""
     to_visit: list[tuple[str, object]] = []
     for _, method in inspect.getmembers(contract, inspect.isfunction):
         to_visit += typing.get_type_hints(method).items()
@@ -48,7 +48,7 @@ def declared(contract: type) -> Iterator[tuple[str, object]]:
 @pytest.mark.parametrize("contract", CONTRACTS)
 def test_no_argument_is_called_after_the_length_of_an_answer(contract: type) -> None:
     found = list(declared(contract))
-    assert any(name == "kv_tokens" or name == "tokens" for name, _ in found)  # it does look into what is passed
+    assert any(name == "kv_tokens" or name == "tokens" for name, _ in found)  # the check does see the arguments
     assert not [name for name, _ in found if any(word in name for word in TELLING)]
 
 
@@ -58,7 +58,7 @@ def test_only_an_oracle_is_told() -> None:
 
 
 def reachable(objects: list[object]) -> Iterator[object]:
-    """Everything that these hold, but for classes, modules and functions."""
+    """Everything reachable from these objects, except classes, modules and functions."""
     seen: set[int] = set()
     to_visit = list(objects)
     while to_visit:
@@ -85,7 +85,7 @@ def test_nothing_that_a_policy_receives_holds_the_length_of_the_answer(name: str
     assert all(request.tokens == ANSWER for request in cell.requests.values())
     assert received
     lengths = {value for value in reachable(received) if isinstance(value, int)}
-    assert PROMPT in lengths  # it does look into what is passed
+    assert PROMPT in lengths  # the check does see the arguments
     assert not lengths & {ANSWER, PROMPT + ANSWER}
 
 
@@ -100,7 +100,7 @@ def _spy(policy: BatchPolicy, method: str, received: list[object]) -> None:
 
 
 def replay(name: str, answers: list[int], *, leap: bool) -> None:
-    """As many requests as answers, all at once, through one instance that has room for two; the last is the longest."""
+    """One request for each answer, all at once, on one instance with room for two; and a last one, the longest."""
     longest_prompt, longest_answer = LONGEST
     requests = [(PROMPT, answer) for answer in answers] + [(longest_prompt, longest_answer)]
     arrivals = tuple(Arrival(f"r{number}", 0.0, *request) for number, request in enumerate(requests))
@@ -118,7 +118,7 @@ def numbers(objects: list[object]) -> set[int]:
 def test_nothing_that_a_colocated_system_receives_holds_the_length_of_an_answer(
     name: str, leap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it is given with each call, and all that it has made of that once every request has come."""
+    """The arguments of each call, and the system's own state once every request has arrived."""
     received: set[int] = set()
     kept: set[int] = set()
 
@@ -130,7 +130,7 @@ def test_nothing_that_a_colocated_system_receives_holds_the_length_of_an_answer(
     _listen(name, note, monkeypatch)
     replay(name, [ANSWER] * 7, leap=leap)
     for lengths in received, kept:
-        assert {PROMPT, LONGEST[0]} <= lengths  # it does look into what is passed, and what is kept
+        assert {PROMPT, LONGEST[0]} <= lengths  # the check does see arguments and state
         assert not lengths & {ANSWER, PROMPT + ANSWER, LONGEST[1], sum(LONGEST)}
 
 
@@ -158,7 +158,7 @@ def test_a_colocated_system_decides_the_same_until_an_answer_ends_whatever_its_l
 def _listen(
     name: str, note: typing.Callable[[InstanceScheduler, str, tuple[object, ...]], None], patch: pytest.MonkeyPatch
 ) -> None:
-    """Have `note` called before each method of the system's contract."""
+    """Call `note` before each method of the system's contract."""
     kind = scheduler_class(resolve(name))
     for method, _ in inspect.getmembers(InstanceScheduler, inspect.isfunction):
         call = getattr(kind, method)

@@ -17,9 +17,9 @@ from alignedserve.scheduler.core.actions import (
     ReportLost,
     StartPrefill,
 )
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 from alignedserve.scheduler.cost.pass_model import Passes
+from alignedserve.scheduler.instance.plan import BufferKind
 from support.core_cell import BLOCK, decode_report, key, marked, only
 from support.core_cell import CoreCell as Cell
 
@@ -195,7 +195,7 @@ def test_instances_specialise_by_length():
 
 
 def _cell_of_unlike_instances(policy):
-    """Two busy instances with room: d0 with a request of 10 tokens, d1 with one of 60, in six times as long a pass."""
+    """Two busy instances with room: d0 with a request of 10 tokens, d1 with one of 60 and passes six times as long."""
     cell = Cell(decodes=2, prefills=2, policy=policy, requests=200, cache=1000)
     for decode_id, length in ("d0", 10), ("d1", 60):
         cell.wait(f"r-{decode_id}", length)
@@ -235,7 +235,7 @@ def test_candidates_of_a_full_instance_are_asked_back_for_an_idle_one():
 
 
 def _cell_with_a_late_candidate_of_a_full_instance():
-    """Both instances are full; (cell, the one that has the candidate, the other)."""
+    """Both instances are full; returns (cell, the instance with the candidate, the other)."""
     cell = Cell(decodes=2)
     for decode_id in "d0", "d1":
         cell.make_busy(decode_id, name="runs")
@@ -249,7 +249,7 @@ def _report(decode_id, free):
 
 
 def test_a_candidate_of_an_instance_without_a_free_slot_is_asked_back_for_an_idle_one():
-    """It has blocks enough: what it lacks is a place in the running batch."""
+    """It has enough blocks, but no place in the running batch."""
     cell = Cell(decodes=2, min_batch_requests=1, max_running=1)
     running = {}
     for name in "ab":
@@ -403,7 +403,7 @@ def test_prefill_stops_before_the_reserve_of_the_pool_is_touched():
     cell = Cell(pool=20, growth_reserve=0.2, cache=20)
     cell.make_busy(lengths=(10, 10))
     started = [name for name in range(8) if only(cell.submit(name, tokens=10, most=12), StartPrefill)]
-    assert started == [0, 1, 2, 3, 4]  # three blocks each; four are kept; the copy of what runs had to go
+    assert started == [0, 1, 2, 3, 4]  # three blocks each; four are reserved; the running requests' copy had to go
     assert only(cell.do(ev.Finished((key(0),))), StartPrefill) == [StartPrefill("p0", (key(5),))]
 
 

@@ -1,4 +1,4 @@
-"""The core where a request does not get to its end: cancelled, repeated, overtaken by a newer epoch, lost."""
+"""The core where a request does not complete: cancelled, repeated, superseded by a newer epoch, lost."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from alignedserve.scheduler.core.actions import (
     ReportLost,
     StartPrefill,
 )
-from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.plan import BufferKind
 from support.core_cell import CoreCell as Cell
 from support.core_cell import decode_report, key, marked, only
 
@@ -60,7 +60,7 @@ def test_cancelled_as_a_candidate_both_sides_of_the_copy_are_told():
     cell.wait("a")
     assert cancel(cell) == [CancelAt("prefill", "p0", (key("a"),)), CancelAt("decode", "d0", (key("a"),))]
     assert ReleasePool((key("a"),)) in cell.do(ev.Finished((key("a"),)))
-    assert cell.do(ev.Finished((key("a"),))) == []  # the other side's word
+    assert cell.do(ev.Finished((key("a"),))) == []  # the other side's message
 
 
 def test_cancelled_while_it_decodes_its_decode_instance_is_told():
@@ -126,7 +126,7 @@ def test_kv_of_a_request_that_is_not_open_is_left_to_its_next_epoch_or_the_audit
 
 @pytest.mark.parametrize("grown", [0, 4])
 def test_a_decoding_request_that_a_buffer_gives_back_as_long_as_it_joined_is_lost_and_not_decoded_twice(grown):
-    """The word that it was pulled may have been lost with the stream; longer than it joined, it was evicted."""
+    """The message of its pull may have been lost with the stream. A longer request was evicted."""
     cell = Cell()
     cell.wait("a")
     cell.do(ev.Joined("d0", (key("a"),)))
@@ -180,7 +180,7 @@ def test_what_the_pool_still_holds_is_not_prefilled_again():
 
 
 def finish_prefill(cell):
-    """The one that is being prefilled ends with that."""
+    """The request being prefilled ends with that."""
     (view,) = cell.core._state.instances.prefill.values()
     return cell.do(ev.Finished(tuple(list(view.prefilling)[:1])))
 
@@ -237,7 +237,7 @@ def test_kv_that_went_with_the_memory_of_the_pool_is_prefilled_again():
     pool = next(iter(cell.core._state.ledger.pool_ids))
     cell.do(ev.InstanceLost("kv_pool", pool))
     cell.do(ev.PoolReported(pool, 100, 90))
-    cell.do(ev.PoolInventoryTaken({key("b", 1): (38, 10)}))  # its successor has this one only
+    cell.do(ev.PoolInventoryTaken({key("b", 1): (38, 10)}))  # its successor has this copy only
     cell.core.check_integrity()
     cell.do(ev.InstanceJoined("prefill", "p0"))
     started = only(cell.do(ev.PrefillReported("p0", 0, 100, 10, 10, 10, 10)), StartPrefill)
@@ -310,7 +310,7 @@ def test_a_new_core_goes_by_the_objectives_that_it_was_told_of():
     cell.do(ev.InventoryTaken("d0", candidates, restore=True))
     assert only(cell.do(ev.Tick(), after_s=0.4), MarkUrgent) == []
     assert marked(cell.do(ev.Tick(), after_s=0.2)) == (key("b"),)
-    cell.do(ev.Returned(key("c"), 14, 4))  # evicted: it waits anew, by the same objective
+    cell.do(ev.Returned(key("c"), 14, 4))  # evicted: it waits anew, with the same objective
     cell.do(ev.Tick(), after_s=0.6)
     assert marked(cell.do(ev.Joined("d0", (key("a"), key("b"))))) == (key("c"),)
 
@@ -353,7 +353,7 @@ def test_a_cancelled_request_is_not_submitted_again_when_it_is_lost():
 
 
 def test_batches_of_a_new_core_are_not_taken_for_those_of_its_predecessor():
-    """Which run on, or lie in a buffer: a batch with the number of one of those would be no switch."""
+    """Those batches still run or lie in a buffer: one with the same number would be no switch."""
     cell = Cell(prefetch=False, cache=1000)
     cell.do(decode_report(cache=1000, free=0, running=9, shortest=300, longest=320, batch_id=2))
     sent = [p for name in range(3) for p in only(cell.wait(name, 10), Prefetch) if p.buffer is BufferKind.BATCH]

@@ -1,4 +1,4 @@
-"""The scheduler's core under any order of events, likely ones and absurd ones: see `CoreModel` for what must hold."""
+"""The scheduler's core under any order of events, likely and absurd ones: `CoreModel` checks the invariants."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from alignedserve.config import ClusterConfig, Config, DecodeConfig, KvPoolConfig, PrefillConfig, SchedulerConfig
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.core import events as ev
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.core.scheduler_core import SchedulerCore
+from alignedserve.scheduler.instance.plan import BufferKind
 from support.core_cell import BLOCK
 from support.core_model import CoreModel, Entry
 from support.machines import machine_settings
@@ -31,7 +31,7 @@ def blocks_of(tokens: int) -> int:
 
 
 class CoreMachine(RuleBasedStateMachine):
-    """Up to two instances of each role, eight requests in any number of epochs."""
+    """Up to two instances of each role, and eight requests in any number of epochs."""
 
     @initialize(
         prefetch=st.booleans(),
@@ -79,7 +79,7 @@ class CoreMachine(RuleBasedStateMachine):
         )
         self.model = CoreModel(SchedulerCore(config, BLOCK))
         self.prefetch, self.pool_blocks, self.max_running, self.drain = prefetch, pool, max_running, drain
-        self.named = shards  # of the pool; 0: one that has no name
+        self.named = shards  # number of named shards; 0: one unnamed shard
         self.pools = [f"pool-{number}" for number in range(shards)] or ["pool"]
         self.pools_ever = len(self.pools)
         self.now_s = 0.0
@@ -98,7 +98,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.homes = dict.fromkeys(homes, "")
 
     def pool(self, number: int) -> str:
-        """One that is there, mostly."""
+        """Mostly an existing shard."""
         return self.pools[number] if number < len(self.pools) else "pool-gone"
 
     def do(self, event: ev.Event) -> None:
@@ -125,7 +125,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(number=NUMBERS, tokens=TOKENS, more=st.integers(1, 30), missing=st.integers(1, 20), pool=POOLS)
     def submit_again(self, number: int, tokens: int, more: int, missing: int, pool: int) -> None:
-        """In a new epoch, which the pool has made over to it what it had of an older one."""
+        """Submit a new epoch, which adopts the pool's KV of an older epoch."""
         self.epochs[number] += 1
         base = max(0, tokens - missing)
         whole = base > 0 and missing == 1
@@ -169,7 +169,7 @@ class CoreMachine(RuleBasedStateMachine):
         else:
             self.do(ev.Finished((key,)))
 
-    # workers, late, confused, or with a lot to do
+    # workers that are late, confused or busy
 
     @rule(
         kind=st.sampled_from((ev.Prefilled, ev.Finished, ev.Lost, ev.Joined, ev.Returned)),
@@ -236,7 +236,7 @@ class CoreMachine(RuleBasedStateMachine):
     def decode_inventory(
         self, instance: int, strangers: list[int], shift: int, tokens: int, *, running: bool, restore: bool
     ) -> None:
-        """What it has by the books here, and what the books do not know."""
+        """Requests of the instance that the core knows, and some that it does not know."""
         name = f"d{instance}"
         mine = [e for e in self.model.open.values() if e.decode_id == name and e.state in ("prefetched", "decoding")]
         held = [
@@ -253,7 +253,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(missing=MANY, tokens=TOKENS, pool=POOLS, strays=st.booleans(), whole=st.booleans())
     def pool_inventory(self, missing: list[int], tokens: int, pool: int, *, strays: bool, whole: bool) -> None:
-        """What it has by the books here, but for some; of others it has a copy of an earlier length."""
+        """The pool's copies that the core knows, except some; other requests have a copy of an earlier length."""
         copies = {}
         pool_id = self.pool(pool if self.named else 0)
         for key, entry in self.model.open.items():
@@ -276,7 +276,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.named)
     @rule(pool=st.integers(0, 2), another=st.booleans())
     def lose_node(self, pool: int, *, another: bool) -> None:
-        """A shard goes for good; another node takes the place, or the others are all that is left."""
+        """A shard is lost for good. Another node replaces it, or only the others are left."""
         gone = self.pools.pop(pool % len(self.pools))
         if another or not self.pools:
             self.pools.append(f"pool-{self.pools_ever}")
@@ -305,7 +305,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule()
     def heal(self) -> None:
-        """Every instance is there and reports what is true, as far as requests are known here."""
+        """Every instance is up and reports the truth, as far as requests are known here."""
         for role, name in (
             ("prefill", "p0"),
             ("prefill", "p1"),
@@ -347,7 +347,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.do(ev.Finished((key,)))
 
     def serve_all(self) -> None:
-        """A healthy cluster serves whatever is open: nothing is stuck."""
+        """A healthy cluster serves all open requests: nothing is stuck."""
         for _ in range(60):
             if not self.model.open:
                 return

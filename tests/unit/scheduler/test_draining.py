@@ -1,4 +1,4 @@
-"""Instances that are to go: nothing new is sent to them, what they have comes back, and it is said when it has."""
+"""Draining instances: they get nothing new, what they have returns, and they report when it has."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from alignedserve.scheduler.core import events as ev
 from alignedserve.scheduler.core.actions import Prefetch, ReportLost, StartPrefill
-from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.plan import BufferKind
 from support.core_cell import CoreCell, decode_report, key, only
 from support.iterations import Worker, names
 
@@ -92,7 +92,7 @@ def test_an_instance_that_is_not_known_here_is_drained_and_the_loss_of_a_drained
 
 
 def worker(*running: str, capacity: int = 100) -> Worker:
-    """Copies complete when a test says so; these run, and have had an iteration."""
+    """Copies complete when the test says so. These requests run, and have had an iteration."""
     found = Worker(capacity, instant=False)
     for name in running:
         offer(found, name)
@@ -148,7 +148,7 @@ def test_an_eviction_that_fails_is_tried_again_after_an_iteration() -> None:
 
 
 def test_one_that_was_on_its_way_to_the_requests_buffer_is_given_back_when_it_is_there() -> None:
-    instance = worker("a", "b", capacity=10)  # two requests of 10 tokens have room to grow, but not for long
+    instance = worker("a", "b", capacity=10)  # two requests of 10 tokens have room to grow for a short time only
     plan = instance.plan()
     for _ in range(30):
         if plan.evictions:

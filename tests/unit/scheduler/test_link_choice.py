@@ -1,4 +1,4 @@
-"""Through whose buffers candidates go: by link first, then by room. One block holds four tokens."""
+"""Which prefill instance's buffers candidates go through: by link first, then by room. One block holds four tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.scheduler.core import events as ev
 from alignedserve.scheduler.core.actions import Action, Prefetch
-from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.scheduler.process.messaging import pairs_changed
 from support.core_cell import CoreCell, key, only
 

@@ -1,4 +1,4 @@
-"""What the scheduler hears: of the process that fills a place now, and nothing from one that is being ended."""
+"""The scheduler listens only to a place's current process, and not to one that is being ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKEN = "token"
 
 
 class Worker(dw_grpc.DecodeWorkerServicer):
-    """A decode instance that says what it is told to, over every stream that was ever opened to it."""
+    """A decode instance that sends scripted messages over every stream ever opened to it."""
 
     def __init__(self, incarnation: int) -> None:
         self.process = pb.ProcessKey(role="decode", id="decode-0", incarnation=incarnation)

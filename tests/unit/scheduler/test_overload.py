@@ -23,7 +23,7 @@ PACE = Pace(prefill_s=0.004, prefill_token_s=1.2e-4, iteration_s=0.004, row_s=3e
 
 
 def kept(lives, ttft_s=TTFT_S, tpot_s=TPOT_S):
-    """Of those that were accepted, the ones that met both objectives."""
+    """The accepted requests that met both objectives."""
     return [life for life in lives if accepted(life) and life.ttft_s() <= ttft_s and life.tpot_s(TOKENS) <= tpot_s]
 
 
@@ -55,14 +55,14 @@ def test_at_ten_times_the_capacity_as_many_requests_meet_the_objectives_as_at_ca
 
 
 class LoadOfNow(Overload):
-    """What Mooncake found to oscillate: judges by what decodes now."""
+    """Judges by the current decode load, which Mooncake found to oscillate."""
 
     def _decoding_at(self, now_s, after_s, decode_s):
         return float(len(self._times))
 
 
 def accepted_each_quarter_second(overload=None):
-    """Arrivals far beyond what decode can take, a prefill that runs ahead of it, and decodes that last."""
+    """Arrivals far beyond the decode capacity, a prefill that runs ahead of it, and long decodes."""
     cell = PacedCell(Pace(prefill_s=0.001, prefill_token_s=5e-5, row_s=3e-4), tpot_objective_s=TPOT_S)
     if overload is not None:
         cell.core._overload = overload(cell.core._state, cell.core._admission)
@@ -127,7 +127,7 @@ def test_time_that_the_gateway_has_had_it_counts():
 
 
 def test_a_request_that_would_wait_too_long_for_room_in_pool_and_batch_is_refused():
-    """A pool of eight requests, each of which stays for two seconds: the queue moves four a second."""
+    """The pool holds eight requests for two seconds each, so the queue advances by four a second."""
     cell = PacedCell(Pace(iteration_s=0.06, row_s=0.0), pool_blocks=64, cache_blocks=64, max_running=8, max_wait_s=5.0)
     cell.offer(2, 10, tokens=100)
     lives = cell.offer(20, 20, tokens=100)
@@ -226,7 +226,7 @@ def test_decode_passes_teach_each_instance_its_own_speed():
 
 
 def test_an_instance_where_nothing_has_changed_is_not_predicted_anew(monkeypatch):
-    """Each request that comes is held against all instances: what a cost model takes would count as often."""
+    """Each new request is compared with all instances, so every prediction would be repeated for each request."""
     asked = []
     predict = LinearCostModel.predict_iteration_s
     monkeypatch.setattr(
@@ -240,7 +240,7 @@ def test_an_instance_where_nothing_has_changed_is_not_predicted_anew(monkeypatch
     asked.clear()
     for number in range(40):
         cell.wait(f"r{number}")
-    assert 0 < len(asked) < 4 * 40  # at first as many as there are instances, three times over
+    assert 0 < len(asked) < 4 * 40  # a few for each instance at first, then none
 
 
 def test_what_is_kept_of_predictions_goes_with_what_an_instance_measures():

@@ -1,4 +1,4 @@
-"""Which prefill instances prefetch for which decode instance, against trying every way."""
+"""Which prefill instances prefetch for which decode instance, compared with trying every way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def by_index(prefill: int, decode: int) -> list[tuple[str, str]]:
 
 
 def balanced_ways(many: int, few: int) -> list[tuple[int, ...]]:
-    """Every way to give each of `many` one of `few`, which get as many each, or one more."""
+    """Every way to assign one of `few` to each of `many` such that the counts differ by at most one."""
     most, least = -(-many // few), many // few
     ways = product(range(few), repeat=many)
     return [way for way in ways if all(least <= way.count(j) <= most for j in range(few))]

@@ -64,7 +64,7 @@ def test_a_loss_in_the_middle_begins_anew(audit: PoolAudit) -> None:
     audit.inventory("pool", [B], ["g"])
     audit.suspect(5.0)
     assert audit.claimed("g", []) == []
-    assert audit.inventory("pool", [B], ["g"]) == []  # of the look before
+    assert audit.inventory("pool", [B], ["g"]) == []  # of the previous audit
     assert audit.start(5.0 + SETTLE_S, ["pool"])
 
 

@@ -1,4 +1,4 @@
-"""The core's view of the pool: ahead of the reports by what is on its way, corrected by them where it was wrong."""
+"""The core's view of the pool: ahead of the reports by messages in flight, and corrected by the reports."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_reserved_blocks_become_committed_ones():
 def test_a_report_adds_what_was_not_known_and_a_later_one_takes_it_back():
     ledger = make()
     ledger.commit(A, 10)
-    ledger.report("pool", 100, 70)  # twenty more are used: shared blocks, or releases on their way
+    ledger.report("pool", 100, 70)  # twenty more are used: shared blocks, or releases in flight
     assert ledger.free == 70
     ledger.report("pool", 100, 90)
     assert ledger.free == 90

@@ -1,4 +1,4 @@
-"""The last resort of a full pool, dropping KV to prefill it again: it is counted, and people are told."""
+"""The last resort of a full pool, dropping KV to prefill it again: it is counted and reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.core_cell import CoreCell, decode_report, key, only
 
 
 def crowded_cell() -> CoreCell:
-    """A request decodes, another waits in the pool, and nothing in the pool is left."""
+    """One request decodes, another waits in the pool, and the pool has no free block."""
     cell = CoreCell(pool=20, cache=30)
     cell.wait("runs", 30)
     cell.do(ev.Joined("d0", (key("runs"),)))
@@ -75,4 +75,4 @@ def test_evictions_that_wait_for_the_pools_process_cost_no_kv() -> None:
     assert sum(cell.states().values()) == 2
     cell.do(ev.InstanceJoined("kv_pool", "pool"))
     cell.do(ev.PoolReported("pool", 20, 0))
-    assert wait_for_blocks(cell, PATIENCE_TICKS + 2)  # now it is room that they wait for
+    assert wait_for_blocks(cell, PATIENCE_TICKS + 2)  # now they wait for room

@@ -110,7 +110,7 @@ async def test_an_action_that_cannot_be_carried_out_is_a_failure(
     head.key.epoch = 0
     server._submit([head])
     monkeypatch.setattr(server._outgoing, "carry_out", fails)
-    server._cancel([RequestKey("a")])  # what is queued is rejected, and forgotten
+    server._cancel([RequestKey("a")])  # queued requests are refused and forgotten
     assert server.state == "failed"
 
 
@@ -167,7 +167,7 @@ async def test_what_a_shard_says_that_was_not_waited_for_is_dropped_there(two_sh
 
 
 def reachable(root: object) -> Iterator[object]:
-    """Everything that is kept alive by `root`, but for modules, classes and functions."""
+    """Everything that `root` keeps alive, except modules, classes and functions."""
     seen: set[int] = set()
     waiting = [root]
     while waiting:

@@ -1,4 +1,4 @@
-"""What Algorithm 2 promises (paper, section 3.4), looked at in every plan of random runs of a cell in virtual time."""
+"""The promises of Algorithm 2 (paper, section 3.4), checked in every plan of random runs of a cell in virtual time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Watch:
         self.iteration = 0
         self.batch_id = 0  # of the plan before
         self.joined: dict[RequestKey, int] = {}  # iteration at which it joined last
-        self.evicted: dict[RequestKey, tuple[int, bool]] = {}  # iteration at which it left last; in a switch
+        self.evicted: dict[RequestKey, tuple[int, bool]] = {}  # (iteration of its last eviction, whether in a switch)
         self.running: dict[RequestKey, tuple[int, int, int]] = {}  # (KV tokens, batch, iterations) before the plan
         self._plan = decode.scheduler.plan
         decode.scheduler.plan = self.plan  # type: ignore[method-assign]
@@ -43,7 +43,7 @@ class Watch:
 
 
 def watched_run(seed: int, look: Callable[[Watch, IterationPlan], None], *, after_s: float = 1e6) -> SmallCell:
-    """Twenty long requests among many short ones: caches so small that they evict, whole batches that switch."""
+    """Twenty long requests among many short ones: small caches cause evictions, and whole batches switch."""
     rng = random.Random(seed)
     scheduler = SchedulerConfig(
         max_prefix_tokens=256, min_batch_requests=4, leaf_tokens=4, starvation_after_s=after_s, join_window=0.25
@@ -99,7 +99,7 @@ def test_an_iteration_never_waits_for_room(seed: int, after_s: float) -> None:
 def test_a_joined_request_does_not_leave_within_the_iterations_that_it_was_given_room_for(
     seed: int, after_s: float
 ) -> None:
-    """No ping-pong. Counted from the join, while its copy is on its way too."""
+    """No ping-pong. Counted from the join, which includes the time of its copy."""
     stayed: list[int] = []
 
     def look(watch: Watch, plan: IterationPlan) -> None:
@@ -142,7 +142,7 @@ def test_the_longest_leaves_and_in_a_switch_the_longest_of_the_old_batch(seed: i
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_request_that_finds_room_joins_at_once(seed: int) -> None:
-    """What waits, complete, after a plan would leave too little: worked out anew from every member."""
+    """A candidate still waits after a plan only if too little room would be left, recomputed from every member."""
     looked: list[RequestKey] = []
 
     def look(watch: Watch, plan: IterationPlan) -> None:
@@ -154,7 +154,7 @@ def test_a_request_that_finds_room_joins_at_once(seed: int) -> None:
             return
         kv_tokens = {key: watch.decode.length[key] for key in waiting}
         smallest = min(waiting, key=lambda key: kv_tokens[key])
-        if len(waiting) > 1:  # up to eight that do not fit are passed over: with one there is no question of order
+        if len(waiting) > 1:  # up to eight that do not fit are passed over: with one request, order does not matter
             return
         request = cell.request(smallest)
         states = [(m.kv_tokens, len(m.block_ids), m.max_total_tokens) for m in members]

@@ -1,4 +1,4 @@
-"""Races that the state machines found, each kept as the list of what happened: none may come back."""
+"""Races that the state machines found, each kept as a list of events as a regression test."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from alignedserve.kv_pool.table import AllocationTable, table_bytes
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.core import events as ev
 from alignedserve.scheduler.core.actions import ReleasePool
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
-from alignedserve.scheduler.instance.plan import Candidate
+from alignedserve.scheduler.instance.plan import BufferKind, Candidate
 from support.core_cell import CoreCell, decode_report, key, only
 from support.core_model import CoreModel
 
-# the core: events in the order in which they came
+# the core: events in order of arrival
 
 
 def submitted(*names: str, tokens: int = 10, epoch: int = 0, group: str = "group") -> ev.Submitted:
@@ -28,7 +27,7 @@ def submitted(*names: str, tokens: int = 10, epoch: int = 0, group: str = "group
 
 
 def submitted_again(name: str, tokens: int, most: int, base_tokens: int, epoch: int = 1) -> ev.Submitted:
-    """The pool holds the first `base_tokens` of it, from an older epoch."""
+    """The pool holds its first `base_tokens`, from an older epoch."""
     return ev.Submitted(
         (ev.RequestMeta(key(name, epoch), tokens, most, "", "gw", base_tokens, *[-(-base_tokens // 4)] * 2),)
     )
@@ -57,7 +56,7 @@ CORE_RACES: dict[str, list[ev.Event]] = {
 
 @pytest.mark.parametrize("events", CORE_RACES.values(), ids=CORE_RACES.keys())
 def test_core(events: list[ev.Event]) -> None:
-    """The core does right with each event, and serves what is open at the end."""
+    """The core handles each event correctly, and serves all open requests at the end."""
     model = CoreModel(CoreCell().core)
     model.instances = {"prefill": {"p0"}, "decode": {"d0"}, "kv_pool": {"pool"}}
     for event in events:
@@ -76,7 +75,7 @@ def test_core(events: list[ev.Event]) -> None:
 
 
 def test_the_copy_of_a_request_that_was_taken_over_is_dropped_by_the_length_that_the_pool_knows() -> None:
-    """It has decoded on since: by its own length the pool would keep the copy, which the core believes to be gone."""
+    """It has decoded more. By its own length, the pool would keep the copy, which the core believes to be gone."""
     cell = CoreCell(pool=20)
     held = ev.HeldRequest(ev.RequestMeta(key("a"), 41, 50, "", "gw"), True, 40, 10, "", BufferKind.BATCH)
     cell.do(ev.InventoryTaken("d0", (held,), restore=True))
@@ -100,7 +99,7 @@ GEOMETRY = KvGeometry("random", "float32", 2, 2, 8, 4)
 
 
 def test_a_writer_that_died_waiting_for_blocks_is_not_granted_any() -> None:
-    """Found twice: it was not among those whose death is asked about, and a successor's death left it in the line."""
+    """Found twice: its death was not asked about, and its successor's death left it in the queue."""
     table = AllocationTable(memoryview(bytearray(table_bytes(4))), GEOMETRY, 4)
     pool = KvPool("pool", table, 4)
     first, waiting = WriterKey("decode", "d0", 1), WriterKey("prefill", "p0", 1)

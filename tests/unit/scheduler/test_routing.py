@@ -1,4 +1,4 @@
-"""Where a prompt is computed, the queue before it, and the cost model that predicts how long it takes."""
+"""Where a prompt is computed, the queue before it, and the cost model that predicts its duration."""
 
 import random
 
@@ -130,7 +130,7 @@ def test_predictions_are_never_negative():
 
 
 def test_while_the_pool_has_no_room_nothing_is_predicted(monkeypatch):
-    """Every event asks whether the first in line can start."""
+    """Each event checks whether the first request in the queue can start."""
     cell = CoreCell(prefills=8, pool=20, cache=20, growth_reserve=0.2)
     for name in range(12):
         cell.submit(name, tokens=10, most=12)

@@ -1,4 +1,4 @@
-"""A pool with a shard on each node: prompts go where they have room, copies move, and what a lost node had is found."""
+"""A pool with a shard on each node: prompts go where there is room, copies move, and a lost node's KV is found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def two_nodes(**more: Any) -> CoreCell:
 
 
 def again(name: str, tokens: int, base: int, pool_id: str, *, whole: bool = False, most: int = 60) -> ev.Submitted:
-    """In a new epoch, with what a shard has of it."""
+    """A new epoch, with a shard's part of the request."""
     blocks = -(-base // BLOCK)
     meta = ev.RequestMeta(key(name, 1), tokens, most, name, "gw", base, blocks, blocks, whole, pool_id)
     return ev.Submitted((meta,))
@@ -45,7 +45,7 @@ def books(cell: CoreCell) -> dict[str, int]:
 
 
 def run(cell: CoreCell, name: str, tokens: int, decode_id: str) -> None:
-    """A request decodes at an instance; its copy is where it was prefilled."""
+    """The request decodes at an instance; its copy is where it was prefilled."""
     cell.wait(name, tokens)
     record = cell.core._state.record(key(name))
     assert record.decode_id == decode_id
@@ -173,7 +173,7 @@ def test_the_last_resort_takes_what_waits_in_the_shard_that_is_full() -> None:
     cell = two_nodes(pool=100)
     for name in "d0", "d1":
         cell.make_busy(name, name=f"busy-{name}")
-    cell.core._state.instances.draining = frozenset({"d0", "d1"})  # what comes now waits in the pool
+    cell.core._state.instances.draining = frozenset({"d0", "d1"})  # new requests wait in the pool
     cell.do(again("here", 40, 39, "k0", whole=True))
     cell.do(again("there", 40, 39, "k1", whole=True))
     report = decode_report("d1", free=0, running=1, shortest=10, longest=10, batch_id=1, waits=5)

@@ -1,4 +1,4 @@
-"""The real decisions in a small cell: nothing is lost, stuck, leaked or starved, and the same seed does the same."""
+"""The real decisions in a small cell: nothing is lost, stuck, leaked or starved, and a seed is reproducible."""
 
 import random
 from dataclasses import replace
@@ -104,7 +104,7 @@ def test_with_a_shard_on_each_node_every_request_ends_with_its_tokens(seed):
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_evicted_far_from_its_prefill_moves_and_every_shard_is_empty_at_the_end(seed, prefetch):
-    """One node prefills, two decode, with caches that are too small for the load."""
+    """One node prefills and two decode, with caches too small for the load."""
     cell = run(Shape(seed=seed, nodes=3, prefills=1, decodes=2, prefetch=prefetch, requests_buffer=0, max_answer=80))
     prefilled_in = cell.shards.home("prefill-0").name
     moved = [a for _, a in cell.log if isinstance(a, actions.ReleasePool) and a.pool_id == prefilled_in]
@@ -159,7 +159,7 @@ def test_a_roomy_cell_never_stalls_drops_or_marks_anything():
 
 
 def starve(starvation_after_s):
-    """A long request among short ones that keep the only decode instance full for ever. How long it waited."""
+    """Returns how long a long request waited among short ones that keep the only decode instance full, and the cell."""
     scheduler = SchedulerConfig(min_batch_requests=4, leaf_tokens=4, starvation_after_s=starvation_after_s)
     cell = SmallCell(Shape(pool_blocks=2000, batch_buffer=40, requests_buffer=40, max_running=6, scheduler=scheduler))
     for i in range(500):
@@ -173,7 +173,7 @@ def starve(starvation_after_s):
 
 def test_no_stream_of_matching_requests_can_starve_one_that_does_not_match():
     waited_s, cell = starve(starvation_after_s=0.5)
-    assert waited_s < 0.5 + 0.3  # the threshold, and the service of what was overdue before it
+    assert waited_s < 0.5 + 0.3  # the threshold, and the service time of older overdue requests
     assert any(isinstance(action, actions.MarkUrgent) for _, action in cell.log)
     assert starve(starvation_after_s=1e6)[0] > 1.5
 
@@ -186,7 +186,7 @@ def test_waiting_is_bounded_under_a_load_that_the_cell_can_serve(seed):
 
 
 def share_of_mixed_iterations(policy, seed):
-    """Two lengths, all at once: in how many iterations do both run?"""
+    """Two lengths, all at once: the share of iterations in which both run."""
     scheduler = SchedulerConfig(policy=policy, min_batch_requests=4, leaf_tokens=4, starvation_after_s=1e6)
     sizes = {"pool_blocks": 4000, "decode_cache": 120, "batch_buffer": 48, "requests_buffer": 48}
     cell = SmallCell(Shape(seed=seed, scheduler=scheduler, **sizes))
@@ -211,7 +211,7 @@ def share_of_mixed_iterations(policy, seed):
 
 
 def test_batches_are_aligned_where_there_is_a_choice():
-    """Hardly an iteration mixes lengths under `aligned`, most do under `fcfs`."""
+    """Few iterations mix lengths under `aligned`, most do under `fcfs`."""
     aligned, fcfs = (
         sum(share_of_mixed_iterations(policy, seed) for seed in range(3)) for policy in ("aligned", "fcfs")
     )

@@ -1,4 +1,4 @@
-"""A scheduler that has just started: its predecessor's requests are still out there, and the pool holds their KV."""
+"""A new scheduler: its predecessor's requests still exist, and the pool holds their KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starvation is counted for each request, in whatever store it waits; late joins have a window."""
+"""Waits are counted for each request, in whatever store it waits; late joins have a window."""
 
 import pytest
 from hypothesis import given
@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.waiting import WaitingClock, join_range
+from alignedserve.scheduler.core.waiting import WaitingClock
+from alignedserve.scheduler.instance.running_batch import join_range
 
 A, B, C = (RequestKey(name) for name in "abc")
 
@@ -104,7 +105,7 @@ def serve_when_overdue(late_share, service_s, requests=2000):
 
 
 def test_the_threshold_comes_forward_until_no_more_are_late_than_may_be():
-    """Half of the requests are served only once they are overdue: at the full threshold each of those is late."""
+    """Half of the requests are served only when overdue: at the full threshold, each of those is late."""
     share, clock = serve_when_overdue(late_share=0.05, service_s=1.0)
     assert share <= 0.05
     assert 0.25 <= clock.threshold_share <= 0.85
@@ -112,14 +113,14 @@ def test_the_threshold_comes_forward_until_no_more_are_late_than_may_be():
 
 
 def test_the_threshold_is_shortened_by_no_more_than_what_late_requests_still_waited():
-    """A second of five was missing, so no request needs priority before four fifths of its objective."""
+    """Late requests lacked one second of five, so priority from four fifths of the objective is enough."""
     clock = serve_when_overdue(late_share=0.0, service_s=1.0)[1]
     assert clock.delay_share == pytest.approx(0.2, abs=0.01)
     assert 0.97 * 0.8 <= clock.threshold_share <= 0.81
 
 
 def test_the_threshold_is_not_shortened_where_priority_would_save_no_request():
-    """They wait for four seconds more after they were found overdue: even a quarter of the objective were too long."""
+    """They wait four more seconds once they are overdue: even a quarter of the objective would be too long."""
     share, clock = serve_when_overdue(late_share=0.05, service_s=4.0)
     assert share == 0.5
     assert clock.threshold_share == 1.0

@@ -1,4 +1,4 @@
-"""Tasks that are cancelled end, also where what they wait for keeps a cancel to itself."""
+"""Cancelled tasks end, even if what they wait for suppresses the cancellation."""
 
 from __future__ import annotations
 

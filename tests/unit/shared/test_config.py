@@ -1,4 +1,4 @@
-"""The configuration's sources: which wins, what becomes of types, what is said of a mistake and where it was made."""
+"""The configuration's sources: precedence, type conversion, and error messages that name the source."""
 
 from __future__ import annotations
 
@@ -164,6 +164,6 @@ def test_the_command_s_set_takes_a_number_as_python_writes_it(capsys: pytest.Cap
 def test_passes_and_queues_of_prompts_are_longer_on_a_gpu_unless_they_are_given() -> None:
     on_cpu, on_gpu = (Config().on_device(device).prefill for device in ("cpu", "cuda"))
     assert (on_cpu.pass_tokens, on_cpu.queued_tokens) == (512, 8192)
-    assert (on_gpu.pass_tokens, on_gpu.queued_tokens) == (8192, 16384)  # computed meanwhile, and the pass after it
+    assert (on_gpu.pass_tokens, on_gpu.queued_tokens) == (8192, 16384)  # the pass being computed and the next one
     given = Config(prefill=PrefillConfig(token_budget=300, queue_tokens=400)).on_device("cuda").prefill
     assert (given.pass_tokens, given.queued_tokens) == (300, 400)

@@ -1,4 +1,4 @@
-"""How a GPU's memory is divided: every part counts, blocks get the rest, and what is missing is said in GiB."""
+"""How a GPU's memory is divided: every part counts, blocks get the rest, and a shortage is reported in GiB."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def config(**sections: dict[str, Any]) -> Config:
 
 
 def devices(prefill: Sequence[int], decode: Sequence[int], *, shared: bool = False, used: int = 0) -> Memories:
-    """GPUs of so many bytes, one an instance; `shared`: all instances are on the first."""
+    """GPUs of these sizes in bytes, one for each instance; `shared`: all instances are on the first."""
     sizes = [("prefill", f"prefill-{i}", size) for i, size in enumerate(prefill)]
     sizes += [("decode", f"decode-{i}", size) for i, size in enumerate(decode)]
     return [
@@ -82,7 +82,7 @@ def test_what_is_left_becomes_blocks_of_every_kind() -> None:
 
 
 def test_activations_are_of_the_order_that_such_a_model_takes() -> None:
-    """512 tokens of which 256 are sampled: MLP rows of 11008 and logits of 32000 in fp32 are most of it."""
+    """512 tokens, of which 256 are sampled: mostly MLP rows of 11008 and logits of 32000 in fp32."""
     assert 0.2 * GIB < activation_bytes(SEVEN_B, 512, 256) < 1.5 * GIB
     assert activation_bytes(SEVEN_B, 8192, 256) - activation_bytes(SEVEN_B, 4096, 256) < 1.0 * GIB
     experts = replace(SEVEN_B, mlp_width=8 * 14336)
@@ -162,7 +162,7 @@ def test_instances_that_share_a_gpu_divide_it() -> None:
 
 
 def test_of_those_that_share_the_first_to_look_saw_what_was_free() -> None:
-    """The second process finds the first's weights, which count as the first's part, not as other use."""
+    """The second process sees the first's weights, which count as the first's part and not as other use."""
     memories = devices([H200], [H200], shared=True)
     late = replace(memories[1][1], free_bytes=H200 - 13 * GIB)
     found = plan([memories[0], ("decode", late)])
@@ -219,7 +219,7 @@ def test_more_memory_never_makes_a_store_smaller(size: int, more: int, decode: i
 
 
 class Cell:
-    """A supervisor's core whose workers say what their pretended GPUs have."""
+    """A supervisor's core whose workers report the memory of pretended GPUs."""
 
     def __init__(self, share_gpu: bool = False) -> None:
         self.config = config(cluster={"device": "cuda", "decode": 2, "share_gpu": share_gpu})

@@ -1,4 +1,4 @@
-"""A log that cannot be written: nothing ends, and the process says so."""
+"""A log that cannot be written: nothing ends, and the process reports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model folder that cannot work is refused from its headers and texts alone; one that works never is."""
+"""A model folder that cannot work is refused from its headers and texts alone; a working one never is."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from support.broken_models import (
     tensors_of,
 )
 
-# Not asked for: OPT has it by a rule of several keys.
+# Not required: OPT has it depending on several keys.
 NOT_ASKED_FOR = {"opt": ("decoder.final_layer_norm.weight", "decoder.final_layer_norm.bias")}
 
 
@@ -107,7 +107,7 @@ def fused_experts(folder: Path) -> None:
 def with_extras(folder: Path) -> None:
     extras = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
-        "model.layers.3.mlp.up_proj.weight": torch.ones(2, 2),  # of a layer more than config.json says
+        "model.layers.3.mlp.up_proj.weight": torch.ones(2, 2),  # of a layer beyond those of config.json
         "score.weight": torch.ones(3, dtype=torch.int64),
     }
     save_file(load_file(folder / "model.safetensors") | extras, folder / "model.safetensors")
@@ -122,7 +122,7 @@ def head_alone(folder: Path) -> None:
 
 
 def without_defaults(folder: Path) -> None:
-    """What is as the class has it anyway need not be written."""
+    """Remove the values that equal the class's defaults."""
     default = AutoConfig.for_model("llama").to_dict()
     config = {key: value for key, value in config_of(folder).items() if key == "model_type" or default[key] != value}
     assert len(config) < len(config_of(folder)) - 5
@@ -346,7 +346,7 @@ def test_the_bias_of_a_tied_head_is_asked_for(copy: Callable[[str], Path]) -> No
 
 
 def asked_for(kind: str, header: dict[str, Any]) -> list[str]:
-    """Of the tensors of a header those of the first layer, and of none."""
+    """The header's tensors of the first layer and those outside the layers."""
     others = tuple(f"{layers}.{number}." for layers in ("layers", "h") for number in (1, 2))
     return [
         name
@@ -383,7 +383,7 @@ def test_every_tensor_that_is_missing_is_named(kind: str, copy: Callable[[str], 
         file.write_bytes(content)
 
 
-# ---- where this machine need not have the folder
+# ---- machines that need not have the folder
 
 
 def test_a_machine_without_the_folder_or_its_weights_refuses_nothing(copy: Callable[[str], Path]) -> None:

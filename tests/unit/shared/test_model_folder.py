@@ -1,4 +1,4 @@
-"""What is known of a model before anything heavy is imported: its files, its wishes, its refusal."""
+"""What is known of a model before any heavy import: its files, its settings, its refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of the Serve application: nested as a Serve config has them, or `section.key=text` as for `serve run`."""
+"""Arguments of the Serve application: nested as in a Serve config, or `section.key=text` as for `serve run`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SERVE_YAML = ROOT / "deploy" / "serve.yaml"
 SOURCED = "set -a; . deploy/ray.env; set +a"
 POD_KEYS = {"cluster.device", "kv_pool.size_gib", "gateway.api_key_file", "gateway.drain_s"}
 AUTOSCALING_KEYS = {"gateway.max_replicas", "gateway.replica_requests"}  # a RayService's gateways are its workers'
-# Of the ConfigMap: each user's own choice; and what fits the pods' grace periods.
+# In the ConfigMap: each user's own choice, and a value that fits the pods' grace periods.
 NOT_OF_SERVE = ("RAY_USAGE_STATS_ENABLED", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S")
 
 
@@ -59,7 +59,7 @@ def test_a_policy_brings_its_settings() -> None:
 def test_what_is_wrong_is_named_and_serve_shows_it_alone(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
         build(arguments)
-    assert isinstance(refused.value, RayServeException)  # of others `serve status` shows a traceback
+    assert isinstance(refused.value, RayServeException)  # for other errors, `serve status` shows a traceback
 
 
 def test_a_model_folder_that_cannot_work_is_refused_where_the_application_is_built(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How memory is divided: everything fits beside everything, or the start is refused with the figures."""
+"""How memory is divided: everything fits together, or the start is refused with the figures."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_pool_that_could_not_hold_two_blocks_is_refused() -> None:
 
 
 def test_the_start_fails_with_the_figures_that_the_node_agent_reported() -> None:
-    """The agent reports what its control group leaves, before any weights are loaded."""
+    """The node agent reports what its control group leaves, before any weights are loaded."""
     config = from_tree({"cluster": {"device": "cpu"}, "kv_pool": {"size_gib": 1.0}})
     core = SupervisorCore(config, plan_roles(config, 0))
     core.begin(0.0)

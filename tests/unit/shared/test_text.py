@@ -139,7 +139,7 @@ def test_bytes_of_a_fallback_become_characters(tmp_path: Path) -> None:
 
 
 def test_the_librarys_stream_is_not_exact(tiny: Tokenizer, tmp_path: Path) -> None:
-    """Once it is, it can take the place of ours."""
+    """Once it is exact, it can replace ours."""
     stream, begun = decoders.DecodeStream(), tiny.encode("a😀")[:-1]
     assert [stream.step(tiny.backend, token) for token in begun] == ["a", None, None, None]
     assert "".join(streamed(tiny, begun)) == tiny.decode(begun) == "a�"
@@ -172,7 +172,7 @@ def test_tokens_are_shown_one_by_one(tiny: Tokenizer) -> None:
 
 
 def reference_cut(text: str, stops: list[str]) -> str:
-    """The text before the stop string that is complete first; of several, the longest."""
+    """The text before the stop string that completes first; of several, before the longest."""
     for end in range(len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:

@@ -1,4 +1,4 @@
-"""Long texts in pieces: exactly the tokens of the whole, for every family; bounds that hold before that."""
+"""Long texts in pieces: exactly the tokens of the whole text, for every family; length bounds before tokenizing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def in_pieces(made: PromptEncoder, prompt: Prompt) -> list[list[int]]:
 
 @st.composite
 def hard_texts(draw: st.DrawFn) -> str:
-    """Few fragments again and again, so that runs are long and cuts are rare."""
+    """A few fragments repeated, so that runs are long and cuts are rare."""
     chosen = draw(st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=12))
     size = draw(st.integers(10, 250))
     source = random.Random(draw(st.integers(0, 1 << 20)))
@@ -74,7 +74,7 @@ def test_pieces_have_the_tokens_of_the_whole(name: str, text: str, special: bool
 @given(text=hard_texts())
 @settings(max_examples=20, deadline=None)
 def test_the_tokens_are_those_that_the_tokenizer_gives(name: str, text: str) -> None:
-    """With special tokens as before; without them as `tokenizers` splits their text. (Unigram makes some by itself.)"""
+    """With special tokens as before; without them as `tokenizers` splits their text. (Unigram produces some itself.)"""
     made, source = encoder(name), Backend.from_str(tokenizer(name).backend.to_str())
     assert made.encode(made.special_in(text)) == source.encode(text).ids
     source.encode_special_tokens = True
@@ -110,7 +110,7 @@ def test_one_long_word_is_divided_exactly_or_refused(name: str, run: str, monkey
 
 
 def divided(made: PromptEncoder, text: str) -> bool:
-    """Whether it was divided, which has to be exact, or else refused for what it is."""
+    """Whether the text was divided, which must be exact; otherwise it must be refused as indivisible."""
     try:
         pieces = in_pieces(made, Prompt(text))
     except InvalidRequestError as error:
@@ -151,9 +151,8 @@ def test_a_special_token_ends_a_piece_for_every_tokenizer(name: str, between: st
 
 @pytest.mark.parametrize("name", ["tiny", "gpt2", "llama3", "qwen", "qwen35", "o200k"])
 def test_where_a_run_ends_may_depend_on_what_is_before_it(name: str) -> None:
-    """Punctuation takes the line ends after it, up to the first other character; between line ends all blanks are one
-    word.
-    """
+    """Punctuation takes the line ends after it, up to the first other character.
+    Between line ends, all blanks are one word."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = tokenizer(name).backend.pre_tokenizer
     trainer = trainers.BpeTrainer(
@@ -204,7 +203,7 @@ PROVEN = ("tiny", "gpt2", "gpt2-prefix", "starcoder", "llama3", "o200k", "unknow
 
 @pytest.mark.parametrize("name", ["tiny", *FAMILIES])
 def test_a_bound_is_given_where_it_is_proven(name: str) -> None:
-    proven = name in PROVEN  # not where a normalizer, or a model other than BPE, may leave something out
+    proven = name in PROVEN  # no bound where a normalizer, or a model other than BPE, may drop something
     assert (encoder(name).least_tokens("a" * 100_000) > 1000) == proven
 
 
@@ -271,7 +270,7 @@ def test_spellings_are_found_across_windows(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_vocabulary_with_holes_keeps_its_ids() -> None:
-    """New tokens get the ids after the number of those that there are, which may be taken."""
+    """New tokens get ids from the vocabulary's size upwards, which may be in use."""
     words = {"<unk>": 0, "a": 1, "b": 2, "c": 9, " ": 10}
     backend = Backend(models.BPE(words, [], unk_token="<unk>"))
     backend.add_special_tokens([AddedToken("</s>", special=True)])

@@ -1,4 +1,4 @@
-"""What a user says is text: no spelling of a special token becomes one, whatever a chat template does with it."""
+"""User text stays text: no spelling of a special token becomes one, whatever a chat template does with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Turns = list[dict[str, str]]
 
 
 class Chat:
-    """A template, a tokenizer that has its tokens, and what becomes of conversations."""
+    """A template, a tokenizer with its tokens, and the tokens of conversations."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, reserved: Sequence[str]) -> None:
         self.tokenizer = tokenizer
@@ -44,7 +44,7 @@ class Chat:
         return [token for token in self.tokens(turns) if token in self.reserved_ids]
 
     def naive(self, turns: Turns) -> list[int]:
-        """As it was: the rendered text, in which whatever is spelled like a special token is one."""
+        """The earlier behaviour: in the rendered text, every spelling of a special token becomes one."""
         return self.tokenizer.encode(self.template.render(turns), special_tokens=False)
 
 
@@ -102,7 +102,7 @@ def conversations(contents: st.SearchStrategy[str]) -> st.SearchStrategy[Turns]:
 def test_where_nothing_special_is_spelled_nothing_changes(name: str, turns: Turns) -> None:
     made = chat(name)
     assume(name != "gemma" or turns[0]["role"] != "system")
-    joined = "".join(turn["content"] for turn in turns)  # templates may bring what they stand beside together
+    joined = "".join(turn["content"] for turn in turns)  # templates may put adjacent texts together
     assume(not any(text in joined for text in made.reserved))
     assert made.prompt(turns).text == made.template.render(turns)
     assert made.tokens(turns) == made.naive(turns)
@@ -123,7 +123,7 @@ def test_no_spelling_adds_a_special_token(name: str, data: st.DataObject) -> Non
 
 
 def test_what_is_spelled_is_text_that_joins_its_neighbours() -> None:
-    """The tokens are those of a tokenizer that knows no such token, not pieces cut around it."""
+    """The tokens are those of a tokenizer without that special token, not pieces cut around it."""
     made = chat("tiny")
     bare = Backend(made.tokenizer.backend.model)
     bare.pre_tokenizer = made.tokenizer.backend.pre_tokenizer
@@ -147,7 +147,7 @@ CONTENT = "{{ messages[0].content }}"
 @pytest.mark.parametrize(
     ("template", "content"),
     [
-        ("{{ messages[0].content | replace('-', '') }}", "<|-x-|>"),  # what is between its halves goes away
+        ("{{ messages[0].content | replace('-', '') }}", "<|-x-|>"),  # the text between its halves is removed
         ("{{ messages[0].content.split('-') | join }}", "<|-x|>"),
         ("{{ messages[0].content | lower }}", "<|X|>"),
         ("{{ messages[0].content.lower() }}", "<|X|>"),
@@ -228,7 +228,7 @@ QUESTIONS = (
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_a_template_may_ask_what_a_text_is(question: str) -> None:
-    """Its answers are about what the user wrote, not about marks."""
+    """The answers concern the user's text, not marks."""
     made = simple("{% set c = messages[0].content %}{{ " + question + " }}", X)
     assert made.prompt(user("<|x|> a|b")) == Prompt("True")
 

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: what is read here is what `safetensors` reads, and what it refuses is refused."""
+"""Headers of safetensors files: our reader accepts and refuses exactly what `safetensors` does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def seen_by_safetensors(file: Path) -> dict[str, tuple[str, tuple[int, ...]]] | None:
-    """dtype and shape of each tensor; None where it refuses the file."""
+    """dtype and shape of each tensor; None if it refuses the file."""
     try:
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
@@ -134,7 +134,7 @@ def test_a_web_page_in_place_of_a_file_is_shown(file: Path) -> None:
 
 
 def test_weights_are_not_read(tmp_path: Path) -> None:
-    """They would not fit the memory: 8 TiB, of which the disk holds none."""
+    """They would not fit in memory: 8 TiB in a sparse file."""
     file, size = tmp_path / "model.safetensors", 1 << 43
     write_file(file, {"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}, b"")
     with file.open("r+b") as stream:

@@ -21,7 +21,7 @@ KEYS = ("ttft_mean_s", "tpot_mean_s", "tpot_p99_s", "makespan_s", "itl_p99_s", "
 
 
 def simulate(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> tuple[Any, str]:
-    """What is on stdout, as JSON where it is, and stderr."""
+    """stdout, parsed if it is JSON, and stderr."""
     assert main(["simulate", *arguments]) == status
     said = capsys.readouterr()
     return (json.loads(said.out) if "--json" in arguments and status == 0 else said.out), said.err

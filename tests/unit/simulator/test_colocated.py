@@ -1,4 +1,4 @@
-"""Colocated systems in virtual time: everything is kept, leaping is stepping, and small cases come out as by hand."""
+"""Colocated systems in virtual time: nothing is lost, leaping equals stepping, small cases match hand calculations."""
 
 import sys
 from dataclasses import replace
@@ -22,7 +22,7 @@ HARDWARE = Hardware(kv_tokens=1024, kv_bytes_per_token=1, pool_tokens=0)
 
 
 class LinearCost(StepCost):
-    """10 ms a pass, 1 ms a prompt token, 1 µs a token read, half as much again for what the longest reads more."""
+    """10 ms a pass, 1 ms a prompt token, 1 µs a token read, and half of the padding to the longest."""
 
     def step_s(self, chunks, lengths):
         spread = max(lengths) * len(lengths) - sum(lengths) if lengths else 0
@@ -85,7 +85,7 @@ def test_everything_is_kept_and_a_leap_is_what_stepping_gives(name, workload, ch
     if "max_num_seqs" in SYSTEMS[name].options:
         options.setdefault("max_num_seqs", 6)
     if not options.keys().isdisjoint({"chunk_high", "chunk_low"}):
-        options |= {"chunk_high": 256, "chunk_low": 32}  # one alone would be at odds with the other's default
+        options |= {"chunk_high": 256, "chunk_low": 32}  # one alone would conflict with the other's default
     hardware = replace(HARDWARE, kv_tokens=kv_tokens, host_overhead_s=0.001)
     runs = [
         simulate(workload, name, options, hardware, instances=instances, routing=routing, leap=leap)

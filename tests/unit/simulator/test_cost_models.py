@@ -1,4 +1,4 @@
-"""Step costs: exact at measured points, the same for one pass and for many, and honest about broken files."""
+"""Pass costs: exact at measured points, equal for one pass and for many, and clear errors for broken files."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_the_order_of_requests_says_nothing(lengths: list[int], order: Any) -> N
 
 
 def list_schedule(jobs: list[int], workers: int) -> int:
-    """Job by job, to the worker that is free first."""
+    """Longest job first, each to the worker that is free first."""
     free = [0] * workers
     for job in sorted(jobs, reverse=True):
         first = free.index(min(free))
@@ -386,9 +386,9 @@ def test_measured_points_are_met_exactly() -> None:
 
 
 def skew_errors(cost: MeasuredCost) -> dict[str, float]:
-    """Mean relative error against skew.csv, which no grid was made of: equal lengths, and unequal ones.
+    """Mean relative error against skew.csv, which no grid was made from: equal and unequal lengths.
 
-    Its times are those of three iterations together (attention.csv has their mean).
+    Its times are sums of three iterations (attention.csv has their mean).
     """
     errors: dict[str, list[float]] = {"equal": [], "unequal": [], "as if equal": []}
     parts = cost.parts

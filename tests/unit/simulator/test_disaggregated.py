@@ -1,4 +1,4 @@
-"""The disaggregated simulator: nothing is lost, the same seed does the same, and a leap is what its steps would be."""
+"""The disaggregated simulator: nothing is lost, a seed is reproducible, and a leap equals its iterations."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(load: Workload, system: System, config: Config, machine: Hardware, **opt
 
 @st.composite
 def cells(draw: st.DrawFn) -> tuple[Workload, System, Config, Hardware, dict[str, float]]:
-    """From comfortable to a pool that a few requests fill, arrivals alone and in crowds."""
+    """From comfortable to a pool that a few requests fill; single arrivals and crowds."""
     times = draw(st.lists(st.sampled_from([0.0, 0.0, 0.0, 0.001, 0.02]), min_size=1, max_size=40))
     prompts = st.one_of(st.integers(8, 16), st.integers(1, 150))
     shapes, now_s = [], 0.0
@@ -115,7 +115,7 @@ def test_every_request_ends_whole_and_a_leap_is_its_steps(
 @pytest.mark.parametrize(
     ("requests", "gap_s", "factors", "kv_tokens", "pool_tokens", "decode"),
     [
-        (14, 0.001, (123, 4, 118, 133), 640, 480, 1),  # a copy is dropped while its request is evicted, and waits
+        (14, 0.001, (123, 4, 118, 133), 640, 480, 1),  # a copy is dropped while its request's eviction waits
         (12, 0.001, (154, 51, 27, 84), 640, 320, 1),
         (28, 0.001, (60, 7, 135, 150), 480, 480, 2),  # a write that waited begins
         (38, 0.01, (24, 66, 116, 160), 480, 320, 2),  # a write waits for more than it did
@@ -135,7 +135,7 @@ def test_a_leap_is_its_steps_and_nothing_is_lost_where_messages_are_slow_and_the
 
 
 def crowd(requests: int = 40) -> Workload:
-    """All at once, of lengths that no order is in."""
+    """All at once, with lengths in no order."""
     return workload(*((0.0, 8 + number * 37 % 100, 1 + number * 53 % 110) for number in range(requests)))
 
 
@@ -188,7 +188,7 @@ def test_one_request_takes_what_its_passes_copies_and_messages_take() -> None:
     block_bytes = 4 * machine.kv_bytes_per_token
     pool_copy_s = 4 * block_bytes / machine.pool_bandwidth + machine.copy_latency_s
     peer_copy_s = (4 + 0) * block_bytes / machine.peer_bandwidth + machine.copy_latency_s
-    # The commit, its answer, Prefilled, Prefetch and the offer are a message each.
+    # One message each: the commit, its answer, Prefilled, Prefetch and the offer.
     moved_s = 2 * pool_copy_s + peer_copy_s + 5 * machine.message_s
     assert request.pool_wait_s == pytest.approx(moved_s)
     assert second_s - first_s == pytest.approx(moved_s + COST.step_s((), [16]))
@@ -229,7 +229,7 @@ def test_the_pool_s_occupancy_begins_and_ends_empty() -> None:
     blocks = [blocks for _, blocks in result.pool_blocks]
     assert blocks[0] == 0
     assert 0 < max(blocks) <= 175
-    assert blocks[-1] <= 2  # changes of a hundredth and less are not noted
+    assert blocks[-1] <= 2  # changes of 1 % or less are not recorded
 
 
 def test_the_settings_of_a_system_are_its_configuration() -> None:
@@ -259,7 +259,7 @@ def test_passes_are_listed_by_their_start_and_none_overlaps_another_of_its_insta
 
 
 def test_a_request_goes_by_the_objective_that_its_trace_gives_it() -> None:
-    """A long one among short ones that come without end; what else waits keeps to the default."""
+    """A long request among an endless stream of short ones, which keep the default objective."""
 
     def wait_s(objective_s: float) -> float:
         short = [Arrival(f"short-{i}", 0.003 * i, 12 + i % 3, 15) for i in range(300)]
@@ -274,7 +274,7 @@ def test_a_request_goes_by_the_objective_that_its_trace_gives_it() -> None:
 
 
 def test_no_request_waits_for_a_full_instance_while_another_has_room() -> None:
-    """Two instances of two slots: one runs 900 tokens twice, the other soon nothing."""
+    """Two instances of two slots: one runs 900 tokens twice, the other is soon idle."""
     first = [(0.002 * number, 16, output) for number, output in enumerate((10, 10, 900, 900))]
     late = [(0.02 + 0.002 * number, 16, 8) for number in range(3)]
     config = replace(small_config(), decode=DecodeConfig(max_running=2, join_iterations=4))

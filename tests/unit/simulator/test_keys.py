@@ -1,4 +1,4 @@
-"""Which keys of the configuration have an effect in a simulation: those that a run reads."""
+"""The configuration keys that have an effect in a simulation: those that a run reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HARDWARE = Hardware(kv_tokens=640, kv_bytes_per_token=1 << 16, pool_tokens=4000,
 
 
 class Watched:
-    """A configuration, or a section of one, that notes which keys are read."""
+    """A configuration, or one of its sections, that records which keys are read."""
 
     def __init__(self, value: Any, read: set[str], name: str = "") -> None:
         self._value, self._read, self._name = value, read, name

@@ -1,4 +1,4 @@
-"""What a simulation writes can be read again, says where it comes from, and is the same byte for byte."""
+"""A simulation's output can be read again, names its source, and is identical byte for byte."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROVENANCE = Provenance(
 
 
 def made_up(policy: str, slow: float = 1.0) -> RunResult:
-    """Twelve requests of growing length, one after the other, and one that was refused."""
+    """Twelve requests of growing length, one after the other, and a refused one."""
     steps = StepColumns()
     requests = []
     for number in range(12):

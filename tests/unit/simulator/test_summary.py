@@ -1,4 +1,4 @@
-"""Every figure of a summary against numbers worked out by hand."""
+"""Every figure of a summary against hand calculations."""
 
 from __future__ import annotations
 

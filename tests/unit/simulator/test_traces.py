@@ -1,4 +1,4 @@
-"""Each format of trace, what a broken one says, and the arrivals that are made."""
+"""Each trace format, errors for broken traces, and generated arrivals."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_request_log_says_what_the_cluster_took(tmp_path: Path) -> None:
     lines = [
         line("a", 100.0, 5, 101.0, 105.0),  # TTFT 1, TPOT 1
         line("b", 102.0, 3, 105.0, 111.0, decode_s=8.0),  # TTFT 3, TPOT 3
-        line("c", 100.0, 2, 95.0, 112.0, epoch=1),  # submitted again: the first token is not of that epoch
+        line("c", 100.0, 2, 95.0, 112.0, epoch=1),  # submitted again: the first token is not from that epoch
         line("d", 1.0, 9, 2.0, 3.0, resumed=True),
         {"request_id": "e", "arrival_unix_s": 90.0, "input_tokens": 4, "output_tokens": 1},
     ]

@@ -1,4 +1,4 @@
-"""The queue of a channel and its completions, with a channel whose copies end when the test says so."""
+"""A channel's queue and its completions, with a channel whose copies end when the test says so."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GEOMETRY = KvGeometry("random", "float32", 1, 1, 4, 4)
 
 
 class SteeredChannel(QueuedChannel):
-    """Each copy waits for a permit; block 7 cannot be copied, block 6 raises what no channel should."""
+    """Each copy waits for a permit. Block 7 fails to copy; block 6 raises an unexpected error."""
 
     name = "steered"  # type: ignore[assignment]
 
@@ -99,7 +99,7 @@ def test_a_full_queue_refuses_and_never_blocks(channel: SteeredChannel) -> None:
 def test_a_cancelled_copy_that_has_not_begun_never_does(channel: SteeredChannel) -> None:
     first, second = channel.copy([0], [0]), channel.copy([1], [1])
     second.cancel()
-    assert not second.done()  # its blocks may not be used yet: the channel has not come to it
+    assert not second.done()  # its blocks may not be used yet: the channel has not reached it
     channel.permits.release(1)
     assert first.wait(10)
     with pytest.raises(TransferError, match="cancelled"):

@@ -1,4 +1,4 @@
-"""Copies that fail or lie: what the copier makes of every kind of fault, with and without checksums."""
+"""Failing and corrupting copies: how the copier handles every kind of fault, with and without checksums."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class World:
         return Route(channel, SOURCE_IDS, known)
 
     def found_stuck(self, copier: Copier, *, until_s: float) -> TransferError | None:
-        """Lets time pass, and asks every second, as heartbeats do."""
+        """Advance the time, and ask every second, as heartbeats do."""
         found = None
         while found is None and self.now_s < until_s:
             self.now_s += 1.0

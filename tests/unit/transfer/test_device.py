@@ -1,4 +1,4 @@
-"""Device stores and channels with tensors on the CPU, and (marked gpu) the real thing."""
+"""Device stores and channels with tensors on the CPU, and (marked gpu) on a GPU."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def share_and_die(path: str) -> None:
 @gpu
 @needs_gpu
 def test_the_death_of_a_peer_neither_hangs_nor_corrupts_a_copy(tmp_path: Path) -> None:
-    """The driver keeps the memory for as long as it is open here."""
+    """The driver keeps the memory as long as this process has it open."""
     import multiprocessing
     import time
 

@@ -107,7 +107,7 @@ for ones in ({}, {"rows": 1}):  # arguments that are 1 are constants of their ow
 
 
 def test_the_kernel_compiles_for_a_gpu_and_moves_16_bytes_a_thread() -> None:
-    """In a process of its own: the interpreter changes Triton's language for the whole process."""
+    """In its own process: the interpreter changes Triton's language for the whole process."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     ptx = subprocess.run([sys.executable, "-c", COMPILE], env=environment, check=True, capture_output=True, text=True)
     for access in ("ld.global", "st.global"):
@@ -116,7 +116,7 @@ def test_the_kernel_compiles_for_a_gpu_and_moves_16_bytes_a_thread() -> None:
 
 
 class Runtime:
-    """Does at once what CUDA would do in stream order; answers with `code`. `extra`: what CUDA 12 answers besides."""
+    """Does at once what CUDA would do in stream order, and returns `code`; `extra`: additional results of CUDA 12."""
 
     cudaMemcpySrcAccessOrder = SimpleNamespace(cudaMemcpySrcAccessOrderStream=1)  # noqa: N815
 
@@ -193,7 +193,7 @@ def test_the_bounce_moves_pieces_larger_than_its_slots() -> None:
 
 
 class HalfLocked:
-    """A registration that has come to the middle of the store."""
+    """A registration that has reached the middle of the store."""
 
     piece_blocks, error = 4, TransferError("could not lock")
 

@@ -1,4 +1,4 @@
-"""How much memory there is: of a machine, and of a container that may use less of it."""
+"""How much memory is available: on a machine, and in a container with a limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 
 class Machine:
-    """A `/proc` and a `/sys/fs/cgroup` of 64 GiB, 40 of them available."""
+    """A `/proc` and a `/sys/fs/cgroup` of 64 GiB, with 40 GiB available."""
 
     def __init__(self, folder: Path, cgroup_line: str) -> None:
         self.proc, self.cgroup = folder / "proc", folder / "cgroup"

@@ -1,4 +1,4 @@
-"""Which channel serves a pair, and what is said where the one that is wanted cannot be had."""
+"""Which channel serves a pair, and the error if the configured channel is unavailable."""
 
 from __future__ import annotations
 

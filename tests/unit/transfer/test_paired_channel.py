@@ -1,4 +1,4 @@
-"""Copies that need both processes of a pair: over Gloo between two real ones, with breaks, deaths and refusals."""
+"""Copies that need both processes of a pair: over Gloo between two real processes, with breaks, deaths and refusals."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def peer() -> Iterator[PeerProcess]:
-    """One process for most tests: each has a client of its own. It takes seconds to start."""
+    """One process for most tests, as it takes seconds to start. Each test has its own client."""
     with PeerProcess(SPEC) as peer:
         yield peer
 
@@ -165,7 +165,7 @@ def test_copies_wait_for_the_next_session_when_one_breaks(pair: Pair) -> None:
 
 
 def test_a_session_that_breaks_in_a_copy_costs_a_second_try(pair: Pair) -> None:
-    """The copier's routes are what makes a copy again; nothing is lost, and nothing arrives that was not sent."""
+    """The copier retries by its routes: nothing is lost, and nothing arrives that was not sent."""
     copier = Copier(verify=True, timeout_s=20.0)
     expected = make_store(SPEC, pair.batch.store_id).checksums(range(BLOCKS))
     route = Route(pair.pull, list(range(BLOCKS)), expected)
@@ -205,7 +205,7 @@ def test_a_dead_peer_is_noticed_at_once_and_a_stopped_one_after_its_time_and_nei
         begun = time.monotonic()
         peer.process.kill()
         with pytest.raises(TransferError):
-            doomed[-1].wait(20)  # after all that were under way or waited for another session
+            doomed[-1].wait(20)  # after all copies that were running or waited for another session
         assert time.monotonic() - begun < AWAY_S + 2.0
         assert all(copy.wait(20) for copy in went_on)
         assert pair.client.sessions == 1

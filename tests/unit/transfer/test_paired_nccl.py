@@ -1,4 +1,4 @@
-"""The sequence of NCCL calls at both ends, over a pretended library on the CPU; and (marked gpu) the real thing."""
+"""The sequence of NCCL calls at both ends, over a pretended library on the CPU, and (marked gpu) over NCCL."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PretendedError(Exception):
 
 
 class PretendedNccl:
-    """What of `cupy.cuda.nccl` is called, between two threads: a message arrives only where its length is expected."""
+    """The used part of `cupy.cuda.nccl` between two threads: a message arrives only if its length is expected."""
 
     NCCL_UINT8 = 1
     NcclError = PretendedError
@@ -153,7 +153,7 @@ def test_an_abort_from_another_thread_ends_what_waits_and_what_follows() -> None
 def test_a_session_whose_peer_went_while_it_connected_keeps_no_other_from_opening(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`ncclCommInitRank` waits for the other rank without a limit, and nothing ends it."""
+    """`ncclCommInitRank` waits for the other rank without a limit, and cannot be interrupted."""
     came, waiting = threading.Event(), threading.Semaphore(0)
 
     class Stuck(PretendedNccl):
@@ -173,10 +173,10 @@ def test_a_session_whose_peer_went_while_it_connected_keeps_no_other_from_openin
     server.start(pb.ProcessKey(role="prefill", id="prefill-0", incarnation=1))
     assert all(waiting.acquire(timeout=20.0) for _ in (PULL, PUSH))
     server.on_command(pc.PairCommand(copy=pc.PairedCopy(number=1, push=True, store_id=store.store_id, block_ids=[0])))
-    assert server.close()  # it may be followed by another
+    assert server.close()  # another session may follow
     lanes = list(server._lanes.values())
     assert all(lane._thread.is_alive() for lane in lanes)
-    came.set()  # too late: it takes part in nothing
+    came.set()  # too late: the session takes no further part
     for lane in lanes:
         lane._thread.join(20.0)
         assert isinstance(lane._transport, NcclTransport)

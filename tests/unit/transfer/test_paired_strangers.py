@@ -29,7 +29,7 @@ Look = Callable[[int, str, bytes], bytes]
 
 
 def meet(look: Look) -> list[GlooTransport | TransferError]:
-    """Both ends connect, in two threads. `look(rank, key, value)` gives what the other end hears of what one says."""
+    """Connect both ends in two threads. `look(rank, key, value)` replaces what an end tells the other."""
     ends: list[Rendezvous] = []
 
     def tell(rank: int) -> Callable[[str, bytes], None]:
@@ -49,13 +49,13 @@ def meet(look: Look) -> list[GlooTransport | TransferError]:
 
 
 def port_in(value: bytes) -> int | None:
-    """The port of the IPv4 address of loopback in what Gloo says of an end."""
+    """The port before the address 127.0.0.1 in Gloo's description of an end."""
     at = value.find(socket.inet_aton("127.0.0.1"))
     return struct.unpack("!H", value[at - 2 : at])[0] if at > 0 else None
 
 
 class Doors:
-    """The ports that both ends have named; and what to do with each when it is named."""
+    """The ports that both ends have named, and a function to call with each."""
 
     def __init__(self, on_port: Callable[[int], None] = lambda port: None) -> None:
         self.ports: list[int] = []
@@ -78,7 +78,7 @@ def portion(fill: int) -> tuple[HostBlockStore, Portion]:
 
 
 def copies(ends: list[Any], fill: int) -> bool:
-    """Whether what one end sends arrives at the other."""
+    """Whether data sent by one end arrives at the other."""
     _, given = portion(fill)
     store, taken = portion(0)
     with ThreadPoolExecutor(1) as sending:
@@ -98,7 +98,7 @@ def test_once_the_ends_have_met_no_other_process_gets_a_connection() -> None:
             with pytest.raises(OSError, match="timed out"):
                 socket.create_connection(("127.0.0.1", port), 0.3)
     assert len(doors.ports) == 2
-    assert len(os.listdir("/proc/self/fd")) <= before  # Gloo would keep each, until the process has no room for more
+    assert len(os.listdir("/proc/self/fd")) <= before  # Gloo would keep each until the process runs out of descriptors
     assert copies(ends, 9)
 
 

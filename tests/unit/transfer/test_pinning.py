@@ -25,7 +25,7 @@ GEOMETRY = KvGeometry("random", "bfloat16", layers=4, kv_heads=6, head_dim=8, bl
 
 
 class Driver:
-    """Remembers what is registered; refuses from the `limit`th registration on, and waits while `open` is not set."""
+    """Records registrations, refuses them from the `limit`th on, and blocks while `open` is not set."""
 
     def __init__(self, limit: int = 100) -> None:
         self.limit = limit
@@ -123,7 +123,7 @@ def test_no_piece_is_over_64_gib() -> None:
 
 
 class Locking(HostChannel):
-    """One that says how far the locking of its destination has come."""
+    """A channel that reports how far its destination is page-locked."""
 
     def __init__(self, locked: int) -> None:
         self._locked, self.ended = locked, False

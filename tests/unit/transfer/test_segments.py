@@ -103,7 +103,7 @@ def test_a_segment_outlives_its_killed_server_and_is_adopted_by_the_next(folder:
     with pytest.raises(UnavailableError):
         client.segments()
 
-    assert path.exists()  # left behind by SIGKILL; the next server takes its place
+    assert path.exists()  # left behind by SIGKILL; the next server replaces it
     second = Child(serve_until_told, path)
     second.heard()
     assert client.segments() == []
@@ -266,7 +266,7 @@ def test_descriptors_do_not_pile_up(server: SegmentServer, client: SegmentClient
         segment.close()
         with pytest.raises(TransferError):
             client.attach("missing")
-    deadline = time.monotonic() + 5  # the server's threads close theirs a moment after the answer
+    deadline = time.monotonic() + 5  # the server's threads close theirs shortly after the answer
     while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(os.listdir("/proc/self/fd")) <= before

@@ -1,4 +1,4 @@
-"""Block stores, and the copies between them: in one process, between processes, and between different slices."""
+"""Block stores and the copies between them: in one process, between processes, and between different slices."""
 
 from __future__ import annotations
 

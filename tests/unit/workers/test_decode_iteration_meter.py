@@ -1,4 +1,4 @@
-"""The gap between iterations and the bubble in them, as metrics and in a request's timings."""
+"""The gap between iterations and their bubble, as metrics and in a request's timings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decode loop in any order of events, launching ahead or not: every request gets the answer written for it."""
+"""The decode loop in any order of events, launching ahead or not: every request gets its scripted answer."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from alignedserve.config import DecodeConfig
-from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.plan import BufferKind
 from support.machines import machine_settings
 from support.scripted_cell import BUFFER, POOL, Client, ScriptedCell
 from support.scripted_decode import Script
 
-PROMPTS = ([11] * 3, [12] * 5, [13] * 9)  # of a group each; other requests have a fourth
+PROMPTS = ([11] * 3, [12] * 5, [13] * 9)  # one for each group; other requests have their own, of 4 tokens
 MAYBE = st.one_of(st.none(), st.integers(1, 12))
 ANY = st.integers(0, 99)
 

@@ -1,4 +1,4 @@
-"""Iterations that are launched before the tokens of the last are known: what happens to a request meanwhile."""
+"""Iterations launched before the tokens of the last are known, and events that reach a request meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.scripted_decode import Script
 
 
 def cell_of(*scripts: Script, blocks: int = 64, overlap: bool = True, lease: int = 0, **config: int) -> ScriptedCell:
-    """All of them run from the next turn on; blocks hold 4 tokens."""
+    """All requests run from the next turn on; blocks hold 4 tokens."""
     cell = ScriptedCell(blocks, 4, overlap, DecodeConfig(**{"join_iterations": 1, **config}))  # type: ignore[arg-type]
     cell.loop.set_lease(lease)
     for script in scripts:
@@ -34,7 +34,7 @@ def long_and_short() -> list[Script]:
 
 
 def tight_cell(lease: int, scripts: list[Script]) -> ScriptedCell:
-    """Either of `long_and_short` fits, both do not."""
+    """Either request of `long_and_short` fits, but not both."""
     return cell_of(*scripts, blocks=5, watermark_blocks=1, lease=lease)
 
 
@@ -54,7 +54,7 @@ def test_an_iteration_is_launched_before_the_tokens_of_the_last_are_known() -> N
     assert cell.engine.most_ahead == 2
     cell.settle()
     cell.check_ended()
-    assert cell.engine.needless == 0  # it ends by its length, which is known beforehand
+    assert cell.engine.needless == 0  # it ends by its length, which is known in advance
 
 
 def test_without_overlap_each_turn_gives_its_own_tokens() -> None:
@@ -96,13 +96,13 @@ def test_a_row_behind_an_unforeseen_end_is_unused_and_its_blocks_are_free() -> N
 
 
 def test_what_comes_in_takes_blocks_that_a_needless_row_still_writes_to() -> None:
-    """The engine works in the order in which it is asked: the copy comes after the row."""
+    """The engine works in the order of its calls: the copy comes after the row."""
     cell = cell_of(script(0, prompt=11, most=5, ends_at=2), blocks=4)
     cell.offer(cell.add(script(1, prompt=12, most=3)))
     cell.turn()
     cell.turn()
     held = set(cell.allocator.blocks_of(script(0).key))
-    cell.turn()  # it has ended, and its needless row is under way
+    cell.turn()  # it has ended, and its needless row is running
     assert cell.engine.needless == 1
     settled = cell.settled_pulls
     cell.turn()
@@ -165,7 +165,7 @@ def test_an_eviction_carries_the_token_that_was_under_way(lease: int) -> None:
 
 
 def test_an_eviction_of_what_ended_meanwhile_is_undone() -> None:
-    """The same twice: at the boundary that evicts, the token under way ends the victim, or does not."""
+    """The same load twice: at the boundary that evicts, the pending token ends the victim, or does not."""
     runs_on = cell_of(
         script(0, prompt=7, most=10), script(1, prompt=3, most=10), blocks=5, watermark_blocks=1, lease=100
     )
@@ -194,7 +194,7 @@ def test_what_fails_as_a_whole_ends_its_requests_and_one_that_joined_the_next_go
     cell.engine.fail_next = True
     cell.turn()  # launches what fails, and 2 comes in
     cell.end_pull()
-    cell.turn()  # launches the next, with all three, and finds out
+    cell.turn()  # launches the next iteration with all three, and sees the failure
     assert [client(cell, number).reason for number in range(3)] == ["error", "error", ""]
     assert not cell.allocator.blocks_of(script(0).key)
     cell.turn()

@@ -21,9 +21,9 @@ from alignedserve.engine.model.loader import LoadedModel, load_model
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, RequestSpec, SamplingParams
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.testing.models import make_model, make_tokenizer
 from alignedserve.text import Tokenizer
 from alignedserve.transfer.completion import Completion
@@ -60,7 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Tokeni
 def serve(
     model: tuple[LoadedModel, Tokenizer], samplings: Sequence[SamplingParams], *, overlap: bool, overlaps: bool
 ) -> list[Answer]:
-    """All of them at once; what their prompts' prefill would leave is computed where they come in."""
+    """Serve all requests at once; each prompt's prefill is computed when the request is pulled."""
     loaded, tokenizer = model
     runner = ModelRunner(loaded, allocate_cache(loaded.info.geometry(BLOCK_SIZE), BLOCKS, "cpu"))
     scheduler = IterationScheduler(DecodeConfig(), BlockAllocator(BLOCKS, "cache"), BLOCK_SIZE)
@@ -101,7 +101,7 @@ def test_answers_are_the_same_with_stop_strings_too(model: tuple[LoadedModel, To
     samplings = [SamplingParams(**{"max_tokens": MOST, "eos_token_ids": (1,), **options}) for options in SAMPLINGS]
     free = serve(model, samplings, overlap=False, overlaps=False)
     stops = []
-    for sampling, answer in zip(samplings, free, strict=True):  # some of the text that it has given in its middle
+    for sampling, answer in zip(samplings, free, strict=True):  # part of the middle of its text
         text = model[1].decode(answer.tokens[len(answer.tokens) // 2 :]) if len(answer.tokens) > 10 else ""
         stops.append(replace(sampling, stop=(text[:3],) if len(text) > 3 else ()))
     expected = serve(model, stops, overlap=False, overlaps=False)

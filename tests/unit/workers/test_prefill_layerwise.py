@@ -28,7 +28,7 @@ KEY = RequestKey("r", 0)
 
 @dataclass
 class World:
-    """A cache that passes write to, layer by layer, and a pool to which copies go."""
+    """A cache that passes write to, layer by layer, and a pool that receives the copies."""
 
     copier: Copier = field(default_factory=lambda: Copier(verify=True, timeout_s=10.0))
     asked: list[tuple[list[int], list[int], Any]] = field(default_factory=list)
@@ -195,7 +195,7 @@ MIB = 1 << 20
 
 
 def test_the_length_from_which_it_pays_follows_from_what_was_measured() -> None:
-    """A 7B model's figures, made up: half a MiB of KV a token, 50 GB/s to the host."""
+    """Made-up figures of a 7B model: half a MiB of KV a token, 50 GB/s to the host."""
     costs = OffloadCosts(token_s=60e-6, bytes_per_s=50e9, copy_s=20e-6, call_s=30e-6)
     found = costs.threshold_tokens(MIB // 2, 32, 2048, 16)
     assert 100 < found < 600

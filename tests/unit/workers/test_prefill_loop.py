@@ -1,4 +1,4 @@
-"""What the prefill thread does when a pass fails: its requests end; where the GPU is lost, so does the thread."""
+"""What the prefill thread does when a pass fails: its requests end. If the GPU is lost, the thread ends as well."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from alignedserve.transfer.completion import Completion
 
 @dataclass
 class FailingRunner:
-    """No pass of it goes well; `fault`: nor will any."""
+    """Every pass fails; `fault`: the device is lost as well."""
 
     fault: Exception | None
     block_size: int = 4

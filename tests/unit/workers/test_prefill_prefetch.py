@@ -1,4 +1,4 @@
-"""Prefetching into a candidate buffer: copies that fail, lie, or outlive the decode instance that they are for."""
+"""Prefetching into a candidate buffer: copies that fail, are corrupted, or outlive their decode instance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from alignedserve.prefill_worker.prefetch import Prefetcher
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.transfer.block_store import HostBlockStore
 from alignedserve.transfer.completion import Completion
 from alignedserve.transfer.copier import Copier, Route
@@ -31,7 +31,7 @@ OWNER = "decode-0/1/0"
 
 
 class Prefill:
-    """A prefetcher with one buffer, of `CAPACITY` blocks; the way from the pool follows `plan`."""
+    """A prefetcher with one buffer of `CAPACITY` blocks; copies from the pool follow `plan`."""
 
     def __init__(self, plan: FaultPlan) -> None:
         self.pool = HostBlockStore.private("kv_pool-0", GEOMETRY, CAPACITY)
@@ -57,7 +57,7 @@ class Prefill:
         return self.buffer.store
 
     async def prefetch(self, *requests: pb.StoredRequest) -> tuple[list[str], list[str], list[str]]:
-        """Of those that were not announced: returned, missing, unreadable."""
+        """The requests that were not announced: returned, missing, unreadable."""
         named = map(pooled, requests)
         command = pw.Prefetch(decode_id="decode-0", buffer=pw.BUFFER_BATCH, batch_id=1, requests=named)
         missed = await self.prefetcher.prefetch(command, lambda: self.decoder)

@@ -1,4 +1,4 @@
-"""Asking gateways for prompts: one call at a time to each, and a gateway that is not there."""
+"""Asking gateways for prompts: one call at a time to each, and missing gateways."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKEN = "token"
 
 
 class Gateway(gw_grpc.SpecSourceServicer):
-    """Has every request whose id is not `ended`; answers one message a request, while it is `open`."""
+    """Has every request whose id is not in `ended`; answers with one message a request while `open`."""
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []

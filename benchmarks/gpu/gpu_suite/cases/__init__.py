@@ -1,1 +1,1 @@
-"""One module a group: `run(context)` measures its cases, each on its own."""
+"""The groups' modules. `run(context)` measures a group's cases; one that fails does not stop the others."""

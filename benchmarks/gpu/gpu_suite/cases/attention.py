@@ -1,4 +1,4 @@
-"""The decode attention kernel against the copy rate: equal lengths, and the paper's mixes against the same bytes."""
+"""The decode attention kernel compared with the copy rate, and the paper's mixes with equal lengths."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gpu_suite.record import Context
 BATCH, HEADS, HEAD_DIM = 64, 32, 128
 LAYERS = 8
 EXCESS_SHARE, EXCESS_S = 0.05, 5e-6
-SHORT = 128  # of the mix with four long ones
+SHORT = 128  # short length in the mix with four long requests
 
 
 def mixes() -> dict[str, list[int]]:
-    """Lengths by name: all 1k, and the paper's mixes, the second spread evenly."""
+    """Lengths by name: all 1024, and the paper's two mixes; the second one is evenly spaced."""
     return {
         "64 x 1024": [1024] * BATCH,
         f"60 x {SHORT} and 4 x 4096": [SHORT] * 60 + [4096] * 4,
@@ -25,7 +25,7 @@ def mixes() -> dict[str, list[int]]:
 
 
 def equal_lengths(lengths: list[int]) -> list[int]:
-    """As many rows of (nearly) one length, with the same sum."""
+    """The same number of rows and the same total, with lengths that differ by at most one."""
     each, more = divmod(sum(lengths), len(lengths))
     return [each + (row < more) for row in range(len(lengths))]
 

@@ -1,4 +1,4 @@
-"""What one thread block reads from the GPU's memory alone, and 2, 4 ... all multiprocessors together."""
+"""Memory bandwidth of one thread block alone, and of 2, 4 ... all multiprocessors together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def run(context: Context) -> None:
     with context.record.case("read by thread blocks", row="bandwidth"):
         from alignedserve.engine.profile.bandwidth import TILE, bandwidth_by_blocks, stream
 
-        if not context.on_gpu:  # in Triton's interpreter, which has no clock of a device
+        if not context.on_gpu:  # Triton's interpreter has no device clock: only the result is checked
             source = torch.rand(2 * TILE)
             found = stream(source, 2, TILE)
             difference = float((found - source.view(2, TILE).sum(1)).abs().max())

@@ -1,4 +1,4 @@
-"""Greedy tokens through a whole cluster of plain processes: stores, channels and hand-overs on the device."""
+"""Compares greedy tokens of a cluster with `transformers`: stores, channels and hand-overs use the device."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from gpu_suite.record import Context
 from gpu_suite.reference import agreement, greedy
 from gpu_suite.serving import REPORTED_S, running
 
-# Long ones are cut into chunks; the short ones grow until the cache is full, and evictions are certain.
+# Long prompts are split into chunks. Short ones grow until the cache is full, which forces evictions.
 LENGTHS = (20, 31, 200, 40, 250, 33, 17, 280, 1, 36, 22, 600, 90, 150, 300, 44)
 CACHE_BLOCKS = 110
 
 
 def run(context: Context) -> None:
-    """On a GPU clusters in both dtypes at once, since nothing is timed; on a CPU one small one."""
+    """On a GPU, run a cluster of each dtype at once, since nothing is timed. On a CPU, run one small cluster."""
     dtypes = [torch.float32, torch.bfloat16] if context.on_gpu else [torch.float32]
     asyncio.run(_run(context, dtypes))
 
@@ -39,7 +39,7 @@ async def _run(context: Context, dtypes: list[torch.dtype]) -> None:
 
 
 async def _serve(context: Context, dtype: torch.dtype) -> tuple[str, list[list[int]], list[list[int]], str]:
-    """The model's folder, prompts, answers, and the cluster's metrics."""
+    """Serve random prompts. Returns the model's folder, the prompts, the answers and the cluster's metrics."""
     name = str(dtype).removeprefix("torch.")
     folder = str(context.work / f"cluster-{name}")
     shape = {**SHAPE, "num_hidden_layers": 2} if context.small else SHAPE
@@ -50,7 +50,7 @@ async def _serve(context: Context, dtype: torch.dtype) -> tuple[str, list[list[i
     sections: dict[str, dict[str, Any]] = {
         "model": {"path": folder, "dtype": name},
         "kv_pool": {"size_gib": 0.5, "verify": True},
-        # All sizes are given: what is left of the device is other groups'.
+        # All sizes are explicit: other groups use the rest of the device's memory.
         "prefill": {
             "token_budget": 64,
             "cache_blocks": 400,

@@ -1,4 +1,4 @@
-"""HBM to HBM of another process: by CUDA IPC, and by NCCL, against a copy within the device."""
+"""HBM to the HBM of another process through CUDA IPC and NCCL, compared with a copy within the device."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _paired(context: Context, geometry: KvGeometry, count: int) -> None:
 
 
 def _measure(context: Context, name: str, row: str, channels: dict[str, Channel], count: int) -> None:
-    """Bytes moved a second against those of a copy within the device: half of what that reads and writes."""
+    """Record the bytes copied a second relative to a device copy (half the bytes that one reads and writes)."""
     block_bytes = next(iter(channels.values())).source.block_bytes
     repeat = 2 if context.small else 9
     with around(lambda: copy_rate(context.device) / 2) as rate:
@@ -81,7 +81,7 @@ def _measure(context: Context, name: str, row: str, channels: dict[str, Channel]
 
 
 def _seconds(context: Context, channel: Channel, count: int, repeat: int, *, scattered: bool) -> list[float]:
-    """From asking for a copy of `count` blocks to its completion; what is made once is made by the first."""
+    """Seconds from requesting a copy of `count` blocks to its completion, after two warm-up copies."""
     seconds = []
     for _ in range(repeat + 2):
         source, destination = (

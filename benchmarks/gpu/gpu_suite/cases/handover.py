@@ -1,6 +1,6 @@
-"""A request of 2k tokens joins a running batch: how long that takes beyond the copy of its KV.
+"""Measures how much longer the hand-over of a 2k-token request into a running batch takes than the copy of its KV.
 
-The copy's time is that of the same requests while nothing else runs: beside a batch a copy also waits for its turn.
+The copy's time is measured without a running batch, beside which a copy also waits for its turn.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def _run(context: Context) -> None:
     async with running(context, str(medium_model(context)), "handover", **sections) as cell:
         await _join(context, cell, joining)  # what is slow the first time
         alone, _ = await _joins(context, cell, joining, ALONE)
-        # Long enough that it runs until the last has joined.
+        # Long enough that the batch runs until the last request has joined.
         held = [_submit(context, cell, tokens, 2500) for _ in range(batch)]
         await _until_decoding(held)
         await _join(context, cell, joining)  # what is slow the first time
@@ -52,7 +52,7 @@ async def _run(context: Context) -> None:
 
 
 async def _joins(context: Context, cell: Cell, tokens: int, count: int) -> tuple[dict[str, float], list[Answer]]:
-    """So many requests, one after the other; and of a copy into the cache meanwhile the seconds and the bytes."""
+    """Let `count` requests join one after the other. Returns a copy's mean seconds and bytes, and the answers."""
     await asyncio.sleep(REPORTED_S)
     before = _copied((await cell.cluster.status()).metrics)
     joined = [await _join(context, cell, tokens) for _ in range(count)]
@@ -110,7 +110,7 @@ async def _join(context: Context, cell: Cell, tokens: int) -> Answer:
 
 
 async def _until_decoding(answers: list[Answer]) -> None:
-    """Until each has some tokens of a decode iteration. Raises TimeoutError after 30 s, or what one failed by."""
+    """Wait until each has a few decode tokens. Raises TimeoutError after 30 s, or the error of an answer."""
     async with asyncio.timeout(30.0):
         while any(len(answer.tokens) < 4 for answer in answers):
             for answer in answers:
@@ -125,7 +125,7 @@ def _stage(answer: Answer, stage: Stage) -> float:
 
 
 def _copied(metrics: str) -> dict[str, float]:
-    """Of all channels into the decode cache: copies, bytes, and the seconds in which they were copying."""
+    """Totals of all channels into the decode cache: copies, bytes, and seconds spent copying."""
     moved = {"copies": "copies", "bytes": "bytes", "busy_s": "busy_seconds"}
     into = {"destination": "decode-0/cache"}
     return {name: value(metrics, f"alignedserve_transfer_{what}_total", **into) for name, what in moved.items()}

@@ -1,4 +1,4 @@
-"""A whole decode iteration at 7B shapes against the bytes it must read, and how long the GPU idles between two."""
+"""A decode iteration at 7B shapes compared with the bytes it must read, and the GPU's idle time between iterations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _measure(context: Context, name: str) -> None:
     batch, tokens, iterations = (4, 32, 8) if context.small else (BATCH, TOKENS, 120)
     loaded = random_model(name, context.device, small=context.small, dtype=torch.bfloat16, seed=context.seed)
     warm_up = 10
-    # The mean length of the measured iterations is `tokens`.
+    # chosen so that the mean length over the measured iterations is `tokens`
     lengths = [max(1, tokens - warm_up - iterations // 2)] * batch
     steady = make_steady(loaded, lengths, warm_up + iterations + 4 * TRACED + 64, context.seed)
     with around(lambda: copy_rate(context.device)) as rate:
@@ -59,7 +59,7 @@ def _measure(context: Context, name: str) -> None:
 
 
 def _idle(context: Context, name: str, steady: Steady, alone_s: float) -> None:
-    """By events around each launch, then by the profiler, whose figure is the row's: it sees every kernel."""
+    """Record the idle share, by events around each launch and by the profiler, which sees every kernel."""
     if context.on_gpu:
         share, samples = _idle_by_events(steady)
         context.record.figure(f"{name}, idle by events", share, "of the time", row="idle", samples=samples)
@@ -89,7 +89,7 @@ def _idle(context: Context, name: str, steady: Steady, alone_s: float) -> None:
 
 
 def _idle_by_events(steady: Steady) -> tuple[float, list[float]]:
-    """The device's time from the end of what one launch gave it to the beginning of what the next one did."""
+    """The idle share and the gaps between the work of consecutive launches."""
     marks: list[tuple[Any, Any]] = []
 
     class Marked(AbstractContextManager[object]):

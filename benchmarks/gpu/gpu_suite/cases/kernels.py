@@ -1,4 +1,4 @@
-"""Tests marked `gpu`, and every attention backend against fp64 attention at real shapes."""
+"""Runs the tests marked `gpu`, and compares every attention backend with fp64 attention at real shapes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYER = 1
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Heads and blocks of a store, and what its layers ask for. `sinks` are drawn."""
+    """Heads and block size of a store, and its layers' options. `sinks`: use random ones."""
 
     heads: int
     kv_heads: int
@@ -52,7 +52,7 @@ SHAPES = (
     Shape(48, 8, 96, 256, window=1024, softcap=50.0, sinks=True),
 )
 SMALL = (Shape(4, 2, 64, 16), Shape(2, 2, 64, 16, window=24, softcap=20.0, sinks=True))
-# (new tokens, cached before) of each request: decode rows of ragged lengths, prompts without and with a prefix.
+# (new tokens, cached tokens) of each request: decode rows of ragged lengths, prompts with and without a prefix.
 DECODES = [(1, start) for start in (0, 1, 14, 15, 16, 17, 63, 255, 256, 1023, 1500, 2047, 4095, 33, 700, 3789)]
 PREFILLS = [(1024, 0), (513, 0), (257, 1024), (17, 2047), (2, 31), (64, 63)]
 BATCHES = {"decode": DECODES, "prefill": PREFILLS, "mixed": [*DECODES[4:9], *PREFILLS[2:5]]}
@@ -72,7 +72,7 @@ def run(context: Context) -> None:
 
 
 def _all_kernels(context: Context) -> None:
-    """Each shape in a process of its own on a GPU: mostly they wait for a compiler, which keeps one core busy."""
+    """On a GPU each shape has its own process, since most of the time goes to single-threaded compilation."""
     shapes = SMALL if context.small else SHAPES
     if not context.on_gpu:
         for shape in shapes:
@@ -100,7 +100,7 @@ def _in_process(device: str, quick: bool, work: Path, out: Path, seed: int, ends
 
 
 def _kernels_of(context: Context, shape: Shape) -> None:
-    """By every backend in both dtypes; the worst error of each is kept."""
+    """Compare every backend in both dtypes, and record the largest error of each."""
     left_out = []
     for dtype in (torch.bfloat16, torch.float16):
         for name in [name for name in BACKENDS.names() if name != "torch"] + ["torch"]:
@@ -155,7 +155,7 @@ def _error(
     dtype: torch.dtype,
     spans: list[tuple[int, int]],
 ) -> float:
-    """The largest difference from fp64 of any element. Unwritten rows and unused blocks hold NaN."""
+    """The largest absolute error against fp64. Unwritten rows and unused blocks hold NaN."""
     case = paged_case(
         spans,
         heads=shape.heads,
@@ -179,14 +179,14 @@ def _error(
 
 
 def _poison_free_memory(context: Context) -> None:
-    """What the allocator hands out next holds NaN, whatever its size: an output that is not written shows."""
+    """Fill free device memory of every size with NaN, so that output that is not written is detected."""
     if context.on_gpu:
         held = [torch.full((1 << power,), float("nan"), device=context.device) for power in range(8, 27)]
         del held
 
 
 def _check_written(case: PagedCase) -> None:
-    """Raises ValueError where the new tokens' keys and values are not in the store as they were given."""
+    """Raises ValueError unless the store holds the new tokens' exact keys and values."""
     for kind, new in enumerate((case.key, case.value)):
         stored = case.cache[case.batch.slot_block, LAYER, :, kind, case.batch.slot_offset]
         if not torch.equal(stored, new):
@@ -197,7 +197,7 @@ def _check_written(case: PagedCase) -> None:
 
 
 def gpu_test_files() -> list[str]:
-    """Those with such tests: the others are not even collected, since they may need what is not installed."""
+    """Files with tests marked `gpu`. Others are not collected, since their imports may be missing here."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(file.relative_to(ROOT)) for file in files if "mark.gpu" in file.read_text(encoding="utf-8")]
 
@@ -210,7 +210,7 @@ def _start_tests(context: Context) -> subprocess.Popen[bytes]:
         command += ["--timeout=45"]
     if context.on_gpu and importlib.util.find_spec("xdist"):
         command += ["-n", "4"]  # mostly they wait for a compiler
-    # Some machines show their GPU under another name than the one by which the tests look for it.
+    # Set explicitly: tests/conftest.py selects the interpreter if there is no /dev/nvidia0.
     environment = {**os.environ, **({"TRITON_INTERPRET": "0"} if context.on_gpu else {})}
     return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, env=environment)
 
@@ -234,7 +234,7 @@ def _finish_tests(context: Context, process: subprocess.Popen[bytes]) -> None:
 
 
 def read_report(file: Path) -> dict[str, Any]:
-    """Of pytest's XML: how many passed, and which failed or were skipped, with their reason."""
+    """The result in pytest's XML: the number of passed tests, and the failed and skipped ones with reasons."""
     passed, failed, skipped = 0, [], []
     for test in ElementTree.parse(file).iter("testcase"):
         name = f"{test.get('classname')}::{test.get('name')}"

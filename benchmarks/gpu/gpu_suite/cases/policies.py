@@ -1,4 +1,4 @@
-"""`aligned` over `fcfs`, with the split kernel and with no_split: mixed lengths, one prefill and one decode process."""
+"""Compares `aligned` with `fcfs` on mixed lengths, with the split and the no_split kernel, on one pair of instances."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REQUESTS = 160
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one run. `bubble_share`: of the time in decode; None without a cost model."""
+    """The figures of one run. `bubble_share`: share of the decode time; None without a cost model."""
 
     seconds: float
     tokens: int
@@ -37,7 +37,7 @@ class Outcome:
 
 
 def run(context: Context) -> None:
-    """All clusters are started together, and loaded one after the other, with the same requests."""
+    """Start all clusters together, then load them one after the other with the same requests."""
     asyncio.run(_run(context, KERNELS if context.on_gpu else {"torch": ("", "split_kv")}))
 
 
@@ -83,7 +83,7 @@ def _sections(context: Context, policy: str, backend: str, kernel_mode: str) -> 
 
 
 def draw_load(count: int, seed: int, scale: float = 1.0) -> list[tuple[int, int]]:
-    """`(prompt, answer)` tokens: four of five short, one long, mixed."""
+    """`(prompt, answer)` tokens of each request, shuffled: four in five prompts are short."""
     draw = random.Random(seed)
     load = []
     for number in range(count):
@@ -94,7 +94,7 @@ def draw_load(count: int, seed: int, scale: float = 1.0) -> list[tuple[int, int]
 
 
 async def _load(context: Context, cell: Cell, seed: int) -> Outcome:
-    """All requests at once; what the first few make once is made before."""
+    """Submit all requests at once, after a warm-up with a few others."""
     count, scale = (8, 0.03) if context.small else (REQUESTS, 1.0)
     await _answers(context, cell, draw_load(max(2, count // 8), seed + 1, scale))
     begun_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""The page-locked pool to HBM and back: 1 GiB in scattered blocks, against one large page-locked copy."""
+"""Copies 1 GiB in scattered blocks between the page-locked pool and HBM, compared with one large copy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpu_suite.record import Context
 
 COPIED_BYTES = 1 << 30
 BLOCK_SIZE = 16
-# Layers, KV heads and head size of models whose blocks are large and small.
+# (layers, KV heads, head size) of a model with large blocks and one with small blocks.
 GEOMETRIES = {"llama-2-7b": (32, 32, 128), "llama-3-8b": (32, 8, 128)}
 JUDGED = "llama-2-7b"
 
@@ -75,14 +75,14 @@ def _report(
 
 
 def _pinned(channel: Channel, count: int) -> None:
-    """Memory is page-locked in the background; and the first copies do some things once."""
+    """Wait until the memory is page-locked in the background, then warm up."""
     wait_page_locked(channel, 60.0)
     for _ in range(3):
         channel.copy(range(count), range(count)).wait(60.0)
 
 
 def _copies(context: Context, channel: Channel, count: int, repeat: int, *, scattered: bool = True) -> list[float]:
-    """Seconds from asking for a copy of `count` blocks to its completion."""
+    """Seconds from requesting a copy of `count` blocks to its completion."""
     seconds = []
     for _ in range(repeat):
         source, destination = (
@@ -100,7 +100,7 @@ def _ids(context: Context, store: BlockStore, count: int, scattered: bool) -> li
 
 
 def _large_copy(context: Context, copied: int, *, back: bool) -> float:
-    """Bytes a second of one copy of as many bytes, page-locked."""
+    """Bytes a second of one page-locked copy of `copied` bytes."""
     host = torch.empty(copied, dtype=torch.uint8, pin_memory=context.on_gpu)
     host.view(torch.int32).random_()
     here = torch.empty(copied, dtype=torch.uint8, device=context.device)

@@ -1,4 +1,4 @@
-"""A prefill of 8 prompts of 2048 tokens at 7B shapes, against the matrix-product rate of the same process."""
+"""Prefill of 8 prompts of 2048 tokens at 7B shapes, compared with the matrix-product rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`alignedserve profile` as a command, and its file read by the scheduler's cost model and by the simulator."""
+"""Runs `alignedserve profile`, and checks that the scheduler's cost model and the simulator can read its file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpu_suite.record import Context
 from gpu_suite.serving import medium_model
 
 FILE = "profile.json"
-PROFILE_S = 75.0  # more than it may take: a file that came late is of use to `policies`
+PROFILE_S = 75.0  # longer than its bound: `policies` can use a late file
 
 
 def run(context: Context) -> None:
@@ -43,7 +43,7 @@ def _profile(context: Context) -> None:
 
 
 def _simulate(context: Context) -> None:
-    """Shows that the file is one: what the simulation says is no figure of the GPU."""
+    """Only checks that the simulator accepts the file: its output is not a measurement of the GPU."""
     trace = context.work / "profile-trace.csv"
     trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,64,8\n0.1,300,8\n", encoding="utf-8")
     command = ["simulate", "--trace", str(trace), "--cost-model", str(context.out / FILE)]

@@ -1,4 +1,4 @@
-"""Tuning settings of the decode kernel: the best of each shape, beside the one in use."""
+"""Measures tuning settings of the decode kernel: the best ones of each shape, beside the one in use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_suite.kernel_bench import KernelBench
 from gpu_suite.rates import copy_rate, release
 from gpu_suite.record import Context
 
-# Query heads, KV heads and head size; each has an equal share of the time.
+# (query heads, KV heads, head size); each has an equal share of the time.
 SHAPES = ((32, 32, 128), (32, 8, 128), (32, 32, 64), (16, 8, 256))
 SHAPE_S = 55.0
 SHOWN = 12
@@ -48,7 +48,7 @@ def _sweep(context: Context, heads: int, kv_heads: int, head_dim: int) -> None:
             break
         try:
             seconds = bench.seconds(lengths, 1 if context.small else 20, setting=setting)
-        except Exception as error:  # one that does not compile or fit is no reason to try no other
+        except Exception as error:  # a setting that does not compile or fit is skipped
             context.record.note("left out", setting=str(setting), reason=f"{type(error).__name__}: {error}"[:300])
             continue
         found.append((statistics.median(seconds), setting))

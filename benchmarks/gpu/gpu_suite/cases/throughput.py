@@ -1,7 +1,7 @@
-"""Output tokens a second of 256 ShareGPT-like requests: our engine, and transformers' continuous batching.
+"""Output tokens a second of our engine and of transformers' continuous batching on 256 ShareGPT-like requests.
 
-Both in one process, on the same weights. Transformers' side is what `generate_batch` does (its manager, warmed up),
-with each request's own number of tokens: `generate_batch` itself has one number for all.
+Both run in one process on the same weights. Transformers runs the manager of `generate_batch`, warmed up, but with a
+token limit for each request: `generate_batch` has one limit for all.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gpu_suite.record import Context
 from gpu_suite.requests import draw_lengths
 
 REQUESTS = 256
-MODEL = "medium"  # at 7B transformers' side alone would take most of a call
-THEIRS_S = 40.0  # what is not answered by then counts as answered then: ours is at least so much faster
-OURS_S = 25.0  # of the group's time, kept for our engine: its start, and its answers
+MODEL = "medium"  # with a 7B model transformers alone would take most of a call
+THEIRS_S = 40.0  # time limit; requests not finished by then count as finished, so the ratio is a lower bound
+OURS_S = 25.0  # of the group's time, reserved for our engine including its start
 BLOCK_SIZE = 16
 
 
@@ -42,7 +42,7 @@ def run(context: Context) -> None:
     tokens = sum(job.new_tokens for job in jobs)
     ours_s = theirs_s = 0.0
     answers: dict[int, list[int]] = {}
-    # Theirs first: serving may compile parts of the model.
+    # Transformers first: our engine may compile parts of the model.
     with context.record.case("generate_batch", row="throughput"):
         theirs_s, answers = _theirs(context, loaded, jobs)
         at_most = "" if len(answers) == len(jobs) else ", at most"
@@ -75,7 +75,7 @@ def run(context: Context) -> None:
 
 
 def _ours(context: Context, loaded: LoadedModel, jobs: Sequence[Job]) -> float:
-    """Seconds; everything that is made once (graphs, kernels) is made before."""
+    """Seconds of all jobs, after a warm-up that creates graphs and kernels."""
     geometry = loaded.info.geometry(BLOCK_SIZE)
     wanted = 1 + sum(geometry.blocks_for(len(job.prompt) + job.new_tokens) for job in jobs)
     if context.on_gpu:
@@ -92,13 +92,13 @@ def _ours(context: Context, loaded: LoadedModel, jobs: Sequence[Job]) -> float:
 
 
 def _theirs(context: Context, loaded: LoadedModel, jobs: Sequence[Job]) -> tuple[float, dict[int, list[int]]]:
-    """Seconds, and the answers that there were by then, by the job's number."""
+    """Seconds, and the finished answers by job number."""
     model: Any = loaded.model
     model.set_attn_implementation("sdpa")
     longest = max(job.new_tokens for job in jobs)
     settings = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=longest)
     hints = WorkloadHints(max(len(job.prompt) for job in jobs), longest, len(jobs))
-    # On a GPU all is chosen as generate_batch chooses it; on a CPU that would be a cache of most of the memory.
+    # On a GPU use the sizes that generate_batch chooses. On a CPU its cache would take most of the memory.
     sizes = None if context.on_gpu else ContinuousBatchingConfig(block_size=16, num_blocks=64, max_batch_tokens=64)
     manager_of = model.continuous_batching_context_manager(
         generation_config=settings,
@@ -120,7 +120,7 @@ def _theirs(context: Context, loaded: LoadedModel, jobs: Sequence[Job]) -> tuple
             min(THEIRS_S, max(5.0, context.time_left_s - OURS_S)),
         )
         seconds = time.perf_counter() - begun_s
-        if len(found) < len(jobs):  # else leaving waits for all answers
+        if len(found) < len(jobs):  # otherwise leaving the context waits for all answers
             manager.stop(block=True, timeout=10.0, hard_stop=True)
     return seconds, {number: found[f"r{number}"] for number in range(len(jobs)) if f"r{number}" in found}
 
@@ -128,7 +128,7 @@ def _theirs(context: Context, loaded: LoadedModel, jobs: Sequence[Job]) -> tuple
 def _collect(
     manager: Any, prompts: dict[str, list[int]], new_tokens: dict[str, int], limit_s: float
 ) -> dict[str, list[int]]:
-    """Submit all and wait, at most `limit_s`. Raises RuntimeError where one fails or the manager ends."""
+    """Submit all and wait, at most `limit_s`. Raises RuntimeError if one fails or the manager ends."""
     for name, prompt in prompts.items():
         manager.add_request(prompt, request_id=name, max_new_tokens=new_tokens[name], eos_token_id=-1)
     found: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Greedy tokens of ModelRunner and its decode engine against `transformers` on the same device."""
+"""Compares greedy tokens of ModelRunner and its decode engine with `transformers` on the same device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gpu_suite.record import Context
 from gpu_suite.reference import Agreement, agreement, greedy
 
 BLOCK_SIZE = 16
-# Heads of a size that the Triton kernels take; the shape is large enough to fill some blocks of every kernel.
+# A head size that the Triton kernels support, and a shape that fills several tiles of every kernel.
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 384,
@@ -46,7 +46,7 @@ def run(context: Context) -> None:
 
 
 def run_dtype(context: Context, dtype: torch.dtype) -> None:
-    """All models in one dtype, the largest first; those that there is no time for are named, and left out."""
+    """Compare all models in one dtype, the largest first. Models are skipped, and recorded, when the time is over."""
     total, trained = Agreement(wrong=[]), Agreement(wrong=[])
     row, folder = _row(dtype), resolve_model("tiny")
     with context.record.case(f"medium {_name(dtype)}", row=row):
@@ -68,7 +68,7 @@ def run_dtype(context: Context, dtype: torch.dtype) -> None:
 
 
 def report(context: Context, row: str, name: str, found: Agreement, dtype: torch.dtype) -> None:
-    """The figures of a row: in fp32 the share of answers that are equal, in bf16 of tokens before rounding decides."""
+    """Record a row's figures: in fp32 the share of equal answers, otherwise of equal tokens before rounding matters."""
     detail = {"answers": found.answers, "tokens": found.tokens, "wrong": (found.wrong or [])[:20]}
     equal = found.equal_answers / found.answers
     if dtype == torch.float32:
@@ -98,7 +98,7 @@ def _compare_kind(context: Context, kind: str, dtype: torch.dtype, total: Agreem
 
 
 def known_texts(folder: Path) -> list[list[int]]:
-    """Prompts whose end the tiny model has learnt: its best two logits are mostly far apart, as real models' are."""
+    """Prompts from texts that the tiny model has learnt, so that its best two logits are mostly far apart."""
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer is not None
     known = (os.path.join, shutil.copytree, textwrap.dedent, subprocess.run, inspect.getdoc, os.walk)
@@ -123,7 +123,7 @@ def _compare_folder(
 
 def _compare_medium(context: Context, dtype: torch.dtype, total: Agreement) -> None:
     loaded = random_model("medium", context.device, small=context.small, dtype=dtype, seed=context.seed)
-    # Drawn again, since the one that is served may have parts of it compiled.
+    # A second copy, since parts of the served one may be compiled.
     reference: Any = random_model("medium", context.device, small=context.small, dtype=dtype, seed=context.seed).model
     reference.set_attn_implementation("sdpa")
     _compare(context, "medium", loaded, reference, total)
@@ -140,7 +140,7 @@ def _compare(
     total: Agreement,
     prompts: list[list[int]] | None = None,
 ) -> None:
-    """`reference`: the same weights with transformers' own attention. `prompts`: random ones by default."""
+    """Compare `loaded` with `reference`, the same weights in transformers. `prompts`: random by default."""
     vocab_size, new_tokens = loaded.info.vocab_size, 8 if context.small else 32
     if prompts is None:
         lengths = [3, 21] if context.small else [1, 17, 64, 150, 333, 500]
@@ -150,8 +150,8 @@ def _compare(
     blocks = sum(-(-(len(prompt) + new_tokens) // BLOCK_SIZE) for prompt in prompts) + 1
     cache = allocate_cache(loaded.info.geometry(BLOCK_SIZE), blocks, context.device)
     runner = new_runner(loaded, cache)
-    engine = decode_engine(runner, len(prompts), compiles=name == "medium")  # a compiler for each kind takes minutes
-    cache.fill_(float("nan"))  # what is read before it is written shows
+    engine = decode_engine(runner, len(prompts), compiles=name == "medium")  # compiling for each kind takes minutes
+    cache.fill_(float("nan"))  # detects reads of unwritten memory
     jobs = [Job(prompt, new_tokens) for prompt in prompts]
     Offline(runner, engine, chunk_tokens=48, seed=context.seed).run(jobs)
     theirs = [greedy(reference, prompt, new_tokens) for prompt in prompts]

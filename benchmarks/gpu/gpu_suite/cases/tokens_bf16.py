@@ -1,4 +1,4 @@
-"""`tokens` in bf16: a group of its own, beside the other."""
+"""The group `tokens` in bf16, a separate group so that both run in parallel."""
 
 from __future__ import annotations
 

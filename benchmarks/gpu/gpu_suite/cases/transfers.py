@@ -1,4 +1,4 @@
-"""10,000 hand-overs through every channel, every block of each compared by checksum."""
+"""10,000 hand-overs through every channel, with every block compared by checksum."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from gpu_suite.record import Context
 
 HANDOVERS = 10_000
 CAPACITY = 512
-MOST_BLOCKS = 16  # of one hand-over
+MOST_BLOCKS = 16  # in one hand-over
 GEOMETRY = KvGeometry("random", "bfloat16", layers=4, kv_heads=4, head_dim=16, block_size=16)
 Way = tuple[Channel, End, End]
-"""A channel with its source's and its destination's end."""
+"""A channel, its source and its destination."""
 
 
 def run(context: Context) -> None:
@@ -38,7 +38,7 @@ def run(context: Context) -> None:
 
 
 def hand_over(context: Context, name: str, ways: list[Way]) -> None:
-    """All hand-overs of a channel, in equal shares each way; the figure is how many blocks were not what was sent."""
+    """Run all hand-overs of a channel, alternating the direction, and record how many blocks are wrong."""
     wanted = HANDOVERS if context.on_gpu and not context.quick else 200
     done = blocks = wrong = touched = rounds = 0
     begun_s = time.perf_counter()
@@ -103,7 +103,7 @@ def _pcie(context: Context) -> Iterator[list[Way]]:
 
 @contextmanager
 def _cuda_ipc(context: Context) -> Iterator[list[Way]]:
-    """The buffer is another process's, as a prefill instance's is; this one has the cache, and copies."""
+    """The buffer belongs to another process, as a prefill instance's does. This process has the cache and copies."""
     process, connection = start_process(_own_buffer, context.device)
     channels: list[Channel] = []
     try:
@@ -138,7 +138,7 @@ def _nccl(context: Context) -> Iterator[list[Way]]:
 
 
 def _ways(pair: Pair) -> list[Way]:
-    """What is pulled is what was pushed before."""
+    """Push first: the pull copies back what was pushed."""
     ours, theirs = StoreEnd(pair.cache), PairEnd(pair.remote)
     return [(pair.push, ours, theirs), (pair.pull, theirs, ours)]
 

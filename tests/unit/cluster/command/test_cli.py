@@ -1,4 +1,4 @@
-"""The command as users run it: quick where it should be, one clear line where something is wrong."""
+"""The command as users run it: fast where it should be, and one clear line for each error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from alignedserve.cluster.records import Record, read_records
 
 @pytest.fixture(autouse=True)
 def own_runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Records of clusters that run here are not to be seen."""
+    """Hides the records of clusters that run on this machine."""
     monkeypatch.setenv("ALIGNEDSERVE_RUNTIME_DIR", str(tmp_path / "run"))
     return tmp_path / "run"
 
@@ -40,7 +40,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def error_line(done: subprocess.CompletedProcess[str], status: int = 2) -> str:
-    """The one line on stderr of a command that failed."""
+    """The single error line on stderr of a failed command."""
     assert done.returncode == status, done.stdout + done.stderr
     assert done.stderr.startswith("alignedserve: error: ")
     assert done.stderr.count("\n") == 1
@@ -185,7 +185,7 @@ class _Gateway(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *arguments: object) -> None:
-        """Says nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What `alignedserve doctor` says of channels: those that are planned, measured, and those of a running cluster."""
+"""What `alignedserve doctor` reports about channels: planned, measured, and those of a running cluster."""
 
 from __future__ import annotations
 

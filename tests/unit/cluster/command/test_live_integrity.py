@@ -1,4 +1,4 @@
-"""`alignedserve doctor --live` and the check behind it: what does not add up is said, and is a failure."""
+"""`alignedserve doctor --live` and its check: state that does not add up is reported as a failure."""
 
 from __future__ import annotations
 

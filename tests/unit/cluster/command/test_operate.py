@@ -15,7 +15,7 @@ ORDER = {"since_unix_s": 5.0, "roles": ["decode", "scheduler"], "doing": "", "do
 
 
 class Cluster(RunningCluster):
-    """Says one thing after the other, and then the last for ever."""
+    """Returns each status in turn, and then repeats the last one."""
 
     said: list[dict[str, Any] | None]
     orders: list[tuple[str, dict[str, Any]]]

@@ -1,4 +1,4 @@
-"""What passes take in a cluster: how the slowdowns follow from what workers count, and what the cluster is."""
+"""Pass times in a cluster: how the slowdowns are computed from the workers' counters and the cluster's shape."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def small(config: Config) -> Config:
 
 
 def test_the_small_cluster_answers_here_alone_whatever_the_users_own_is_to_do() -> None:
-    """Else clients would need its keys, its log would grow, and nothing would answer at its address and path."""
+    """Otherwise clients would need the user's keys, the user's log would grow, and the address would be wrong."""
     gateway = {"host": "192.0.2.1", "route_prefix": "/mine", "api_key_file": "keys", "request_log": "log.jsonl"}
     mine = from_tree(
         {"gateway": {**gateway, "proxy": "python"}, "log": {"dir": "logs"}, "model": {"path": "/my/model"}}
@@ -60,7 +60,7 @@ def test_the_small_cluster_answers_here_alone_whatever_the_users_own_is_to_do() 
 
 
 def test_what_the_environment_sets_does_not_reach_the_small_cluster() -> None:
-    """The environment goes before the file, which says all of it; and the user's Ray cluster may be elsewhere."""
+    """Environment variables override the file, so they are removed. RAY_ADDRESS may name another cluster."""
     environ = {"ALIGNEDSERVE_CLUSTER__PREFILL": "3", "RAY_ADDRESS": "10.0.0.1:6379", "HOME": "/home/me"}
     own = ServeProcess(environment={**environ, **profile_cluster._environment(environ)})._environment
     assert own.get("HOME") == "/home/me"

@@ -1,4 +1,4 @@
-"""Blocks are free, owned or cached; holders are counted; leases and quarantine keep the books balanced."""
+"""Blocks are free, owned or cached; holders are counted; leases and quarantine keep the accounting balanced."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The block allocator beside a model of plain sets: any order of calls, right ones and wrong ones."""
+"""The block allocator beside a model of plain sets: any order of calls, valid and invalid."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(blocks=BLOCKS, holder=HOLDERS, source=HOLDERS, right=st.booleans())
     def retain(self, blocks: list[int], holder: str, source: str, *, right: bool) -> None:
-        """`right`: only such as the holder can share with the source."""
+        """`right`: only blocks that the holder can share with the source."""
         owned = {block for held in self.held.values() for block in held}
         blocks = [block for block in blocks if block < self.capacity]
         if right:
@@ -89,7 +89,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(blocks=BLOCKS, writer=WRITERS, holder=HOLDERS, back=st.booleans(), right=st.booleans())
     def end_lease(self, blocks: list[int], writer: str, holder: str, *, back: bool, right: bool) -> None:
-        """Assign leased blocks to a holder, or return them; `right`: only such as are leased."""
+        """Assign leased blocks to a holder, or return them; `right`: only leased blocks."""
         leased = self.leases.get(writer, set())
         if right:
             blocks = sorted(leased)[: len(blocks)]

@@ -1,4 +1,4 @@
-"""What a decision looks at: nothing twice, also where all lengths are alike and many leave at once (ADR 24)."""
+"""What a decision looks at: nothing twice, even if all lengths are equal and many requests leave at once (ADR 24)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import random
 import pytest
 
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.cache_room import Shortfall
 from alignedserve.scheduler.instance.iteration import IterationScheduler
-from alignedserve.scheduler.instance.plan import Candidate
+from alignedserve.scheduler.instance.plan import BufferKind, Candidate
 from alignedserve.scheduler.instance.running_batch import Phase, RunningBatch
 from support.core_cell import key
 from support.iterations import Worker
 
 
 def of_one_length(count: int, capacity: int, **config: int) -> Worker:
-    """All of them run, and cross into their next blocks together."""
+    """All of them run, and grow into their next block together."""
     worker = Worker(capacity, max_running=count, **config)
     for number in range(count):
         worker.offer(number, 20, most=200)
@@ -48,7 +47,7 @@ def test_an_overdue_candidate_that_no_eviction_makes_room_for_is_not_weighed_aga
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worker = of_one_length(8, 200, join_iterations=1)
-    for name in range(4):  # those that it could have evicted are not enough
+    for name in range(4):  # the remaining requests that may be evicted are not enough
         worker.scheduler.cancel(key(name))
         worker.offer(f"spared-{name}", 20, most=200, due_s=-1.0)
     worker.step()

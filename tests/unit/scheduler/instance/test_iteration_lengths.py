@@ -1,4 +1,4 @@
-"""A request's length means the same where passes are profiled, where they run, and where they are simulated."""
+"""A request's length means the same when passes are profiled, run and simulated."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from alignedserve.engine.profile.passes import BLOCK_SIZE, Measurement, PassBenc
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, RequestSpec, SamplingParams
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.cost.step import ChunkShape
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.scheduler.systems import resolve
 from alignedserve.simulator.disaggregated import simulate
 from alignedserve.simulator.hardware import Hardware
@@ -33,11 +33,11 @@ from alignedserve.testing.models import make_model
 from alignedserve.transfer.completion import Completion
 
 PROMPT, ANSWER, BLOCKS = 20, 4, 8
-LENGTHS = [20, 21, 22]  # before each pass that decodes: the prompt's prefill gave the first token
+LENGTHS = [20, 21, 22]  # before each decode pass; the prefill gave the first token
 
 
 class NotingCost(LinearStepCost):
-    """Keeps the lengths of every pass of decodes that it was asked about."""
+    """Records the lengths of every decode pass whose cost is requested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens in the cache before each request of each pass that the runner computes."""
+    """The number of cached tokens before each request of each pass that the runner computes."""
     found: list[int] = []
     forward = ModelRunner.forward
 
@@ -101,7 +101,7 @@ def test_the_live_meter_is_told_what_lies_in_the_cache_before_the_pass(loaded: L
     finally:
         loop.stop()
     assert starts == LENGTHS
-    assert cost.asked[::2] == LENGTHS  # and as often again, for the same bytes at equal lengths
+    assert cost.asked[::2] == LENGTHS  # every second call is for the same bytes at equal lengths
     assert events[-1].timings.HasField("bubble_s")
     assert events[-1].timings.bubble_s == 0.0
 

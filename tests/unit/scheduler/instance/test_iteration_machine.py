@@ -11,16 +11,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from alignedserve.config import DecodeConfig
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler
-from alignedserve.scheduler.instance.plan import Candidate, Evict, IterationPlan, Join
+from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Evict, IterationPlan, Join
 from support.machines import machine_settings
 
 NUMBERS = st.integers(0, 9)
 MANY = st.lists(NUMBERS, max_size=4)
 KINDS = st.sampled_from(BufferKind)
-GROUP_SIZE = 3  # requests 0 to 2, 3 to 5 and 6 to 8 are answers to one prompt each; 9 is alone
+GROUP_SIZE = 3  # requests 0 to 2, 3 to 5 and 6 to 8 answer one prompt each; 9 is alone
 
 
 def key_of(number: int) -> RequestKey:
@@ -29,7 +28,7 @@ def key_of(number: int) -> RequestKey:
 
 @dataclass
 class Known:
-    """`where`: candidate, giving back, entering, running or leaving; `tokens` of KV."""
+    """`where`: candidate, giving back, entering, running or leaving; `tokens`: its KV."""
 
     candidate: Candidate
     where: str
@@ -67,7 +66,7 @@ class IterationMachine(RuleBasedStateMachine):
             config, self.allocator, block_size, starvation_after_s=starvation_after_s, join_window=join_window
         )
         self.known: dict[RequestKey, Known] = {}
-        self.failed_out = 0  # copies out that failed: as many may run beyond `max_running`
+        self.failed_out = 0  # failed copies out: as many requests may run beyond `max_running`
         self.now_s = 0.0
 
     def where(self, *places: str) -> list[Known]:
@@ -162,7 +161,7 @@ class IterationMachine(RuleBasedStateMachine):
 
     @rule(passes_s=st.sampled_from((0.0, 0.5, 3.0, 30.0)), cancels=MANY, stops=MANY)
     def iterate(self, passes_s: float, cancels: list[int], stops: list[int]) -> None:
-        """`cancels` come while it computes; `stops` end with a stop string."""
+        """`cancels` arrive during the pass; `stops` end with a stop string."""
         self.now_s += passes_s
         plan = self.scheduler.plan(self.now_s)
         self.take_plan(plan)
@@ -222,7 +221,7 @@ class IterationMachine(RuleBasedStateMachine):
         assert bool(self.allocator.owned_blocks) == bool(copying)
 
     def teardown(self) -> None:
-        """Nothing new comes, copies end: whatever is left runs to its end."""
+        """No new requests, and copies end: all remaining requests run to their end."""
         if not hasattr(self, "known"):
             return
         for _ in range(2000):

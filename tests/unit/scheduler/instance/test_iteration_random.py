@@ -6,10 +6,9 @@ import pytest
 
 from alignedserve.config import DecodeConfig
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler
-from alignedserve.scheduler.instance.plan import Candidate
+from alignedserve.scheduler.instance.plan import BufferKind, Candidate
 
 
 class World:

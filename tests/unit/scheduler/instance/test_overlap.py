@@ -1,4 +1,4 @@
-"""The next batch is ready before the running one needs it; instances share a pool by length (paper, section 3.4)."""
+"""The next batch is ready before the running batch needs it; instances share a pool by length (paper, section 3.4)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def full_pool(seed: int, *, decodes: int, policy: str = "aligned", decode_cache:
 
 
 def watch(cell: SmallCell, look: Callable[[str, IterationPlan, float], None]) -> None:
-    """Look at every plan that is made while the pool is not empty."""
+    """Call `look` with every plan that is made while the pool is not empty."""
 
     def replace_plan(decode: Decode) -> None:
         plan = decode.scheduler.plan
@@ -67,7 +67,7 @@ def watch(cell: SmallCell, look: Callable[[str, IterationPlan, float], None]) ->
 
 @pytest.mark.parametrize("seed", range(3))
 def test_candidates_are_there_before_the_running_batch_has_room_for_them(seed: int) -> None:
-    """Of those that join while the pool is full, how many had come by the iteration before?"""
+    """Of the requests that join while the pool is full, the share that had arrived by the previous iteration."""
     cell = full_pool(seed, decodes=1)
     scheduler = cell.decodes["decode-0"].scheduler
     offer = scheduler.offer
@@ -93,7 +93,7 @@ def test_candidates_are_there_before_the_running_batch_has_room_for_them(seed: i
 
 
 def spread_within_instances(seed: int, policy: str) -> float:
-    """Of two instances: the spread of lengths within one, as a share of that over both."""
+    """With two instances: the spread of lengths within one, divided by the spread over both."""
     cell = full_pool(seed, decodes=2, policy=policy)
     running: dict[str, list[int]] = {}
     within: list[int] = []
@@ -119,7 +119,7 @@ def test_instances_of_one_pool_specialise_by_length() -> None:
 
 
 def moves_between_instances(cell: SmallCell) -> int:
-    """How often a request went on at another instance than before. It is never with two at a time."""
+    """How often a request continues at another instance. It is never at two instances at once."""
     cell.run()
     cell.check_nothing_is_left()
     served = defaultdict(list)
@@ -137,7 +137,7 @@ def test_no_request_is_moved_between_instances_that_have_room(seed: int) -> None
 
 
 def test_evicted_requests_go_back_to_the_instance_of_their_lengths_rather_than_to_any() -> None:
-    """With two instances one in two would change by chance."""
+    """With two instances, half of them would change by chance."""
     cells = [full_pool(seed, decodes=2, decode_cache=120) for seed in range(4)]
     moves = sum(moves_between_instances(cell) for cell in cells)
     evicted = sum(cell.counts["evicted"] for cell in cells)

@@ -1,4 +1,4 @@
-"""Chunked prefill: prompts share a forward pass first come, first served, and start only with room for all of them."""
+"""Chunked prefill: prompts share a pass in order of arrival, and start only with room for the whole prompt."""
 
 import random
 
@@ -43,7 +43,7 @@ def test_a_prompt_starts_only_with_room_for_all_of_it_and_no_other_overtakes_it(
     assert first == [Chunk(A, 0, 4, False)]
     assert allocator.owned_blocks == 3
     assert not chunks.done(first[0])
-    (second,) = chunks.plan(100, 8)  # one block is free: C would fit, but B is first in line
+    (second,) = chunks.plan(100, 8)  # one block is free: C would fit, but B is first in the queue
     assert second == Chunk(A, 4, 5, True)
     assert chunks.done(second)
     assert chunks.plan(100, 8) == []

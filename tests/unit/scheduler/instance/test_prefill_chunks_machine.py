@@ -24,9 +24,9 @@ class Prompt:
     planned: int
     computed: int
     cancelled: bool = False
-    done: bool = False  # computed, its blocks held until they are released
+    done: bool = False  # computed; its blocks are held until they are released
     started: bool = False
-    to_fetch: bool = False  # the KV of its first tokens is to come, or is coming
+    to_fetch: bool = False  # the KV of its first tokens must be fetched, or is being fetched
     fetching: bool = False
 
 
@@ -88,7 +88,7 @@ class ChunksMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.in_flight)
     @rule()
     def computed(self) -> None:
-        """A worker has one pass in flight at a time, and says `done` in its order."""
+        """A worker has one pass in flight, and reports `done` in order."""
         chunk = self.model.in_flight.pop(0)
         prompt = self.model.prompts[chunk.key]
         prompt.computed += chunk.count
@@ -149,7 +149,7 @@ class ChunksMachine(RuleBasedStateMachine):
         assert self.allocator.owned_blocks == sum(held.values())
 
     def teardown(self) -> None:
-        """Every prompt that is left is computed once the blocks of the completed ones are released."""
+        """Every remaining prompt is computed once the blocks of the completed ones are released."""
         for _ in range(1000):
             if not self.model.prompts:
                 break

@@ -1,4 +1,4 @@
-"""Iterations that are counted instead of planned: the books are, block by block, what the plans would have left."""
+"""Iterations that are counted instead of planned: the state equals, block by block, what plans would have left."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 
 from alignedserve.config import DecodeConfig
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
-from alignedserve.scheduler.instance.plan import Candidate, IterationPlan
+from alignedserve.scheduler.instance.plan import BufferKind, Candidate, IterationPlan
 
 BLOCK = 4
 
@@ -28,7 +27,7 @@ def candidate(number: int, tokens: int, most: int, kind: BufferKind, batch_id: i
 
 
 class Pair:
-    """The same told to two schedulers, one of which leaps."""
+    """Two schedulers with the same input, one of which leaps."""
 
     def __init__(self, blocks: int, config: DecodeConfig) -> None:
         self.both = [scheduler(blocks, config) for _ in range(2)]
@@ -53,7 +52,7 @@ class Pair:
         return plans[0]
 
     def pass_some(self, plan: IterationPlan, most: int) -> None:
-        """As many iterations as are quiet: counted here, planned there, and each such plan decides nothing."""
+        """Pass the quiet iterations: one scheduler counts them, the other plans them without any decision."""
         keys = [item.key for item in plan.run]
         quiet = int(min(self.both[0].quiet_iterations(most), self.both[0].deadline_s() - self.now_s - 1))
         if keys and quiet > 0 and not plan.joins and not plan.evictions:
@@ -114,7 +113,7 @@ def test_a_batch_alone_passes_quietly_until_its_cache_runs_short() -> None:
     pair.plan()
     plan = pair.plan()
     pair.pass_some(plan, 1000)
-    # 4 requests of 9 blocks each and the 4 of the watermark are 40: the plan that needs a tenth block decides.
+    # 4 requests of 9 blocks and the watermark of 4 make 40: the plan that needs a tenth block decides.
     assert pair.leapt == 27
     pair.advance(plan, set())
     assert pair.plan().evictions

@@ -1,4 +1,4 @@
-"""Policy aligned-cost: of candidate batches the one with the most predicted tokens a second within the objective."""
+"""Policy aligned-cost: the candidate batch with the most predicted tokens a second within the objective."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ LIMITS = BatchLimits(max_blocks=150, min_requests=3, max_requests=64)
 
 
 class SkewedCost:
-    """A pass takes as long as if all were as long as the longest, and 1 ms."""
+    """A pass takes 1 ms more than if all requests were as long as the longest."""
 
     def step_s(self, chunks, lengths):
         return 1e-3 + len(lengths) * max(lengths) * 1e-6
@@ -37,7 +37,7 @@ def lengths_of(batch):
 
 
 def one_range(policy, batch, waiting):
-    """Whether all that wait in the leaves between the first and the last of the batch are in it."""
+    """Whether the batch has every waiting request of the leaves between its first and its last."""
     leaves = [policy.tree.leaf_of(entry.tokens) for entry in batch]
     return not batch or all(
         entry in batch for entry in waiting if min(leaves) < policy.tree.leaf_of(entry.tokens) < max(leaves)
@@ -56,7 +56,7 @@ def test_fewer_and_shorter_beat_the_densest_range_where_that_is_long():
 
 
 def test_what_runs_has_a_say():
-    """Beside long requests short ones take as long as they do, so the more the better; beside short ones they win."""
+    """Beside long requests, short ones take as long: the larger batch wins. Beside short ones, short ones win."""
     limits = BatchLimits(max_blocks=456, min_requests=6, max_requests=8)
     chosen = {}
     for length in (100, 3000):
@@ -78,7 +78,7 @@ def test_a_batch_that_would_miss_the_objective_is_left_for_one_that_does_not():
 
 
 def test_the_objective_is_held_against_what_iterations_take_here():
-    """Where they take twice what the cost model says, as instances report, what it says would just meet it misses."""
+    """Instances report twice the cost model's times, so a batch predicted to just meet the objective misses it."""
     config = SchedulerConfig(leaf_tokens=16, cost_model="rtxpro6000-llama-3.1-8b")
     cost = configured_cost(config)
     short, long = [100] * 36, [600] * 200
@@ -113,14 +113,14 @@ def test_without_a_measured_cost_the_instances_own_model_decides(caplog):
 
 
 def in_arrears(lengths, seed, running_lengths, cache_tokens, limits=LIMITS, **config):
-    """The batch that is formed while the request number `seed` is overdue."""
+    """The batch formed while request number `seed` is overdue."""
     policy = make(lengths, **config)
     policy.look_at(replace(running(*running_lengths), cache_tokens=cache_tokens))
     return policy.form(limits, RequestKey(str(seed)), 0.0)
 
 
 def test_in_arrears_long_requests_join_the_long_ones_that_run_beside_a_short_overdue_one():
-    """By tokens a second it would be all the short ones, and the long ones would run among the next."""
+    """By tokens a second alone, all short requests would be chosen, and the long ones would run in the next batch."""
     lengths = [100] * 40 + [900] * 4
     batch = in_arrears(lengths, 0, [900] * 6, 9000, BatchLimits(240, 3, 64))
     assert batch[0].key == RequestKey("0")
@@ -148,7 +148,7 @@ def test_with_an_objective_tokens_count_and_it_is_kept_in_arrears():
 
 
 def test_in_arrears_the_oldest_are_taken_where_unequal_lengths_cost_nothing_and_places_run_short():
-    """Short ones alone would leave memory unused, long ones alone places: a mix uses both."""
+    """Short requests alone would waste memory, and long ones alone would waste places: a mix uses both."""
 
     class FlatCost:
         def step_s(self, chunks, lengths):
@@ -173,13 +173,13 @@ def test_in_arrears_the_oldest_are_taken_where_unequal_lengths_cost_nothing_and_
 def test_every_batch_fits_holds_the_seed_and_is_one_range_of_leaves(
     lengths, max_blocks, few, many, cache_tokens, objective, data
 ):
-    """Beside an overdue seed: one range of leaves, or the oldest."""
+    """With an overdue seed, the batch is one range of leaves or the oldest requests."""
     policy = make(lengths, tpot_objective_s=2e-3 * objective)
     state = running(*data.draw(st.lists(st.integers(1, 3000), max_size=5)))
     policy.look_at(replace(state, cache_tokens=cache_tokens))
     limits = BatchLimits(max_blocks, min(few, many), many)
     seed = data.draw(st.none() | st.sampled_from([RequestKey(str(i)) for i in range(len(lengths))]))
-    if seed is not None:  # the core's seed is the oldest of all that are overdue, so of its leaf
+    if seed is not None:  # the core's seed is the oldest of all overdue requests, so the oldest of its leaf
         leaf = policy.tree.leaf_of(policy.tree.entry(seed).tokens)
         seed = next(policy.tree.oldest(leaf)).key
     batch = policy.form(limits, seed, 1.0)

@@ -1,4 +1,4 @@
-"""Algorithm 1: its three cases, and what is chosen where the paper leaves it open."""
+"""Algorithm 1: its three cases, and our choices where the paper leaves them open."""
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +10,8 @@ from alignedserve.scheduler.quad_tree import Entry, QuadTree
 
 
 def generate(lengths, max_blocks, min_requests, max_requests=10**6, cut_sibling=True, seed=None, stamp=()):
-    """Lengths of the batch out of requests named 0, 1, ..., as old as their numbers say; one token is a block."""
-    tree = QuadTree(64, 4)  # leaves of four lengths; the root has four children of sixteen
+    """Lengths of the batch from requests 0, 1, ..., whose numbers are their ages; one token is a block."""
+    tree = QuadTree(64, 4)  # leaves of four lengths; the root has four children of sixteen lengths
     for i, tokens in enumerate(lengths):
         tree.insert(Entry(RequestKey(str(i)), tokens, tokens, float(i)))
     for index, at_s in stamp:
@@ -55,7 +55,7 @@ def test_case_3_then_right_siblings_from_left_to_right():
 
 @pytest.mark.parametrize(("cut_sibling", "batch"), [(True, [23, 25, 25, 26]), (False, [25, 25, 26, 29])])
 def test_a_sibling_that_does_not_fit_is_taken_in_part_or_not_at_all(cut_sibling, batch):
-    lengths = [23, 21, 25, 25, 26, 29, 60]  # beside 76 blocks, 29 are left: not for the 44 of 23 and 21 in one leaf
+    lengths = [23, 21, 25, 25, 26, 29, 60]  # 76 blocks leave 29 free, and the leaf with 23 and 21 needs 44
     assert generate(lengths, max_blocks=105, min_requests=4, cut_sibling=cut_sibling) == batch
 
 
@@ -117,7 +117,7 @@ def test_every_batch_keeps_its_promises(lengths, max_blocks, min_requests, max_r
     for tokens in lengths:
         in_leaf.setdefault((min(tokens, 64) - 1) // 4, []).append(tokens)
     taken = sorted({(min(tokens, 64) - 1) // 4 for tokens in batch})
-    for leaf, inside in in_leaf.items():  # contiguous: of the leaves between its ends none is left out or cut
+    for leaf, inside in in_leaf.items():  # contiguous: no leaf between its ends is left out or cut
         if taken[0] < leaf < taken[-1]:
             assert all(tokens in batch for tokens in inside)
     if seed is None and len(batch) < min_requests:

@@ -1,4 +1,4 @@
-"""Batches out of a quad-tree that requests enter and leave, against a brute-force oracle: a list sorted by length."""
+"""Batches from a quad-tree that requests enter and leave, against a brute-force oracle: a list sorted by length."""
 
 import random
 from collections import Counter
@@ -11,11 +11,11 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.batch_generator import BatchGenerator, BatchLimits
 from alignedserve.scheduler.quad_tree import Entry, QuadTree
 
-RANGE, LEAF, BLOCK = 256, 4, 4  # as in the product, the lengths of a leaf take the same number of blocks
+RANGE, LEAF, BLOCK = 256, 4, 4  # as in the product, all lengths of a leaf take the same number of blocks
 
 
 class Oracle:
-    """Keeps entries in a list sorted by length, and answers by looking at all of it."""
+    """Keeps entries in a list sorted by length, and scans all of it for each answer."""
 
     def __init__(self):
         self.entries = []
@@ -25,11 +25,11 @@ class Oracle:
         return sorted(self.entries, key=lambda entry: min(entry.tokens, RANGE))
 
     def within(self, first, last):
-        """Entries whose lengths, counted up to the range's end, are in `first .. last`."""
+        """Entries with lengths in `first .. last`; longer ones count as the range's end."""
         return [entry for entry in self.entries if first <= min(entry.tokens, RANGE) <= last]
 
     def most_in_a_range_that_fits(self, limits):
-        """Requests in the largest contiguous run of the sorted list that fits."""
+        """The number of requests in the largest contiguous run of the sorted list that fits."""
         entries = self.sorted()
         best = 0
         for first in range(len(entries)):
@@ -42,7 +42,7 @@ class Oracle:
         return best
 
     def densest_path_ends(self, limits):
-        """(first, last) lengths where the way down through the densest children ends; None where equals are dense."""
+        """(first, last) lengths where the descent to the densest children ends; None if two are equally dense."""
         first, last = 1, RANGE
         while last - first + 1 > LEAF:
             inside = self.within(first, last)
@@ -134,9 +134,9 @@ def test_batches_keep_their_promises_whatever_comes_and_goes(
 
 
 class Search:
-    """Algorithm 1 to the letter of the paper, by ranges of lengths in a list; says in which case it ended.
+    """Algorithm 1 exactly as in the paper, on ranges of a list; records the case in which it ended.
 
-    Where equals are dense the range that has not yielded a batch for the longest time is taken, then the shorter one.
+    Of equally dense ranges, the one that has not yielded a batch for the longest time is taken, then the shorter one.
     """
 
     def __init__(self, oracle, limits, cut_sibling, width, leaf):
@@ -154,7 +154,7 @@ class Search:
         return blocks <= self.limits.max_blocks and len(entries) <= self.limits.max_requests
 
     def cut(self, batch, entries):
-        """Those of `entries` that fit beside the batch, up to the first that does not. Alone one may be larger."""
+        """Add `entries` to the batch up to the first that does not fit. A single entry may be larger."""
         for entry in entries:
             if batch and not self.fits([*batch, entry]):
                 break
@@ -209,11 +209,11 @@ class Search:
         return self.or_shortest(batch)
 
     def or_shortest(self, batch):
-        """Where N is not reached: the shortest requests, if they are more."""
+        """If N is not reached: the shortest requests, if they are more."""
         if len(batch) >= self.limits.min_requests or len(batch) == len(self.oracle.entries):
             return batch
         shortest = self.add_leaves([], self.parts(1, self.width))
-        if len(shortest) < self.limits.min_requests:  # of the leaf that was cut the shortest, if they are more
+        if len(shortest) < self.limits.min_requests:  # the shortest of the cut leaf, if they are more
             of_age = {entry.key: at for at, entry in enumerate(sorted(self.oracle.entries, key=lambda e: e.since_s))}
             by_length = self.cut([], sorted(self.oracle.entries, key=lambda e: (e.tokens, of_age[e.key])))
             shortest = max(shortest, by_length, key=len)
@@ -227,7 +227,7 @@ class Search:
 
 
 def come_and_go(lengths, limits, cut_sibling, width, leaf, block, leave):
-    """Batch after batch, each against the search in the list, until nothing is left. The cases that were met."""
+    """Compare each batch with the search in the list until nothing is left. Returns the cases that occurred."""
     tree, oracle, cases = QuadTree(width, leaf), Oracle(), set()
     generator = BatchGenerator(tree, cut_sibling)
     for number, tokens in enumerate(lengths):
@@ -275,7 +275,7 @@ def test_every_batch_is_that_of_the_search_in_a_sorted_list(
 def test_blocks_smaller_than_leaves_lose_no_batch(
     lengths, leaf, block, max_blocks, min_requests, max_requests, cut_sibling, leave
 ):
-    """Requests of one leaf differ in size then: of the shortest more fit than of the oldest."""
+    """Requests of one leaf then differ in size: more of the shortest fit than of the oldest."""
     limits = BatchLimits(max_blocks, min(min_requests, max_requests), max_requests)
     come_and_go(lengths, limits, cut_sibling, 256, leaf, block, leave)
 
@@ -289,7 +289,7 @@ def test_ten_short_requests_are_found_behind_older_long_ones():
 
 
 def test_all_cases_of_the_search_and_both_sweeps_are_met():
-    """In random lists of the same kind: so that the comparison says something of each."""
+    """In similar random lists, so that the comparison covers each case."""
     rng, met = random.Random(1), Counter()
     for _ in range(150):
         lengths = [rng.choice((rng.randint(1, 300), rng.randint(60, 90), 256, 257)) for _ in range(rng.randint(1, 30))]
@@ -306,6 +306,6 @@ EDGES = st.lists(st.one_of(st.sampled_from((1, 2, 16, 17, 65520, 65521, 65535, 6
 @settings(max_examples=40, deadline=None)
 @given(lengths=EDGES, max_blocks=st.sampled_from((1, 2, 4096, 5000, 20_000)), min_requests=st.integers(1, 6))
 def test_lengths_at_the_ends_of_the_range_and_beyond_it(lengths, max_blocks, min_requests):
-    """With the product's range, leaves and blocks. What is longer than the range counts as its end."""
+    """With the product's range, leaves and blocks. Lengths beyond the range count as its end."""
     limits = BatchLimits(max_blocks, min_requests, 40)
     come_and_go(lengths, limits, cut_sibling=True, width=65536, leaf=16, block=16, leave=True)

@@ -1,4 +1,4 @@
-"""Colocated instance schedulers: small schedules by hand, and what holds for all of them whatever comes."""
+"""Colocated instance schedulers: small schedules by hand, and invariants under any input."""
 
 from collections import deque
 
@@ -27,7 +27,7 @@ def add(scheduler, *prompts, longest=256):
 
 
 def shown(plan):
-    """`r0:0+10` a chunk behind 0 tokens, `r0:0+10!` a last one, `r0@10` a decode behind 10 tokens, `-r0` preempted."""
+    """`r0:0+10`: chunk after 0 tokens; `r0:0+10!`: last chunk; `r0@10`: decode after 10 tokens; `-r0`: preempted."""
     found = [f"-{key.request_id}" for key in plan.preempted]
     found += [f"{one.key.request_id}@{one.kv_tokens}" for one in plan.decodes]
     found += [f"{one.key.request_id}:{one.cached_tokens}+{one.tokens}{'!' * one.last}" for one in plan.chunks]
@@ -35,7 +35,7 @@ def shown(plan):
 
 
 def passes(scheduler, count, ends=()):
-    """So many passes one after the other; `ends`: `(number of the pass, request id)`."""
+    """The next `count` passes; `ends`: `(number of the pass, request id)`."""
     found = []
     for number in range(count):
         plan = scheduler.plan(0.0)
@@ -115,7 +115,7 @@ def test_fastgen_fuses_prompts_to_passes_of_one_size():
 
 def test_fastgen_flushes_the_last_where_nothing_can_run():
     scheduler = make("fastgen", blocks=4)
-    add(scheduler, 32, 32)  # both full: no block for either's next token
+    add(scheduler, 32, 32)  # both full: no block is left for the next token of either
     assert passes(scheduler, 3) == ["r0:0+32! r1:0+32!", "-r1 r0@32", "r0@33"]
 
 
@@ -190,7 +190,7 @@ moves = st.lists(st.one_of(request, st.just("pass"), st.just("pass"), st.integer
 @settings(max_examples=60, deadline=None)
 @given(moves, st.integers(17, 60), st.booleans())
 def test_whatever_comes_every_request_ends_and_nothing_is_left(name, moves, blocks, ahead):
-    """Every pass is within its limits, with blocks for what it computes; someone moves on; at last all have ended."""
+    """Each pass is within its limits, with blocks for its work. Some request advances; finally all have ended."""
     limits = {"vllm": {"max_num_batched_tokens": 64, "max_num_seqs": 5, "async_scheduling": ahead}}
     limits["sarathi"] = {"token_budget": 64, "max_num_seqs": 5, "dynamic": ahead, "chunk_high": 64, "chunk_low": 16}
     limits |= {"fastgen": {"token_budget": 64, "max_num_seqs": 5}, "static": {"max_batch": 5}}
@@ -219,11 +219,11 @@ def test_whatever_comes_every_request_ends_and_nothing_is_left(name, moves, bloc
 
 
 class World:
-    """Runs a scheduler's passes as an instance would, and looks at each."""
+    """Runs a scheduler's passes as an instance would, and checks each."""
 
     def __init__(self, scheduler, blocks):
         self.scheduler, self.blocks = scheduler, blocks
-        self.left = {}  # tokens still to come of each request that is here
+        self.left = {}  # remaining tokens of each open request
         self.known = {}
         self.computed = {}
         self.number = {}

@@ -31,7 +31,7 @@ def test_places_limit_short_requests_and_memory_long_ones():
 
 @pytest.mark.parametrize("longest_tokens", [4, 16, 17])
 def test_a_tree_of_few_lengths_has_worths_too(longest_tokens):
-    """Longer requests than it has leaves for cost more all the same."""
+    """Requests longer than its leaves cover still cost more."""
     worth = TokenWorth(linear, 10_000, 16, longest_tokens)
     assert 0.0 < worth.of(1) <= worth.of(16) <= worth.of(17) < worth.of(5_000)
 

@@ -1,4 +1,4 @@
-"""A policy of one's own that raises or answers nonsense costs no request and no scheduler, and is named to people."""
+"""A custom policy that raises or returns nonsense costs no request and no scheduler, and is reported by name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.core import events as ev
 from alignedserve.scheduler.core.actions import Prefetch
 from alignedserve.scheduler.core.alarm import ALARM_S
+from alignedserve.scheduler.core.guarded_policy import MOST_FAULTS, GuardedPolicy
 from alignedserve.scheduler.policies.base import BatchLimits, Entry
 from alignedserve.scheduler.policies.fcfs import FcfsPolicy
-from alignedserve.scheduler.policies.guarded import MOST_FAULTS, GuardedPolicy
 from alignedserve.scheduler.systems import resolve
 from support.core_cell import CoreCell, decode_report, key, only
 
@@ -27,7 +27,7 @@ LIMITS = BatchLimits(10, 1, 3)
 
 
 def broken(method: str, answer: Callable[..., Any]) -> type[FcfsPolicy]:
-    """FCFS, but for one method."""
+    """FCFS with one method replaced."""
     return type("Broken", (FcfsPolicy,), {method: lambda self, *given: answer(*given)})
 
 

@@ -165,7 +165,7 @@ def tree_of_one_leaf(requests):
 
 
 def test_a_leaf_that_was_long_keeps_its_order_and_not_its_length():
-    """Places of removed entries are given up: reading the oldest of a few passes over no more than so many."""
+    """Slots of removed entries are freed, so that reading the oldest skips only a few."""
     tree = tree_of_one_leaf(2000)
     for number in range(1990):
         tree.remove(RequestKey(str(number)))
@@ -192,7 +192,7 @@ def test_a_long_leaf_that_is_read_again_and_again_does_not_pass_over_all_that_ha
 
 
 def seconds_of(order):
-    """Of a hundred looks at the first of an order; the quickest of some."""
+    """The time of a hundred reads of the first entry; the fastest of some runs."""
     found = []
     for _ in range(7):
         begun_s = time.thread_time()
@@ -203,7 +203,7 @@ def seconds_of(order):
 
 
 def test_the_first_in_an_order_is_found_at_once_whatever_has_left_before_it():
-    """The scheduler asks with each event, while those that came first leave first."""
+    """The scheduler asks at each event, and the requests that arrive first leave first."""
     order = AgeOrder()
     for number in range(200_000):
         order.add(RequestKey(str(number)), float(number))

@@ -1,7 +1,7 @@
-"""No request waits past the bound, whatever is made to starve it (paper, section 3.5; what ADR 24 promises).
+"""No request waits past the bound, whatever starves it (paper, section 3.5, and the promise of ADR 24).
 
 The bound of a wait: its objective, the time to make room, and the service time of older overdue requests. The test
-works it out for each wait of each request from what has happened in a cell in virtual time.
+computes it for each wait of each request from the events of a cell in virtual time.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ def dense_short_ones_and_one_long(load: Load) -> None:
 
 
 def late_joins_while_a_candidate_batch_waits(load: Load) -> None:
-    """A batch of another length lies prefetched; what matches the running batch never stops coming."""
+    """A batch of another length is prefetched, while requests that match the running batch never stop coming."""
     load.stream("running", 6, 0.001, (10, 12), (30, 40))
     load.stream("batch", 4, 0.001, (40, 44), (10, 20), at_s=0.1)
     load.stream("matching", 200, 0.0055, (10, 14), (14, 18), at_s=0.1)
 
 
 def evicted_ones_among_newcomers(load: Load) -> None:
-    """They grow until the cache is full, and the longest is evicted; short ones would take its place for ever."""
+    """They grow until the cache is full and the longest is evicted. Short requests would take its place for ever."""
     load.stream("growing", 6, 0.02, (20, 30), (60, 80))
     load.stream("short", 150, 0.008, (6, 10), (8, 16), at_s=0.1)
 
 
 def one_in_a_subtree_that_yields_batches(load: Load) -> None:
-    """Of the same quarter of the lengths as all others, but in no batch's leaves."""
+    """In the same quarter of the lengths as all others, but in leaves that no batch takes."""
     load.stream("dense", 200, 0.0055, (49, 52), (6, 10))
     load.one("old", 0.3, 63, 10)
 
@@ -134,7 +134,7 @@ def test_an_evicted_request_goes_by_its_own_objective() -> None:
 
 
 def late_share_of(cell: SmallCell, since_s: float) -> float:
-    """Of the waits that began after `since_s`: those past their objective."""
+    """The share of waits past their objective, among those that began after `since_s`."""
     bound = Bound(cell)
     waits = [wait for wait in bound.waits if wait.since_s > since_s]
     return sum(wait.until_s >= bound.due_s(wait) for wait in waits) / len(waits)
@@ -142,7 +142,7 @@ def late_share_of(cell: SmallCell, since_s: float) -> float:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_late_share_stays_under_late_share_where_capacity_allows(seed: int) -> None:
-    """One in nine is in a hurry, and of a length that no batch has. Capacity allows: all others can wait for long."""
+    """One request in nine has a short objective, and a length that no batch has. All others can wait for long."""
     shares = []
     for late_share in (1.0, 0.05):
         cell = make_cell(seed, after_s=5.0, late_share=late_share)
@@ -154,7 +154,7 @@ def test_the_late_share_stays_under_late_share_where_capacity_allows(seed: int) 
         assert not [wait for wait in Bound(cell).waits if wait.until_s - wait.since_s >= 5.0]
         shares.append(late_share_of(cell, 1.33))
     fixed, adjusted = shares
-    assert fixed > 0.1  # so that it is the adjustment that keeps it
+    assert fixed > 0.1  # so that only the adjustment keeps the share
     assert adjusted <= 0.05
 
 

@@ -1,7 +1,7 @@
-"""The bound of a wait where requests differ in their objectives and the threshold is adjusted, in stores of any size.
+"""The bound of a wait if requests have different objectives and the threshold is adjusted, in stores of any size.
 
-Loads are put together at random from streams that starve others: ones that always match what runs, bursts, answers
-that hold the room, requests that fit only alone, and ones that grow until they are evicted.
+Random loads combine streams that starve others: requests that always match the running batch, bursts, answers that
+hold the room, requests that fit only alone, and requests that grow until they are evicted.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def run_in(cell: SmallCell, world: World) -> tuple[SmallCell, Bound]:
     return cell, Bound(cell)
 
 
-# Each of these broke the bound once: an overdue request stood behind others that were due later and had been sent
+# Each of these once broke the bound: an overdue request stood behind others with later deadlines that had been sent
 # before it, or before a buffer that was full of another instance's candidates.
 BROKEN = [
     World(23, 2, True, 32, 16, 24, 400, 0.05, (("other", MANY), ("other", (LONG,)), ("holding", (NONE,)))),
@@ -135,7 +135,7 @@ def test_no_request_waits_past_the_bound_where_some_did(world: World) -> None:
 
 
 class SkewedCost:
-    """An iteration takes as long as if all were as long as the longest, and 1 ms."""
+    """An iteration takes 1 ms more than if all requests were as long as the longest."""
 
     def step_s(self, chunks: Sequence[ChunkShape], lengths: Sequence[int]) -> float:
         return 1e-3 + len(lengths) * max(lengths, default=0) * 2e-5
@@ -165,7 +165,7 @@ def stores(cell: SmallCell, wait: Wait) -> set[str]:
 
 
 def test_overdue_requests_were_in_every_store() -> None:
-    """So that the bound is looked at in all of them: by the store, whose waits were past the objective."""
+    """So that the bound is checked in every store: counts the late waits by store."""
     seen: Counter[str] = Counter()
     for seed in range(8):
         cell, bound = run(World(seed, 2, True, 60, 6, 24, 24, 0.05, tuple((kind, MIXED) for kind in KINDS)))

@@ -1,4 +1,4 @@
-"""Systems by name: built in, `package.module:Class`, entry points; options with their types."""
+"""Systems by name: built in, `package.module:Class`, entry points, and options with their types."""
 
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -134,7 +134,7 @@ def test_the_example_of_the_documentation_is_a_policy(monkeypatch):
 
     assert names(BatchLimits(450, 1, 9)) == ["short", "middle"]
     assert names(BatchLimits(950, 1, 9), RequestKey("long")) == ["long"]
-    assert names(BatchLimits(50, 1, 9)) == ["short"]  # alone, though it is larger than the limit
+    assert names(BatchLimits(50, 1, 9)) == ["short"]  # alone, although it exceeds the limit
     assert [entry.tokens for entry in policy.matching(200, 400, BatchLimits(2000, 1, 9))] == [100, 300]
     assert [entry.tokens for entry in policy.matching(200, 400, BatchLimits(350, 1, 9))] == [100]
     assert [policy.matches(tokens, 200, 400) for tokens in (100, 400, 401)] == [True, True, False]
@@ -148,7 +148,7 @@ def test_the_example_of_the_documentation_is_a_policy(monkeypatch):
 
 
 def test_a_start_says_what_aligned_cost_lacks():
-    """Without a measured cost it is blind to unequal lengths; without an objective nothing holds latency back."""
+    """Without a measured cost it is blind to unequal lengths; without an objective nothing bounds latency."""
 
     def said(**keys):
         return policy_note(Config(scheduler=SchedulerConfig(**keys)))
