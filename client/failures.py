@@ -95,7 +95,7 @@ class EndedEarlyError(grpc.RpcError):
 
 
 class Failure(enum.Enum):
-    """What a failed call means for the next attempt."""
+    """The kind of a failed call, which determines the next attempt."""
 
     FINAL = "final"
     """The server's final answer: another attempt would fail in the same way."""

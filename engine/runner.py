@@ -105,7 +105,7 @@ class ModelRunner:
 
     @property
     def captures(self) -> bool:
-        """Whether `forward_table` can be captured in a CUDA graph, as far as the backend is concerned."""
+        """Whether the backend allows the capture of `forward_table` in a CUDA graph."""
         return self._backend.captures
 
     @torch.inference_mode()
@@ -162,7 +162,7 @@ class ModelRunner:
         return self._threads.choose(build_batch(items, self.block_size, self.cache.shape[0], self.loaded.device))
 
     def warm_up(self) -> None:
-        """One forward pass of a prefill chunk and one of a decode row, over block 0, whose content is lost."""
+        """Run a forward pass of a prefill chunk and one of a decode row. It overwrites block 0."""
         tokens = min(4, self.block_size)
         self.forward([ForwardItem([0] * tokens, 0, [0])])
         self.forward([ForwardItem([0], tokens - 1, [0])])

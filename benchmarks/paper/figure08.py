@@ -2,8 +2,8 @@
 
     python benchmarks/paper/figure08.py --data DIR --out results/paper
 
-ShareGPT-8k lengths, arXiv summarization lengths (for LongBench), Azure's code trace (the paper gives its lengths) and
-its conversation trace, and Mooncake's trace, which the paper does not have.
+The workloads are ShareGPT-8k lengths, arXiv summarization lengths (in place of LongBench), Azure's code trace (whose
+lengths the paper gives) and conversation trace, and Mooncake's trace, which the paper does not use.
 """
 
 from __future__ import annotations

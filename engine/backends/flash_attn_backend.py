@@ -1,4 +1,4 @@
-"""Paged attention by the package flash-attn (2.8 or newer), whose paged kernel takes blocks of a multiple of 256."""
+"""Paged attention with the package flash-attn (2.8 or newer), whose paged kernel needs multiples of 256 tokens."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class FlashAttnBackend(FlashBackend):
 
 
 def missing_package() -> str | None:
-    """Why flash-attn cannot be called here; None: it can."""
+    """Why flash-attn is unusable here; None: it is usable."""
     if importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
     version = importlib.metadata.version("flash-attn")

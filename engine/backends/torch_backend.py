@@ -109,7 +109,7 @@ class TorchBackend(AttentionBackend):
 def _attend_span(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
-    """One chunk `[tokens, heads, head_dim]` over `[kv_heads, kv_tokens, head_dim]`; returns the query's shape."""
+    """Attend from one chunk `[tokens, heads, head_dim]` to `[kv_heads, kv_tokens, head_dim]`. Returns its shape."""
     if options.softcap is not None or options.sinks is not None:
         return _attend_scores(query, key, value, mask, options)
     output = functional.scaled_dot_product_attention(

@@ -65,7 +65,7 @@ class DecodeAttention:
         self._plans.clear()
 
     def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-        """`query` `[requests, heads, head_dim]`; returns its shape and dtype."""
+        """Attend from `query` `[requests, heads, head_dim]`. Returns its shape and dtype."""
         requests, heads, head_dim = query.shape
         plan = self._plan(heads, options.sliding_window)
         scores = self._scores(layer, query.float() * options.scaling, plan)
@@ -124,7 +124,7 @@ class DecodeAttention:
         visible = position < lengths
         if window is not None:
             visible &= position >= lengths - window
-        block, offset = visible.nonzero(as_tuple=True)  # of each visible token, request after request
+        block, offset = visible.nonzero(as_tuple=True)  # place of each visible token, request after request
         tokens = torch.clamp(decode.lengths, max=window) if window is not None else decode.lengths
         # Each request's tokens are repeated for each of its heads: segments ordered by (request, head).
         segment_tokens = tokens.repeat_interleave(heads)

@@ -21,7 +21,7 @@ class TableAttention:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        """As `AttentionBackend.attend`; a padding row gets zeros."""
+        """Like `AttentionBackend.attend`. Padding rows get zeros."""
         block_size = self._cache.shape[4]
         lengths = self._table.lengths.to(torch.int64)
         places = torch.arange(self._table.block_table.shape[1] * block_size, device=lengths.device)

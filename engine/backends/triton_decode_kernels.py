@@ -17,7 +17,7 @@ _FLOOR = tl.constexpr(-1e30)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _ROWS = tl.constexpr(512)  # lengths that a program of `plan_kernel` reads at a time
-_PARTS = tl.constexpr(16)  # partial results that are merged at a time
+_PARTS = tl.constexpr(16)  # partial results that a program merges at a time
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _tiles(length, window, tile: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "window", "programs"], do_not_specialize_on_alignment=["lengths"])
 def plan_kernel(lengths, plan, rows, window, programs, kv_heads: tl.constexpr, tile: tl.constexpr):
-    """Write entry `program_id` of the plan. It has equal shares of all tiles; the first `total % programs` get one more."""
+    """Write entry `program_id` of the plan: equal shares of all tiles, the first `total % programs` one tile longer."""
     program = tl.program_id(0)
     lanes = tl.arange(0, _ROWS)
     counted = tl.zeros([_ROWS], tl.int32)

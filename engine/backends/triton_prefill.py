@@ -222,7 +222,7 @@ class PrefillAttention:
                 self._merged = True
 
     def _plan(self, group: int, window: int | None) -> tuple[Tile, Work, torch.Tensor, torch.Tensor]:
-        """The work of this pass, and its tables on the device: the same for all layers of one window."""
+        """The pass's work and its tables on the device, shared by all layers with the same window."""
         found = self._work.get((group, window))
         if found is None:
             most_rows = max(span.query_tokens for span in self._spans) * group

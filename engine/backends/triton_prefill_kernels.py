@@ -11,8 +11,8 @@ a key once. Keys lie in blocks `[layer][kv_head][k|v][token][head_dim]`, found t
 import triton
 import triton.language as tl
 
-TILE_COLUMNS = 8  # of a tile's line in the work table, in the order that `prefill_tiles` reads
-MERGE_COLUMNS = 5  # of a split tile's line, in the order that `merge_pieces` reads
+TILE_COLUMNS = 8  # columns of the work table, in the order in which `prefill_tiles` reads them
+MERGE_COLUMNS = 5  # columns of the table of split tiles, in the order in which `merge_pieces` reads them
 MERGE_ROWS = 16  # rows that one program of `merge_pieces` merges
 
 

@@ -13,7 +13,10 @@ _WRITTEN_AT_ONCE = 4096  # elements of keys that a program writes at once, and a
 
 
 class PagedWrite:
-    """Writes to one store (see AttentionBackend for its shape). Call `begin` or `begin_table`, then `write` for each layer."""
+    """Writes to one store (see AttentionBackend for its shape).
+
+    Call `begin` or `begin_table` for a pass, then `write` for each layer.
+    """
 
     def __init__(self, cache: torch.Tensor) -> None:
         self._cache = cache

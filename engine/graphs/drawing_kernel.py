@@ -13,7 +13,7 @@ _INFINITE = tl.constexpr(0x7F800000)  # the bits of an infinite distance
 
 @triton.jit
 def _scaled(row, at, vocab_size, top, temperature):
-    """`(logit - top) / temperature`, never above 0, and the bits of its distance from 0."""
+    """`(logit - top) / temperature`, at most 0, and the bits of its absolute value."""
     logits = tl.load(row + at, mask=at < vocab_size, other=float("-inf"))
     scaled = tl.div_rn(logits - top, temperature)
     return scaled, tl.abs(scaled).to(tl.int32, bitcast=True)

@@ -78,7 +78,7 @@ def _from_pretrained(info: ModelInfo, trust_remote_code: bool) -> PreTrainedMode
         )
     except (UnsupportedModelError, MemoryError):
         raise
-    except Exception as error:  # safetensors, json, OS and transformers errors of a dozen types
+    except Exception as error:  # many types of errors from safetensors, json, the OS and transformers
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"cannot load the weights of {info.path}: {reason}") from error
     model, report = loaded

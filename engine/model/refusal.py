@@ -39,7 +39,7 @@ def attribute(config: PretrainedConfig, key: str) -> Any:
     """`config.key`, or None. Raises UnsupportedModelError if layers have different values."""
     try:
         return getattr(config, key, None)
-    except Exception as error:  # transformers raises AmbiguousGlobalPerLayerAttributeError, which is not an AttributeError
+    except Exception as error:  # transformers raises AmbiguousGlobalPerLayerAttributeError, no AttributeError
         raise UnsupportedModelError(
             f"model_type {config.model_type!r} is not supported: its layers differ in {key}"
         ) from error

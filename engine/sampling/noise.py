@@ -22,7 +22,8 @@ def row_keys(seed: int, position: int) -> tuple[int, int]:
 def exponential_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Exponential(1) noise, fp32 `[rows, n]`, for int32 `token_ids` `[rows or 1, n]` under int32 `keys` `[rows, 2]`.
 
-    Small values, which decide whether an unlikely token wins, are resolved to 2**-31. Never 0, never infinite.
+    Small values, which decide whether an unlikely token is drawn, have a resolution of 2**-31. Values are above 0 and
+    finite.
     """
     bits = _mix(token_ids, keys).bitwise_and_(0x7FFFFFFF).bitwise_or_(1)
     # bits / 2**31 is in (0, 1); fp32 may round it up to 1, hence the clamp.
@@ -31,7 +32,7 @@ def exponential_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tens
 
 
 def _mix(token_ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """`lowbias32` of int32 `token_ids`, with one key before it and one in its middle; all products wrap."""
+    """`lowbias32` of int32 `token_ids`, with one key mixed in before it and one in its middle. Products wrap."""
     value = token_ids ^ keys[:, :1]
     shifted = torch.empty_like(value)
     _xor_shifted(value, 16, shifted)

@@ -44,10 +44,10 @@ class PenaltyState:
         self._seen_outputs = len(output_token_ids)
 
     def apply(self, logits: torch.Tensor, sampling: SamplingParams) -> None:
-        """Penalise one row `logits` `[vocab_size]` in place: repetition, then presence and frequency.
+        """Apply the penalties to one row of logits `[vocab_size]` in place: repetition, then presence and frequency.
 
-        Repetition is transformers' (prompt and output: positive logits divided, negative ones multiplied); presence and
-        frequency are OpenAI's (output only, subtracted).
+        Repetition follows transformers: for tokens of prompt and output, positive logits are divided and negative ones
+        multiplied. Presence and frequency follow OpenAI: they are subtracted for tokens of the output.
         """
         ids = torch.from_numpy(self._ids[: self._used]).to(logits.device)
         counts = torch.from_numpy(self._counts[: self._used]).to(logits.device)

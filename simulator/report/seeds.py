@@ -1,4 +1,4 @@
-"""Several seeds as one figure with its confidence interval."""
+"""Combines the figures of several seeds into a mean with a confidence interval."""
 
 from __future__ import annotations
 

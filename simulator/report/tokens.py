@@ -36,7 +36,7 @@ class TokenTimes:
     gaps: Floats
     stamps: Floats
     lengths: NDArray[np.int64]
-    """Of every token: when it came, and the prefix that its pass read; for the first token of an answer, its prompt."""
+    """Prefix lengths that each token's pass read; for the first token of an answer, its prompt length."""
 
 
 def token_times(requests: Sequence[RequestResult]) -> TokenTimes:

@@ -29,7 +29,7 @@ class Place:
 
 
 def tokens_of(value: object, place: Place, least: int = 1) -> int:
-    """A whole number of tokens, at least `least`."""
+    """Parse a whole number of tokens. Fails if it is below `least`."""
     number = value
     if isinstance(value, str):
         try:

@@ -52,7 +52,7 @@ class Mix(Trace):
                 given[name] = kind(text)
             except ValueError:
                 raise ConfigError(f"{source}: {name}={text!r} is not of type {kind.__name__}") from None
-        mix = replace(cls(), **given)  # type: ignore[arg-type]  # by name, as their fields say
+        mix = replace(cls(), **given)  # type: ignore[arg-type]  # values have the types of the fields
         mix._check(source)
         return mix
 

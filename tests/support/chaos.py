@@ -123,7 +123,7 @@ class Chaos:
         return await self._judge(None, streams, 0.0, {}, {})
 
     async def strike(self, role: str, number: int = signal.SIGKILL, *, at: float | None = None) -> Round:
-        """Signal a process of the role when a share `at` (random by default) of all tokens has been delivered."""
+        """Signal a process of the role once the share `at` (random by default) of all tokens has been delivered."""
         share = self._draw.uniform(0.1, 0.7) if at is None else at
         repeated, reused = await self._counters(REPEATED), await self._counters(REUSED)
         victim = self._draw.choice(await self._living(role))

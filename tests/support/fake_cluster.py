@@ -42,7 +42,7 @@ Script = Callable[["FakeCluster", RequestSpec], Awaitable[None]]
 
 
 def fake_model_info(**overrides: Any) -> ModelInfo:
-    """The shape of a model that fits the shipped tokenizer."""
+    """A model's description that fits the shipped tokenizer."""
     values: dict[str, Any] = {
         "name": "tiny",
         "path": "tiny",

@@ -20,7 +20,7 @@ _END_WITHIN_S = 10.0
 
 
 class GatewayProcess:
-    """`async with GatewayProcess(cluster, "gateway-0") as gateway` is ready for requests inside."""
+    """`async with GatewayProcess(cluster, "gateway-0") as gateway` starts it and waits until it is ready."""
 
     def __init__(self, cluster: LocalCluster, gateway_id: str) -> None:
         self.id = gateway_id

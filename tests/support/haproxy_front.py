@@ -1,4 +1,4 @@
-"""HAProxy as `alignedserve serve` starts it, with Ray Serve's configuration, in front of gateways without Ray."""
+"""Starts HAProxy as `alignedserve serve` does, with Ray Serve's configuration, for gateways without Ray."""
 
 from __future__ import annotations
 

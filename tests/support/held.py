@@ -1,4 +1,4 @@
-"""Waiting until no request holds a block in any store of a cluster."""
+"""Waits until no request holds a block in any store of a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decode worker's part around a real iteration scheduler, without an engine."""
+"""A decode worker with the real iteration scheduler, but without an engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def names(items: Iterable[Any]) -> list[str]:
 
 
 class Worker:
-    """Carries out plans; an iteration takes one second. Copies end at once, or when a test says so if not `instant`.
+    """Executes plans; an iteration takes one second. Copies end at once or, if not `instant`, when a test ends them.
 
     `lease`: blocks of the candidate request buffer for evictions. The other arguments are the scheduler's.
     """

@@ -152,7 +152,7 @@ class RayHead:
         )
 
     def adapt(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """A Serve config with this cluster's ports."""
+        """A copy of a Serve config with this cluster's ports."""
         adapted = json.loads(json.dumps(config))
         adapted["http_options"] = {"host": "127.0.0.1", "port": self.port}
         adapted.setdefault("grpc_options", {})["port"] = self.grpc_port

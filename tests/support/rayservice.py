@@ -32,7 +32,7 @@ HAPROXY_FILES = {
     "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
     "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "state",
 }
-"""A container has its own /tmp; here the files would be in the shared one."""
+"""Paths of HAProxy's files: a container has its own /tmp, which tests on one machine would share."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,7 +182,7 @@ def opt_models(folder: Path) -> list[dict[str, Any]]:
 def opt_model(model: str, degree: str, found: dict[str, Any], kv_tokens: int) -> dict[str, Any]:
     """Convert DistServe's coefficients, in ms, to a cost model.
 
-    A prefill takes `a + b sum(L) + c sum(L^2)`, a decode pass `a + b sum(context) + c requests`. The decode pass has two
+    A prefill takes `a + b sum(L) + c sum(L^2)`, a decode pass `a + b sum(context) + c requests`. A decode pass has two
     regimes by the number of requests. The grid has points on both sides of the change, so it is exact.
     """
     whole = KNOWN_SHAPES[model.rsplit("/", 1)[-1]]

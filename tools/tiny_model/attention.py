@@ -1,6 +1,6 @@
 """Causal attention for short rows on a CPU, twice as fast as the fused kernel at 256 tokens.
 
-Used while training only; the saved model names no attention.
+It is used for training only. The saved model does not refer to it.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Exchange:
     answer: str
 
     def render(self, system_prompt: str | None) -> str:
-        """The exchange as the chat template writes it."""
+        """The exchange in the format of the chat template."""
         head = f"{SYSTEM}{system_prompt}{END_OF_TURN}" if system_prompt else ""
         return f"{head}{USER}{self.question}{END_OF_TURN}{ASSISTANT}{self.answer}{END_OF_TURN}"
 

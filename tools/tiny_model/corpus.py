@@ -67,7 +67,7 @@ class Document:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether the document is kept out of training, decided by a hash of its text."""
+        """Whether the document is excluded from training. A hash of its text decides."""
         digest = hashlib.sha256(self.text.encode()).digest()
         return int.from_bytes(digest[:4], "big") % 1000 < HELD_OUT_PER_MILLE
 

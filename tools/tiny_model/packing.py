@@ -91,7 +91,7 @@ def training_batches(source: TokenSource) -> Iterator[Tensor]:
 
 
 def evaluation_rows(source: TokenSource, row_tokens: int) -> Tensor:
-    """One pass of `source` as ids `[rows, row_tokens]`; the last, unfilled row is left out."""
+    """One pass of `source` as ids `[rows, row_tokens]`, without the last, incomplete row."""
     ids = [token for sample in source.one_pass() for token in sample]
     rows = len(ids) // row_tokens
     return torch.tensor(ids[: rows * row_tokens]).view(rows, row_tokens)

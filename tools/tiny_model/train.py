@@ -110,7 +110,7 @@ def make_optimizers(model: LlamaForCausalLM, rate: float) -> list[Optimizer]:
 
 
 def take_step(model: LlamaForCausalLM, optimizers: Sequence[Optimizer], ids: Tensor) -> float:
-    """One update on ids `[rows, row_tokens]`; returns the loss before it."""
+    """One update on ids `[rows, row_tokens]`. Returns the loss before it."""
     loss = loss_of(model, ids)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
@@ -158,7 +158,7 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def generation_config(tokenizer: Tokenizer) -> GenerationConfig:
-    """Both end tokens stop a generation; a low temperature keeps the words real."""
+    """Both end tokens stop generation. A low temperature avoids invented words."""
     return GenerationConfig(
         eos_token_id=[tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(END_OF_TURN)],
         pad_token_id=tokenizer.token_to_id(PADDING),

@@ -48,7 +48,7 @@ class _Running:
 
 
 class Suite:
-    """`ended` has each group's status ("ok", "failed", "out of time", "not run"), its reason and its seconds."""
+    """Runs groups. `ended`: the status ("ok", "failed", "out of time", "not run"), reason and seconds of each."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class Comparison:
         return claims(what, list(stated), list(stated.values()), ours)
 
     def extent(self, what: str, stated: tuple[str, str]) -> str:
-        """The least and the largest mean gain over any workload and other system."""
+        """The paper's least and largest gain, and our least and largest mean over workloads and other systems."""
         ours = []
         for cases in by_condition(self.cases):
             means = [statistics.fmean(self.gain(case, other.label)) for case in cases for other in self.variants[1:]]

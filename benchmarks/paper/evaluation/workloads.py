@@ -45,7 +45,7 @@ class Source:
         if limit is not None:
             requests = min(limit, requests)
         if not is_mix(self.text):
-            requests = min(requests, len(_read(self.text).rows))  # type: ignore[attr-defined]  # of every file
+            requests = min(requests, len(_read(self.text).rows))  # type: ignore[attr-defined]  # files have it
         text = self.text if requests <= self.requests or not is_mix(self.text) else f"{self.text},requests={requests}"
         return replace(self, requests=requests, text=text)
 

@@ -98,13 +98,13 @@ def make_model(
     `num_key_value_heads`, `head_dim`, `num_hidden_layers`, ...); gpt2 takes them under these names too, and a kind
     without grouped heads ignores `num_key_value_heads` and `head_dim`. One end token in the vocabulary occurs about
     as often as any other token unless `eos_token_id` names others. `generation` is added to `generation_config.json`.
-    Weights of more than `max_shard_size` are cut into shards. The same arguments give the same weights.
+    Weights larger than `max_shard_size` are split into shards. The same arguments give the same weights.
     """
     eos = overrides.get("vocab_size", VOCAB_SIZE) - 1 if eos_token_id is None else eos_token_id
     config = _build_config(kind, {"bos_token_id": 0, "pad_token_id": 0, "eos_token_id": eos, **overrides})
     config.dtype = dtype
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # of parameters that keep their mean, gpt_oss's sinks among them
+        torch.manual_seed(seed)  # parameters that keep their mean, such as the sinks of gpt_oss
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     draw_weights(model, seed=seed, std=std)
     values = {"bos_token_id": 0, "eos_token_id": eos, "pad_token_id": 0, **(generation or {})}
@@ -129,7 +129,7 @@ def draw_weights(model: PreTrainedModel, *, seed: int, std: float) -> None:
 def make_tokenizer(folder: str | Path, *, vocab_size: int = 400) -> Path:
     """Write a byte-level BPE `tokenizer.json` (ids below `vocab_size`, any text round-trips) and its config.
 
-    `<s>` is 0, `</s>` is 1. A model whose `vocab_size` is at least this one can take every id. Returns the folder.
+    `<s>` is 0, `</s>` is 1. A model needs at least this `vocab_size` to accept every id. Returns the folder.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

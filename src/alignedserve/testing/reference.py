@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model of `folder` as `transformers` runs it by default."""
+    """Load the model of `folder` with the defaults of `transformers`."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     model.eval()
     return model

@@ -133,7 +133,7 @@ FAMILIES: dict[str, Callable[[], Backend]] = {
 
 @cache
 def family(name: str) -> str:
-    """`tokenizer.json` of a family, with special tokens, two other added ones, and a BOS."""
+    """The `tokenizer.json` of a family, with special tokens, two other added tokens, and a BOS token."""
     backend = FAMILIES[name]()
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
     backend.add_tokens([AddedToken("<think>", normalized=False), AddedToken("\n\n\n", normalized=False)])

@@ -1,4 +1,4 @@
-"""The small cell itself: virtual time, links, the gateway, and the core whose actions it carries out."""
+"""The small cell: virtual time, links, the gateway, and the scheduler core, whose actions it executes."""
 
 from __future__ import annotations
 

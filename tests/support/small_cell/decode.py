@@ -1,4 +1,4 @@
-"""A decode instance of a small cell: the iteration scheduler, its copies, and iterations that only count tokens."""
+"""A decode instance of a small cell: the real iteration scheduler, copies, and iterations that only count tokens."""
 
 from __future__ import annotations
 

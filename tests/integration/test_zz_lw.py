@@ -1,0 +1,145 @@
+"""Layer-wise offload through real processes: exact tokens with checksums, under faults, cancellations and kills."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import torch
+
+from alignedserve.cluster.local import LocalCluster
+from alignedserve.config_sources import from_tree
+from alignedserve.control.samples import value
+from alignedserve.testing.models import VOCAB_SIZE, make_model
+from alignedserve.testing.reference import greedy, load_reference, random_prompts
+from support.faulty_channel import FaultPlan, fault_environment
+from support.gateway import http_to, joined_gateway
+from support.held import wait_nothing_held
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+
+NEW_TOKENS = 8
+COPY_FAILED = {"transfer_failed", "checksum_mismatch"}
+LENGTHS = (90, 31, 12, 140, 65, 201, 17, 128, 5, 96, 63, 150)
+
+
+@dataclass(frozen=True)
+class Model:
+    folder: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    torch.set_num_threads(1)  # the reference's; the roles have their own
+    folder = make_model("llama", tmp_path_factory.mktemp("model"), seed=3, num_hidden_layers=6)
+    reference, prompts = load_reference(folder), random_prompts(LENGTHS, VOCAB_SIZE, seed=5)
+    return Model(folder, prompts, [greedy(reference, prompt, NEW_TOKENS) for prompt in prompts])
+
+
+@dataclass
+class Served:
+    cluster: LocalCluster
+    http: httpx.AsyncClient
+
+    async def post(self, prompt: Sequence[int], **keys: Any) -> dict[str, Any]:
+        """A greedy answer, or the error object that came instead."""
+        body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, **keys}
+        answer = await self.http.post("/v1/completions", json=body | {"return_token_ids": True})
+        return dict(answer.json())
+
+    async def ask(self, prompt: Sequence[int], **keys: Any) -> list[list[int]]:
+        """The tokens of each greedy answer."""
+        answer = await self.post(prompt, **keys)
+        assert "choices" in answer, answer
+        return [choice["token_ids"] for choice in answer["choices"]]
+
+
+@contextlib.asynccontextmanager
+async def serving(model: Model, plan: FaultPlan | None = None) -> AsyncIterator[Served]:
+    config = from_tree(
+        {
+            "model": {"path": str(model.folder)},
+            "cluster": {"device": "cpu", "threads": 1},
+            "kv_pool": {"size_gib": 0.1, "block_size": 4, "verify": True},
+            "prefill": {"token_budget": 48, "layerwise_tokens": 16},
+            "supervisor": {"heartbeat_s": 0.1},
+        }
+    )
+    async with LocalCluster(config, environment=fault_environment(plan) if plan else None) as cluster:
+        await cluster.wait_ready()
+        async with joined_gateway(cluster.join_info()) as gateway, http_to(gateway, 60.0) as http:
+            yield Served(cluster, http)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(model: Model) -> AsyncIterator[Served]:
+    async with serving(model) as served:
+        yield served
+
+
+async def test_tokens_are_exact_and_groups_and_cancelled_prompts_leave_nothing_behind(
+    served: Served, model: Model
+) -> None:
+    asked = [served.ask(prompt) for prompt in model.prompts]
+    group = served.ask(model.prompts[3], n=3)
+    cancelled = [
+        asyncio.create_task(served.post(model.prompts[5], timeout_s=after_s))
+        for after_s in (0.02, 0.05, 0.1, 0.15, 0.2)
+    ]
+    together, *answers = await asyncio.gather(group, *asked)
+    ended = await asyncio.gather(*cancelled)
+    metrics = await wait_nothing_held(served.cluster)
+    assert [tokens for (tokens,) in answers] == model.expected
+    assert together == [model.expected[3]] * 3
+    codes = [end["error"]["code"] for end in ended if "choices" not in end]
+    assert set(codes) == {"deadline_exceeded"}
+    in_time = [end["choices"][0]["token_ids"] for end in ended if "choices" in end]
+    assert in_time == [model.expected[5]] * len(in_time)
+    copied = value(metrics, "alignedserve_prefill_offload_blocks_total")
+    ahead = value(metrics, "alignedserve_prefill_offload_ahead_blocks_total")
+    assert copied > ahead > copied / 2
+    assert value(metrics, "alignedserve_prefill_offload_ahead_layers_total") >= 6 * 9
+    assert value(metrics, "alignedserve_kv_checksum_mismatches_total") == 0
+    assert value(metrics, "alignedserve_kv_checksum_blocks_total", instance="prefill-0") >= copied
+
+
+@pytest.mark.parametrize("n", range(8))
+async def test_a_prefill_instance_that_is_killed_while_it_copies_ahead_costs_no_token_and_no_block(
+    served: Served, model: Model, n: int
+) -> None:
+    before = value((await served.cluster.status()).metrics, "alignedserve_prefill_offload_ahead_layers_total")
+    old = served.cluster.peer("prefill-0").process.incarnation
+    asked = [asyncio.create_task(served.ask(prompt)) for prompt in model.prompts]
+    copying = False
+    while not copying:
+        metrics = (await served.cluster.status()).metrics
+        ahead = value(metrics, "alignedserve_prefill_offload_ahead_layers_total") - before
+        copying = ahead > 0 and value(metrics, "alignedserve_prefill_pending_tokens") > 0
+        assert not all(answer.done() for answer in asked)
+    print("KILL", ahead, value(metrics, "alignedserve_prefill_pending_tokens"), sum(a.done() for a in asked))
+    served.cluster.kill("prefill-0")
+    await served.cluster.wait_restarted("prefill-0", old)
+    assert [tokens for (tokens,) in await asyncio.gather(*asked)] == model.expected
+    await wait_nothing_held(served.cluster)
+
+
+async def test_parts_that_fail_or_lie_are_made_good_by_whole_blocks(model: Model) -> None:
+    plan = FaultPlan(refuse=0.03, error=0.03, delay=0.1, short=0.03, flip=0.03, delay_s=0.02, only="prefill-0/cache>")
+    async with serving(model, plan) as served:
+        answers = await asyncio.gather(*(served.post(prompt) for prompt in model.prompts))
+        metrics = await wait_nothing_held(served.cluster)
+    errors = [answer["error"]["code"] for answer in answers if "choices" not in answer]
+    assert set(errors) <= COPY_FAILED
+    assert len(errors) <= len(answers) // 10, errors
+    good = [(a["choices"][0]["token_ids"], e) for a, e in zip(answers, model.expected, strict=True) if "choices" in a]
+    assert [tokens for tokens, _ in good] == [expected for _, expected in good]
+    assert value(metrics, "alignedserve_kv_copy_failures_total", instance="prefill-0") > 0
