@@ -117,7 +117,7 @@ async def test_a_prefill_instance_that_is_killed_while_it_copies_ahead_costs_no_
 ) -> None:
     before = value((await served.cluster.status()).metrics, "alignedserve_prefill_offload_ahead_layers_total")
     old = served.cluster.peer("prefill-0").process.incarnation
-    asked = [asyncio.create_task(served.ask(prompt)) for prompt in model.prompts]
+    asked = [asyncio.create_task(served.ask(prompt)) for prompt in model.prompts * 2]
     copying = False
     while not copying:
         metrics = (await served.cluster.status()).metrics
@@ -126,7 +126,7 @@ async def test_a_prefill_instance_that_is_killed_while_it_copies_ahead_costs_no_
         assert not all(answer.done() for answer in asked)
     served.cluster.kill("prefill-0")
     await served.cluster.wait_restarted("prefill-0", old)
-    assert [tokens for (tokens,) in await asyncio.gather(*asked)] == model.expected
+    assert [tokens for (tokens,) in await asyncio.gather(*asked)] == model.expected * 2
     await wait_nothing_held(served.cluster)
 
 
