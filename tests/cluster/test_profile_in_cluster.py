@@ -14,7 +14,7 @@ from alignedserve.scheduler.cost.load import default_hardware, load_step_cost
 from alignedserve.scheduler.cost.step import ChunkShape
 from alignedserve.simulator.hardware import Hardware
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPT, ANSWER, REQUESTS = 128, 64, 5
 FACTOR = 5.0  # the machine may be busier now than it was then
