@@ -120,7 +120,7 @@ def make_parser() -> tuple[_Parser, Mapping[str, _Parser]]:
     config = add("config", "Print the effective configuration, with a line of documentation for each key.")
     _add_configuration(config)
     status = add("status", "List the processes of the newest running cluster of this user.")
-    add_url(status)
+    add_url(status, "newest")
     status.add_argument("--json", action="store_true", help="print JSON and nothing else")
     for name, command in COMMANDS.items():
         command.add_options(add(name, command.summary))
@@ -214,7 +214,11 @@ def _add_configuration(parser: argparse.ArgumentParser, only: Collection[str] | 
         if only is None or flag in only:
             parser.add_argument(flag, dest=key, action="store_const", const=value, default=None, help=summary)
     parser.add_argument(
-        "--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="any other configuration key"
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="any other configuration key; may be given several times",
     )
 
 

@@ -235,9 +235,10 @@ def wait_idle(
 # ---- the commands' options
 
 
-def add_url(parser: argparse.ArgumentParser) -> None:
+def add_url(parser: argparse.ArgumentParser, default: str = "only") -> None:
     """Options that tell which cluster is asked, and with which key."""
-    parser.add_argument("--url", help="URL of a gateway, e.g. http://127.0.0.1:8000")
+    url = f"URL of a gateway, e.g. http://127.0.0.1:8000 (default: this user's {default} cluster)"
+    parser.add_argument("--url", help=url)
     key = "file with the API key to send (default: ALIGNEDSERVE_API_KEY, or the file that the cluster reads)"
     parser.add_argument("--api-key-file", metavar="FILE", help=key)
 

@@ -309,7 +309,7 @@ class _ServeCommand:
             if left["open"] and not told and time.monotonic() - begun > NEWS_S:
                 told = True
                 self._console.line(
-                    f"{left['open']} open requests have {grace_s:g} s to finish; press Ctrl-C again to end them now"
+                    f"open requests: {left['open']}; they have {grace_s:g} s to finish; press Ctrl-C again to end them now"
                 )
             time.sleep(POLL_S)
 
@@ -352,11 +352,13 @@ class _ServeCommand:
         prompt = "Return a list of" if has_text else [1, 2, 3]
         body = {"model": self._config.served_model_name, "prompt": prompt, "max_tokens": 48, "stream": True}
         self._console.step("ready")
-        self._console.line(f"serving {self._config.served_model_name} on {url}")
-        if live := self._session.live_url():
-            self._console.line(f"/live, /health and /metrics are also on {live}, with connections of their own")
+        gateway = self._config.gateway
+        grpc_place = f", gRPC on {gateway.host}:{gateway.grpc_port}" if self._session.owned else ""
+        self._console.line(f"serving {self._config.served_model_name} on {url}{grpc_place}")
         header = "-H 'Content-Type: application/json'"
         if self._config.gateway.api_key_file:
             header += " -H 'Authorization: Bearer KEY'"
         self._console.line(f"  curl -N {url}/v1/completions {header} -d '{json.dumps(body)}'")
+        if live := self._session.live_url():  # clients cannot take all of its connections
+            self._console.line(f"for probes, /live, /health and /metrics are also on {live}")
         self._console.line("press Ctrl-C to end it")
