@@ -309,7 +309,7 @@ class _ServeCommand:
             if left["open"] and not told and time.monotonic() - begun > NEWS_S:
                 told = True
                 self._console.line(
-                    f"open requests: {left['open']}; they have {grace_s:g} s to finish; press Ctrl-C again to end them now"
+                    f"{left['open']} open requests, {grace_s:g} s to finish; press Ctrl-C again to end them now"
                 )
             time.sleep(POLL_S)
 
