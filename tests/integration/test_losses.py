@@ -121,13 +121,15 @@ async def test_roles_that_are_killed_under_load_cost_no_request_no_token_and_no_
 ) -> None:
     stop = asyncio.Event()
     clients = [asyncio.create_task(served.load(stop, seed)) for seed in range(CLIENTS)]
-    await served.wait_working(victims)
-    assert served.open
-    old = {role_id: served.cluster.peer(role_id).process.incarnation for role_id in victims}
-    for role_id in victims:
-        served.cluster.kill(role_id)
-    for role_id, incarnation in old.items():
-        await served.cluster.wait_restarted(role_id, incarnation)
-    stop.set()
-    await asyncio.gather(*clients)
+    try:
+        await served.wait_working(victims)
+        assert served.open
+        old = {role_id: served.cluster.peer(role_id).process.incarnation for role_id in victims}
+        for role_id in victims:
+            served.cluster.kill(role_id)
+        for role_id, incarnation in old.items():
+            await served.cluster.wait_restarted(role_id, incarnation)
+    finally:
+        stop.set()
+        await asyncio.gather(*clients)
     await wait_nothing_held(served.cluster)
