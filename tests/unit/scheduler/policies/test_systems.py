@@ -124,7 +124,10 @@ def test_the_oracle_takes_the_fewest_tokens_left_and_only_what_it_was_told():
 def test_the_example_of_the_documentation_is_a_policy(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[4])
     system = resolve("examples.shortest_first:ShortestFirst")
-    assert (system.topology, system.summary) == (Topology.DISAGGREGATED, "The shortest prefixes first, as many as fit.")
+    assert (system.topology, system.summary) == (
+        Topology.DISAGGREGATED,
+        "Forms batches from the shortest prefixes, as many as fit.",
+    )
     policy = policy_class(system)(SchedulerConfig())
     for name, tokens in (("long", 900), ("short", 100), ("middle", 300)):
         policy.insert(Entry(RequestKey(name), tokens, tokens, 0.0))
