@@ -49,7 +49,7 @@ def config_for(folder: Path, *, prefetch: bool) -> Config:
 async def serve(config: Config, prompts: list[list[int]], sampling: SamplingParams) -> Run:
     async with LocalCluster(config) as cluster:
         await cluster.wait_ready()
-        async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
+        async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
             # Every prompt waits in the pool before the first iteration, however fast this machine is.
             cluster.kill("decode-0", signal.SIGSTOP)
             answers = [driver.submit(prompt, sampling)[0] for prompt in prompts]

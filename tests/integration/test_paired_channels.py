@@ -94,7 +94,7 @@ async def test_the_next_best_is_taken_where_that_is_allowed(tmp_path: Path) -> N
     allowed = config(folder, channel="nccl", allow_slow_channel=True)
     async with LocalCluster(allowed, output_dir=tmp_path / "out") as cluster:
         await cluster.wait_ready()
-        async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
+        async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
             answers = await driver.generate(prompts, GREEDY)
         reference = load_reference(folder)
         assert [answer.tokens for answer in answers] == [greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]

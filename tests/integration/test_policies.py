@@ -58,7 +58,7 @@ def serve(policy: str, folder: Path, **flags: object) -> Served:
         module = "support.traced_roles"
         async with LocalCluster(config, environment={TRACE: str(trace)}, output_dir=folder, module=module) as cluster:
             await cluster.wait_ready()
-            async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
+            async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
                 # All wait in the pool before the first iteration: there is a choice.
                 cluster.kill("decode-0", signal.SIGSTOP)
                 answers = [driver.submit(prompt, GREEDY)[0] for prompt in prompts]

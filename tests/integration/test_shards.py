@@ -97,7 +97,7 @@ async def test_tokens_are_exact_where_prefill_and_decode_are_on_two_nodes(
     async with LocalCluster(asked, nodes=NODES, placed=placed) as cluster:
         await cluster.wait_ready()
         first, second = (shard_of(cluster, node.node_id) for node in NODES)
-        async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
+        async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
             used = set()
             for _ in range(2):
                 answers = await driver.generate(prompts, GREEDY)
@@ -165,7 +165,7 @@ async def test_a_pool_of_one_node_does_without_torch(folder: Path) -> None:
     prompts, expected = truth(folder)
     async with LocalCluster(config(folder, {"prefill-0": "", "decode-0": ""})) as cluster:
         await cluster.wait_ready()
-        async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
+        async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
             answers = await driver.generate(prompts[:2], GREEDY)
         assert [answer.tokens for answer in answers] == expected[:2]
         assert loads_torch(cluster, "decode-0")

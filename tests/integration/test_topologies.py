@@ -34,7 +34,7 @@ def serve(folder: Path, prompts: list[list[int]], **sections: dict[str, Any]) ->
     async def run() -> tuple[list[Answer], str]:
         async with LocalCluster(from_tree(tree)) as cluster:
             await cluster.wait_ready()
-            async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
+            async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
                 answers = await driver.generate(prompts, GREEDY)
                 await asyncio.sleep(0.3)
                 return answers, (await cluster.status()).metrics

@@ -58,7 +58,10 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
     """A gateway for tests and benchmarks. It owns requests, and delivers their tokens to the caller instead of HTTP."""
 
     def __init__(self, scheduler_address: str, token: str, *, resubmit: bool = False) -> None:
-        """`resubmit`: submit lost requests again in a new epoch, as a gateway does; else they end with an error."""
+        """`resubmit`: submit lost requests again in a new epoch, as a gateway does; else they end with an error.
+
+        A stream between two processes also breaks if one of them gets no processor for a second.
+        """
         self._token = token
         self._resubmit = resubmit
         self._process = pb.ProcessKey(role="gateway", id="driver", incarnation=new_incarnation())
