@@ -131,9 +131,8 @@ class SupervisorCore:
             return _refusal(f"{key.id} is being ended")
         if not same:
             found = self.roster.found(key)  # it keeps its last known state until its first heartbeat
-            slot.member = ManagedProcess(
-                hello, HangDetector(now), unix_s, found.beat if found is not None else sv.Heartbeat()
-            )
+            beat = found.beat if found is not None else sv.Heartbeat()
+            slot.member = ManagedProcess(hello, HangDetector(now), unix_s, beat)
             slot.device = hello.device
             slot.incarnation = key.incarnation
             slot.was_ready = False
@@ -394,9 +393,7 @@ class SupervisorCore:
                 self.scaling.forget(slot)
                 self._touch()
             elif late or slot.phase is Phase.STARTING:
-                reason = "it was removed before it was ready"
-                if late:
-                    reason = "it was to be removed, and requests still needed it"
+                reason = "it was to be removed and was still needed" if late else "it was removed while starting"
                 actions.append(self._fence(slot, reason, now))
             else:
                 slot.end_reason = "it was to be removed"
@@ -479,10 +476,7 @@ class SupervisorCore:
         slot.generation += 1
         if spare is None:
             return Launch(slot.planned, slot.generation)
-        spare.member = None
-        spare.was_ready = False
-        spare.failures = 0
-        spare.enter(Phase.WAITING, now)
+        spare.give_away(now)
         self._touch()
         return Launch(slot.planned, slot.generation, spare.planned.id)
 

@@ -115,6 +115,13 @@ class Slot:
     draining_since: float | None = None
     """Set if it ends once no request needs it, without a successor."""
 
+    def give_away(self, now: float) -> None:
+        """Its process, a spare, has taken another slot's role. This slot waits for a new process."""
+        self.member = None
+        self.was_ready = False
+        self.failures = 0
+        self.enter(Phase.WAITING, now)
+
     def enter(self, phase: Phase, now: float) -> None:
         self.phase = phase
         self.since = now

@@ -5,6 +5,7 @@ To add a sampling option, add a field to SamplingOptions with its name in `reque
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Self, TypeVar, cast
@@ -91,7 +92,7 @@ class Unread(Body):
     prediction: dict[str, Any] | None = None
 
 
-class GenerationRequest(SamplingOptions, Unread):
+class GenerationRequest(SamplingOptions, Unread, ABC):
     """The fields that completion and chat requests have in common."""
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(
@@ -130,9 +131,9 @@ class GenerationRequest(SamplingOptions, Unread):
         return self
 
     @property
+    @abstractmethod
     def scored(self) -> int | None:
         """Number of most likely tokens whose log-probabilities are returned with each token's; None: none at all."""
-        raise NotImplementedError
 
     @property
     def reply(self) -> ReplyOptions:

@@ -126,4 +126,4 @@ class InstanceScheduler(ABC):
         Never called if `quiet_passes` returns 0: a scheduler that does not override `quiet_passes` need not override
         this.
         """
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} overrides quiet_passes, so it must also override repeat")
