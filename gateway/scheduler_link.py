@@ -88,8 +88,8 @@ class SchedulerLink:
         self._link = self._channel = self._target = None
         self._on_down()
 
-    def submit(self, requests: Sequence[pb.RequestHead]) -> bool:
-        return self.up and self._send(submit=sc.Submission(requests=requests))
+    def submit(self, requests: Sequence[pb.RequestHead], specs: bytes) -> bool:
+        return self.up and self._send(submit=sc.Submission(requests=requests, specs=specs))
 
     def cancel(self, keys: Sequence[RequestKey]) -> bool:
         return self.up and self._send(cancel=keys_to_proto(keys))

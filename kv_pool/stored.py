@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from alignedserve.control.convert import enter_stage
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from alignedserve.control.convert import enter_stage, key_from_proto
 from alignedserve.errors import TransferError
 from alignedserve.kv_pool.records import Holding
 from alignedserve.proto import common_pb2 as pb
-from alignedserve.request import Stage
+from alignedserve.request import RequestKey, Stage
+
+_MOST_TOKENS = 1 << 20
 
 
 def pack(spec: pb.RequestSpec, prefill_id: str, evicted_ns: int = 0) -> bytes:
@@ -16,17 +21,22 @@ def pack(spec: pb.RequestSpec, prefill_id: str, evicted_ns: int = 0) -> bytes:
 
 def unpacked(payload: bytes, holding: Holding, pool_id: str) -> bytes:
     """The serialised StoredRequest with the blocks of `holding`. (Protobuf merges messages whose bytes are joined.)"""
-    where = pb.StoredRequest(
-        store_id=pool_id,
-        kv_tokens=holding.kv_tokens,
-        block_ids=holding.block_ids,
-        checksums=holding.checksums,
-        pool_id=pool_id,
-        pool_tokens=holding.kv_tokens,
-        pool_block_ids=holding.block_ids,
-        pool_checksums=holding.checksums,
-    )
+    where = location(pool_id, holding.kv_tokens, holding.block_ids, holding.checksums)
     return payload + where.SerializeToString()
+
+
+def location(pool_id: str, kv_tokens: int, blocks: Sequence[int], checksums: Sequence[int]) -> pb.StoredRequest:
+    """The fields of a StoredRequest that say where its KV is, of a request whose KV is only in the pool."""
+    return pb.StoredRequest(
+        store_id=pool_id,
+        kv_tokens=kv_tokens,
+        block_ids=blocks,
+        checksums=checksums,
+        pool_id=pool_id,
+        pool_tokens=kv_tokens,
+        pool_block_ids=blocks,
+        pool_checksums=checksums,
+    )
 
 
 def renewed(payload: bytes, head: pb.RequestHead, now_ns: int) -> bytes:
@@ -44,6 +54,40 @@ def renewed(payload: bytes, head: pb.RequestHead, now_ns: int) -> bytes:
     spec.timings.CopyFrom(pb.Timings(stage=Stage.QUEUE, since_ns=head.submitted_ns))
     enter_stage(spec.timings, Stage.POOL, now_ns)
     return pack(spec, stored.prefill_id)
+
+
+class LastCommitted:
+    """The StoredRequests that this process committed last, each until it is used.
+
+    A request that is prefetched soon after its commit needs no read from its shard.
+    """
+
+    def __init__(self, most_tokens: int = _MOST_TOKENS) -> None:
+        """`most_tokens`: the sum of the KV lengths that are kept."""
+        self._most_tokens = most_tokens
+        self._requests: OrderedDict[RequestKey, pb.StoredRequest] = OrderedDict()
+        self._tokens = 0  # their sum
+
+    def note(self, stored: pb.StoredRequest) -> None:
+        """The request was committed. The oldest are dropped if there are too many."""
+        key = key_from_proto(stored.spec.key)
+        self._drop(key)
+        self._requests[key] = stored
+        self._tokens += stored.pool_tokens
+        while self._tokens > self._most_tokens:
+            self._drop(next(iter(self._requests)))
+
+    def take(self, request: pb.PooledRequest) -> pb.StoredRequest | None:
+        """Removes and returns the request. None if this very copy is not known here."""
+        stored = self._drop(key_from_proto(request.key))
+        if stored is None or (stored.pool_id, stored.pool_tokens) != (request.pool_id, request.kv_tokens):
+            return None
+        return stored
+
+    def _drop(self, key: RequestKey) -> pb.StoredRequest | None:
+        stored = self._requests.pop(key, None)
+        self._tokens -= 0 if stored is None else stored.pool_tokens
+        return stored
 
 
 def pooled(stored: pb.StoredRequest) -> pb.PooledRequest:

@@ -33,7 +33,7 @@ from alignedserve.kv_pool.stored import pooled
 from alignedserve.metrics import Page
 from alignedserve.prefill_worker.instance import PrefillInstance
 from alignedserve.prefill_worker.loop import Computed, PrefilledJob, PrefillLoop
-from alignedserve.prefill_worker.specs import SpecReader, Specs
+from alignedserve.prefill_worker.specs import SpecReader, Specs, sent_specs
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import paired_copies_pb2_grpc as pc_grpc
 from alignedserve.proto import prefill_worker_pb2 as pw
@@ -208,7 +208,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         specs: Specs = {}
         failure: AlignedServeError | None = None
         try:
-            specs = await self._specs.read(group.gateway_address, keys)
+            specs = sent_specs(group) or await self._specs.read(group.gateway_address, keys)
             if specs:
                 check_group(list(specs.values()), self._instance.vocab_size)
         except AlignedServeError as error:

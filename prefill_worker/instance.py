@@ -124,7 +124,8 @@ class PrefillInstance:
         self.pool_id, size = pool_store.store_id, plan.block_size
         self.offloader = Offloader(settings.id, writers[0], self.copier, offload, self.pool_id, size)
         readers = {kind: self._pool.reader(channel) for kind, channel in from_pool.items()}
-        self.prefetcher = Prefetcher(self.buffers, self.copier, readers, to_pool, writers[1], self._read, size)
+        known = self.offloader.committed.take
+        self.prefetcher = Prefetcher(self.buffers, self.copier, readers, to_pool, writers[1], self._read, known, size)
         runner = await asyncio.to_thread(make_runner, tensor)
 
         reader = self._pool.reader(fetch)

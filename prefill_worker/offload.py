@@ -7,15 +7,15 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from alignedserve.control.convert import key_to_proto, spec_to_proto
+from alignedserve.control.convert import key_from_proto, spec_to_proto
 from alignedserve.errors import AlignedServeError, TransferError
-from alignedserve.kv_pool.stored import pack
+from alignedserve.kv_pool.stored import LastCommitted, location, pooled
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.metrics import Page
 from alignedserve.prefill_worker.layerwise import Ahead
 from alignedserve.prefill_worker.loop import PrefilledJob
 from alignedserve.proto import common_pb2 as pb
-from alignedserve.request import RequestKey, RequestSpec
+from alignedserve.request import RequestKey
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.completion import Completion
 from alignedserve.transfer.copier import Copier, Route
@@ -36,6 +36,7 @@ class Offloader:
         self._under_way: dict[RequestKey, asyncio.Task[list[int]] | None] = {}  # the lease that each waits for
         self._cancelled: set[RequestKey] = set()
         self._letting_go: set[asyncio.Task[None]] = set()
+        self.committed = LastCommitted()
         self.exposed_s = 0.0  # seconds that copies took after their prompt was computed
         self.blocks = 0  # blocks of prompts copied
         self.blocks_ahead = 0  # of those, blocks whose copies began before the prompt was computed
@@ -114,7 +115,7 @@ class Offloader:
             blocks = [*kept, *fresh]
             try:
                 checksums = await self._copy(job, fresh, len(kept))
-                await self._commit(job, blocks, checksums, len(kept))
+                stored = await self._commit(job, blocks, checksums, len(kept))
             except AlignedServeError:
                 if len(keys) > 1:  # some may have been committed; a single one still holds its old blocks
                     self._pool.release(keys)
@@ -123,8 +124,10 @@ class Offloader:
             gone = [key for key in keys if key in self._cancelled]
             if gone:
                 self._pool.release(gone)
-            going_on = [spec for spec in job.members if spec.key not in self._cancelled]
-            return [self._pooled(job, spec, len(blocks)) for spec in going_on], gone
+            going_on = [request for request in stored if key_from_proto(request.spec.key) not in self._cancelled]
+            for request in going_on:
+                self.committed.note(request)
+            return list(map(pooled, going_on)), gone
         finally:
             for key in keys:
                 del self._under_way[key]
@@ -158,9 +161,13 @@ class Offloader:
         before = [] if job.base is None else list(job.base.checksums[:kept])
         return before + await self._copier.checksums(self._to_pool.source, job.block_ids[kept:])
 
-    async def _commit(self, job: PrefilledJob, blocks: list[int], checksums: list[int], kept: int) -> None:
+    async def _commit(
+        self, job: PrefilledJob, blocks: list[int], checksums: list[int], kept: int
+    ) -> list[pb.StoredRequest]:
+        committed: list[pb.StoredRequest] = []
         for spec in job.members:
             lead = spec is job.members[0]
+            request = pb.StoredRequest(spec=spec_to_proto(spec), prefill_id=self._prefill_id)
             await self._pool.commit(
                 spec.key,
                 job.kv_tokens,
@@ -168,17 +175,11 @@ class Offloader:
                 None if lead else job.members[0].key,
                 kept if lead else 0,
                 checksums,
-                pack(spec_to_proto(spec), self._prefill_id),
+                request.SerializeToString(),
             )
-
-    def _pooled(self, job: PrefilledJob, spec: RequestSpec, blocks: int) -> pb.PooledRequest:
-        return pb.PooledRequest(
-            key=key_to_proto(spec.key),
-            pool_id=self._pool_id,
-            kv_tokens=job.kv_tokens,
-            blocks=blocks,
-            group_id=spec.group_id if spec.group_size > 1 else "",
-        )
+            request.MergeFrom(location(self._pool_id, job.kv_tokens, blocks, checksums))
+            committed.append(request)
+        return committed
 
 
 async def _settled(parts: Sequence[Completion]) -> None:

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 BufferOutbox = Outbox[pw.BufferEvent]
 ReadStored = Callable[[str, Collection[RequestKey]], Awaitable[dict[RequestKey, pb.StoredRequest]]]
+Known = Callable[[pb.PooledRequest], pb.StoredRequest | None]
 
 
 @dataclass(slots=True)
@@ -57,11 +58,15 @@ class Prefetcher:
         to_pool: dict[BufferKind, Channel],
         pool: PoolWriter,
         read: ReadStored,
+        known: Known,
         block_size: int,
     ) -> None:
-        """`read` gives the stored requests of a shard; those that cannot be read are missing."""
+        """`read` gives the stored requests of a shard; those that cannot be read are missing. Those that are `known`
+        are not read.
+        """
         self.buffers = buffers
         self._read = read
+        self._known = known
         self._copier = copier
         self._from_pool = from_pool
         self._to_pool = to_pool
@@ -80,9 +85,9 @@ class Prefetcher:
         `decoder` is called once they are read. It gives the outbox and the owner of the decode instance's stream, or
         None if there is no stream.
         """
-        shards: dict[str, list[RequestKey]] = {}
+        shards: dict[str, list[pb.PooledRequest]] = {}
         for request in command.requests:
-            shards.setdefault(request.pool_id, []).append(key_from_proto(request.key))
+            shards.setdefault(request.pool_id, []).append(request)
         missed = Missed()
         # All shards at once: a shard that is slow or unreachable does not delay the candidates of others.
         await asyncio.gather(*(self._bring(*shard, command, decoder, missed) for shard in shards.items()))
@@ -91,14 +96,18 @@ class Prefetcher:
     async def _bring(
         self,
         pool_id: str,
-        keys: Sequence[RequestKey],
+        requests: Sequence[pb.PooledRequest],
         command: pw.Prefetch,
         decoder: Callable[[], tuple[BufferOutbox, str] | None],
         missed: Missed,
     ) -> None:
         """Bring the requests of one shard."""
         buffer = self.buffers[BufferKind(command.buffer)]
-        found = await self._read(pool_id, keys)
+        keys = [key_from_proto(request.key) for request in requests]
+        known = {key: self._known(request) for key, request in zip(keys, requests, strict=True)}
+        found = {key: stored for key, stored in known.items() if stored is not None}
+        if unknown := [key for key in keys if key not in found]:
+            found |= await self._read(pool_id, unknown)
         outbox, owner = decoder() or (None, "")
         missed.missing += [key for key in keys if key not in found]
         here = [key for key in keys if key in found]

@@ -1,16 +1,20 @@
-"""Reads prompts from their gateways. The scheduler sends only the keys of the requests."""
+"""Reads prompts from their gateways. The scheduler keeps only the keys of the requests."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
 
+from google.protobuf.message import DecodeError
+
 from alignedserve.cancellation import end_tasks
 from alignedserve.control.convert import key_from_proto, keys_to_proto
 from alignedserve.control.rpc import TokenChannel, open_channel, whole_answer
 from alignedserve.errors import UnavailableError
 from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.proto import gateway_pb2_grpc as gw_grpc
+from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
 
@@ -19,6 +23,18 @@ Specs = dict[RequestKey, pb.RequestSpec]
 PATIENCE_S = 3.0  # the scheduler learns earlier that a gateway has ended
 RETRY_S = 0.05
 ANSWER_S = 10.0  # for a whole reply
+
+
+def sent_specs(group: pw.PrefillGroup) -> Specs:
+    """The requests that the gateway sent with the submission; {} if the prompt has to be read."""
+    try:
+        return _by_key([gw.RequestSpecs.FromString(group.specs)])
+    except DecodeError:
+        return {}
+
+
+def _by_key(parts: Iterable[gw.RequestSpecs]) -> Specs:
+    return {key_from_proto(spec.key): spec for part in parts for spec in part.requests}
 
 
 class SpecReader:
@@ -88,4 +104,4 @@ class SpecReader:
                     raise UnavailableError(f"the gateway at {address} does not send its prompts: {error}") from error
                 await asyncio.sleep(RETRY_S)
             else:
-                return {key_from_proto(spec.key): spec for part in answer for spec in part.requests}
+                return _by_key(answer)

@@ -144,13 +144,16 @@ class Answer:
         group = self.group_id if self.epoch == 0 else f"{self.group_id}/{self.epoch}"
         return group if self.group_size > 1 else f"{group}#{self.index}"
 
-    def spec(self, gateway_id: str, address: str, *, with_prompt: bool) -> RequestSpec:
-        """The specification for a worker. In a later epoch it continues after the tokens that were delivered."""
+    def spec(self, gateway_id: str, address: str, sent_s: float) -> RequestSpec:
+        """The specification for a worker. In a later epoch it continues after the tokens that were delivered.
+
+        `sent_s`: when this epoch was submitted (time.monotonic).
+        """
         sampling = replace(self.sampling, prompt_logprobs=None) if self.prompt_scored else self.sampling
         plan, arrival_ns = self.call.plan, _unix_ns(self.call.arrival_s)
         return RequestSpec(
             key=self.key,
-            prompt_token_ids=list(self.prompt.token_ids) if with_prompt else [],
+            prompt_token_ids=list(self.prompt.token_ids),
             sampling=sampling,
             output_token_ids=list(self.tokens),
             gateway_id=gateway_id,
@@ -160,7 +163,7 @@ class Answer:
             arrival_ns=arrival_ns,
             deadline_ns=0 if plan.timeout_s is None else arrival_ns + int((plan.timeout_s - plan.spent_s) * 1e9),
             wait_objective_s=plan.wait_objective_s or 0.0,
-            stopwatch=Stopwatch(since_ns=_unix_ns(self.sent_s)),
+            stopwatch=Stopwatch(since_ns=_unix_ns(sent_s)),
         )
 
 

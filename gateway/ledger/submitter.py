@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from alignedserve.control.convert import spec_to_proto
 from alignedserve.gateway.ledger.calls import Answer, AnswerState
 from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import RequestKey, RequestSpec
 
 _KEPT_CANCELS = 8192
+_AT_ONCE_S = 0.02  # from the submission to the read of its prompt, if the prompt did not have to wait
+_MOST_SENT_TOKENS = 8192  # longer prompts are read; their prefill takes much longer than the read
 
 
 class SchedulerPort(Protocol):
@@ -22,7 +27,7 @@ class SchedulerPort(Protocol):
     def down_for_s(self) -> float:
         """Seconds since the link was last up, or since it was created; 0 while it is up."""
 
-    def submit(self, requests: Sequence[pb.RequestHead]) -> bool: ...
+    def submit(self, requests: Sequence[pb.RequestHead], specs: bytes) -> bool: ...
 
     def cancel(self, keys: Sequence[RequestKey]) -> bool: ...
 
@@ -30,11 +35,16 @@ class SchedulerPort(Protocol):
 
 
 class Submitter:
-    """Answers that cannot be sent now stay UNSENT, and cancels are kept, until `resend`."""
+    """Answers that cannot be sent now stay UNSENT, and cancels are kept, until `resend`.
+
+    A prompt is sent with its submission if the last prompt did not have to wait for its prefill: this saves a round
+    trip before the first token. A prompt that has to wait is read when its prefill begins.
+    """
 
     def __init__(self) -> None:
         self._port: SchedulerPort | None = None
         self._unsent_cancels: list[RequestKey] = []
+        self._begins_at_once = True  # the last prompt that was read had not waited
 
     def attach(self, port: SchedulerPort) -> None:
         self._port = port
@@ -86,19 +96,30 @@ class Submitter:
         if port is None:
             return
         heads = [answer.head(port.gateway_id, len(group)) for answer in group]
-        if port.submit(heads):
+        specs = b""
+        if self._begins_at_once and heads[0].prompt_tokens + heads[0].output_tokens <= _MOST_SENT_TOKENS:
+            found = _specs(port, group, time.monotonic())
+            specs = gw.RequestSpecs(requests=map(spec_to_proto, found)).SerializeToString()
+        if port.submit(heads, specs):
             for answer in group:
                 answer.sent()
 
     def specs(self, answers: Iterable[Answer]) -> list[RequestSpec]:
         """The specifications for a worker, of the answers that were sent. Only the first of a group has the prompt."""
-        port, found = self._port, list[RequestSpec]()
-        if port is None:
-            return found
-        for answer in answers:
-            if answer.state is not AnswerState.UNSENT:
-                spec = answer.spec(port.gateway_id, port.address, with_prompt=True)
-                if found and spec.group_id == found[-1].group_id:
-                    spec.prompt_token_ids = []
-                found.append(spec)
-        return found
+        sent = [answer for answer in answers if answer.state is not AnswerState.UNSENT]
+        if self._port is None or not sent:
+            return []
+        self._begins_at_once = time.monotonic() - sent[-1].sent_s < _AT_ONCE_S
+        return _specs(self._port, sent)
+
+
+def _specs(port: SchedulerPort, answers: Iterable[Answer], sent_s: float | None = None) -> list[RequestSpec]:
+    """`sent_s`: when they are sent (time.monotonic); None: they were sent."""
+    found: list[RequestSpec] = []
+    for answer in answers:
+        since_s = answer.sent_s if sent_s is None else sent_s
+        spec = answer.spec(port.gateway_id, port.address, since_s)
+        if found and spec.group_id == found[-1].group_id:
+            spec.prompt_token_ids = []
+        found.append(spec)
+    return found

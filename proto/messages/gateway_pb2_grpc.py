@@ -46,7 +46,7 @@ class TokenSinkServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Push(self, request_iterator, context):
-        """One open stream for each (worker, gateway replica) pair; all tokens of an iteration in one message.
+        """One open stream for each pair of worker and gateway. All tokens of an iteration are in one message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -193,7 +193,7 @@ class GatewayPeerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def CancelCall(self, request, context):
-        """End a call of this replica; it is not passed on.
+        """End a call of this gateway. It is not forwarded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

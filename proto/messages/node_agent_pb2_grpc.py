@@ -57,8 +57,8 @@ class NodeAgentServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EndProcess(self, request, context):
-        """Kills a process of this cluster (SIGKILL works on a stopped one) and returns when it has ended. NOT_FOUND for a pid
-        that belongs to none which the agent was told of.
+        """Kills a process of this cluster with SIGKILL, which also works on a stopped process. Returns when it has ended.
+        NOT_FOUND for a pid of which the supervisor has not told the node agent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class PairedCopiesStub(object):
-    """Offered by prefill instances, and by the pool's shards for reading. One stream is one session: the data goes over
-    connections that both ends open for it, and that end with it. Both ends run the copies of a direction in the order of their numbers.
+    """Served by prefill instances, and by shards for reading. One stream is one session. The data is sent over connections that
+    both ends open for the session. Both ends run the copies of each direction in the order of their numbers.
     """
 
     def __init__(self, channel):
@@ -44,8 +44,8 @@ class PairedCopiesStub(object):
 
 
 class PairedCopiesServicer(object):
-    """Offered by prefill instances, and by the pool's shards for reading. One stream is one session: the data goes over
-    connections that both ends open for it, and that end with it. Both ends run the copies of a direction in the order of their numbers.
+    """Served by prefill instances, and by shards for reading. One stream is one session. The data is sent over connections that
+    both ends open for the session. Both ends run the copies of each direction in the order of their numbers.
     """
 
     def Pair(self, request_iterator, context):
@@ -71,8 +71,8 @@ def add_PairedCopiesServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PairedCopies(object):
-    """Offered by prefill instances, and by the pool's shards for reading. One stream is one session: the data goes over
-    connections that both ends open for it, and that end with it. Both ends run the copies of a direction in the order of their numbers.
+    """Served by prefill instances, and by shards for reading. One stream is one session. The data is sent over connections that
+    both ends open for the session. Both ends run the copies of each direction in the order of their numbers.
     """
 
     @staticmethod

@@ -29,14 +29,16 @@ class PrefillCommand(_message.Message):
     def __init__(self, prefill: _Optional[_Union[PrefillGroup, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
 
 class PrefillGroup(_message.Message):
-    __slots__ = ("keys", "base", "gateway_address")
+    __slots__ = ("keys", "base", "gateway_address", "specs")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SPECS_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedCompositeFieldContainer[_common_pb2.RequestKey]
     base: _kv_pool_pb2.Holding
     gateway_address: str
-    def __init__(self, keys: _Optional[_Iterable[_Union[_common_pb2.RequestKey, _Mapping]]] = ..., base: _Optional[_Union[_kv_pool_pb2.Holding, _Mapping]] = ..., gateway_address: _Optional[str] = ...) -> None: ...
+    specs: bytes
+    def __init__(self, keys: _Optional[_Iterable[_Union[_common_pb2.RequestKey, _Mapping]]] = ..., base: _Optional[_Union[_kv_pool_pb2.Holding, _Mapping]] = ..., gateway_address: _Optional[str] = ..., specs: _Optional[bytes] = ...) -> None: ...
 
 class Prefetch(_message.Message):
     __slots__ = ("decode_id", "buffer", "batch_id", "requests")

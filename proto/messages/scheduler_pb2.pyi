@@ -32,10 +32,12 @@ class GatewayHello(_message.Message):
     def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., address: _Optional[str] = ..., running: _Optional[_Iterable[_Union[_common_pb2.RequestKey, _Mapping]]] = ...) -> None: ...
 
 class Submission(_message.Message):
-    __slots__ = ("requests",)
+    __slots__ = ("requests", "specs")
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SPECS_FIELD_NUMBER: _ClassVar[int]
     requests: _containers.RepeatedCompositeFieldContainer[_common_pb2.RequestHead]
-    def __init__(self, requests: _Optional[_Iterable[_Union[_common_pb2.RequestHead, _Mapping]]] = ...) -> None: ...
+    specs: bytes
+    def __init__(self, requests: _Optional[_Iterable[_Union[_common_pb2.RequestHead, _Mapping]]] = ..., specs: _Optional[bytes] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
     __slots__ = ("rejected", "lost", "capacity", "whose", "intake")

@@ -51,7 +51,7 @@ class SchedulerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Link(self, request_iterator, context):
-        """One open stream for each gateway replica. Tokens do not pass here.
+        """One open stream for each gateway. Tokens are not sent here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -76,7 +76,7 @@ class SupervisorServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Join(self, request_iterator, context):
-        """A role's first message must be `hello`; the stream stays open for as long as both live.
+        """The first message must be `hello`. The stream stays open as long as both processes live.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,35 +89,35 @@ class SupervisorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CheckIntegrity(self, request, context):
-        """every process is asked, now
+        """every process checks its state now
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """Another number of instances. Answers once it is decided; that it has come about, the status says.
+        """Change the number of instances. Answers once it is decided; the status shows when it is done.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stop(self, request, context):
-        """End the cluster: no more requests are taken, those that are open have gateway.drain_s.
+        """End the cluster: new requests are refused, open requests get gateway.drain_s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RestartRoles(self, request, context):
-        """Replace every process of some roles, one after the other. Answers once it is decided; how far it is, the status says.
+        """Replace every process of some roles, one after the other. Answers once it is decided; the status shows its progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def HandOver(self, request, context):
-        """A successor asks: first to pause, then, with its own address, for the whole cluster.
+        """Called by a successor: first to pause this supervisor, then, with its own address, to take over the cluster.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -389,14 +389,14 @@ class RoleServicer(object):
     """
 
     def Describe(self, request, context):
-        """what its next heartbeat would say, taken now
+        """its heartbeat of this moment
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckIntegrity(self, request, context):
-        """recounts all stores and books of this process
+        """recounts all stores and checks the state of this process
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

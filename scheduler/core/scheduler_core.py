@@ -145,10 +145,15 @@ class SchedulerCore:
         """Whether the request is open here, in this epoch."""
         return self._state.table.get(key) is not None
 
-    def pool_of(self, key: RequestKey) -> str:
-        """The shard that an open request's KV lies in, or lay in last; "" where it has no name, or is not known."""
+    def copy_of(self, key: RequestKey) -> tuple[str, int]:
+        """The shard that an open request's KV lies in, or lay in last, and the tokens of this KV.
+
+        The shard is "" where it has no name, or is not known.
+        """
         record = self._state.table.get(key)
-        return record.shard.pool_id if record is not None and record.shard is not None else ""
+        if record is None or record.shard is None:
+            return "", 0
+        return record.shard.pool_id, record.kv_tokens
 
     def of_gateway(self, gateway_id: str) -> set[RequestKey]:
         """The gateway's open requests."""

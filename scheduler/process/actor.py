@@ -82,7 +82,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._left_behind = LeftBehind()  # lost requests by gateway; their KV is released if the gateway is lost
         self._adoption = Adoption()  # requests submitted again that wait for what the pool has of them
         # Carries out the core's actions; has the streams to gateways.
-        self._outgoing = Outgoing(self._owners, self._adoption, self._links, self._left_behind, self._pool_of)
+        self._outgoing = Outgoing(self._owners, self._adoption, self._links, self._left_behind, self._copy_of)
         self._succession: Succession[sc.GatewayMessage] = Succession()  # gateways' messages, until inventories are in
         self._living_gateways: set[str] = set()  # the gateways in the last view
         # Tells all gateways how many more requests would be accepted, when that changes.
@@ -194,9 +194,10 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         if kind == "submit":
             check_heads(message.submit.requests)
         if not self._succession.over:
+            message.submit.specs = b""
             self._succession.keep(gateway_id, message)
         elif kind == "submit":
-            self._submit(message.submit.requests)
+            self._submit(message.submit.requests, message.submit.specs)
         elif kind == "cancel":
             self._cancel(keys_from_proto(message.cancel))
         elif kind == "hello":
@@ -224,9 +225,9 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _knows(self, key: RequestKey) -> bool:
         return key in self._adoption or (self._core is not None and self._core.is_open(key))
 
-    def _pool_of(self, key: RequestKey) -> str:
+    def _copy_of(self, key: RequestKey) -> tuple[str, int]:
         assert self._core is not None
-        return self._core.pool_of(key)
+        return self._core.copy_of(key)
 
     def _end_succession(self) -> None:
         """Handles the kept messages of gateways, once all processes that are up have reported their inventories."""
@@ -254,7 +255,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             self._outgoing.carry_out(act.ReleasePool(tuple(unknown)))
         self._feed(ev.CancelRequested(tuple(keys)))
 
-    def _submit(self, heads: Sequence[pb.RequestHead]) -> None:
+    def _submit(self, heads: Sequence[pb.RequestHead], specs: bytes) -> None:
         assert self._core is not None  # gateways' messages are kept until then
         metas = [request_meta(key_from_proto(head.key), head) for head in heads]
         self._intake.submitted()
@@ -270,7 +271,9 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             wanted = self._adoption.ask(first, heads[0], pool_ids, time.monotonic())
             self._links.send_pool(kp.PoolCommand(adopt=wanted))
             return
+        self._outgoing.at_hand = (first, specs)
         self._feed(ev.Submitted(tuple(metas)))
+        self._outgoing.at_hand = None
         for key in (meta.key for meta in metas if not self._core.is_open(meta.key)):  # an epoch older than the open one
             self._owners.of.pop(key, None)
 

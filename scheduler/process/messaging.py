@@ -89,17 +89,17 @@ def held_requests(inventory: dw.DecodeInventory) -> Iterator[HeldRequest]:
         yield HeldRequest(meta, held.running, held.kv_tokens, held.blocks, prefill_id if buffer else "", kind)
 
 
-def prefetch_command(action: Prefetch, pool_ids: Sequence[str]) -> pw.PrefillCommand | dw.DecodeCommand:
+def prefetch_command(action: Prefetch, copies: Sequence[tuple[str, int]]) -> pw.PrefillCommand | dw.DecodeCommand:
     """The command for the prefill instance whose candidate buffers the requests go through, or, without one, for the
-    decode instance. `pool_ids`: the shard that holds each request.
+    decode instance. `copies`: the shard that holds each request's KV, and the tokens of this KV.
     """
     prefetch = pw.Prefetch(
         decode_id=action.decode_id,
         buffer=pw.Buffer.Name(int(action.buffer)),
         batch_id=action.batch_id,
         requests=[
-            pb.PooledRequest(key=key_to_proto(key), pool_id=pool_id)
-            for key, pool_id in zip(action.keys, pool_ids, strict=True)
+            pb.PooledRequest(key=key_to_proto(key), pool_id=pool_id, kv_tokens=kv_tokens)
+            for key, (pool_id, kv_tokens) in zip(action.keys, copies, strict=True)
         ],
     )
     if action.prefill_id is not None:
@@ -286,12 +286,14 @@ class Outgoing:
         adoption: Adoption,
         links: WorkerLinks,
         left_behind: LeftBehind,
-        pool_of: Callable[[RequestKey], str],
+        copy_of: Callable[[RequestKey], tuple[str, int]],
     ) -> None:
-        """`pool_of` returns the id of the shard that holds a request's KV."""
+        """`copy_of` returns the id of the shard that holds a request's KV, and the tokens of this KV."""
         self.gateways: dict[str, Outbox[sc.SchedulerMessage]] = {}
         self.addresses: dict[str, str] = {}
-        self._pool_of = pool_of
+        # Of the group that is being submitted: its first request, and its specifications as its gateway sent them.
+        self.at_hand: tuple[RequestKey, bytes] | None = None
+        self._copy_of = copy_of
         self._owners = owners
         self._adoption = adoption
         self._links = links
@@ -314,7 +316,7 @@ class Outgoing:
             case act.StartPrefill():
                 self._links.send("prefill", action.prefill_id, pw.PrefillCommand(prefill=self._group(action)))
             case act.Prefetch():
-                command = prefetch_command(action, list(map(self._pool_of, action.keys)))
+                command = prefetch_command(action, list(map(self._copy_of, action.keys)))
                 role = "decode" if action.prefill_id is None else "prefill"
                 self._links.send(role, action.prefill_id or action.decode_id, command)
             case act.Recall() | act.MarkUrgent():
@@ -339,7 +341,8 @@ class Outgoing:
 
     def _group(self, action: act.StartPrefill) -> pw.PrefillGroup:
         address = self.addresses.get(self._owners.of.get(action.keys[0], ""), "")
-        group = pw.PrefillGroup(keys=map(key_to_proto, action.keys), gateway_address=address)
+        specs = self.at_hand[1] if self.at_hand is not None and self.at_hand[0] == action.keys[0] else b""
+        group = pw.PrefillGroup(keys=map(key_to_proto, action.keys), gateway_address=address, specs=specs)
         if action.base_tokens:
             group.base.CopyFrom(self._adoption.bases[action.keys[0]])
         else:  # its adopted KV was dropped

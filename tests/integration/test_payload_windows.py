@@ -1,4 +1,7 @@
-"""Processes that die while a prompt, or what is stored with KV, is asked for: every request ends with its tokens."""
+"""Processes that die while a prompt, or what is stored with KV, is read: every request ends with its tokens.
+
+No prompt is sent with its submission here, and no prefill instance keeps what it has committed.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import pytest_asyncio
 
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
+from alignedserve.gateway.ledger import submitter
 from alignedserve.gateway.spec_source import SpecSource
 from support.gateway import http_to, joined_gateway
 from support.held import wait_nothing_held
@@ -83,6 +87,7 @@ async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     config = from_tree({**CONFIG, "cluster": {**CONFIG["cluster"], "prefetch": request.param}})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER, str(folder))
+        patch.setattr(submitter, "_MOST_SENT_TOKENS", 0)
         gate = Gate(patch)
         async with LocalCluster(config, module="support.slow_reads") as cluster:
             await cluster.wait_ready()

@@ -41,7 +41,7 @@ class RecordingPort:
         self.submitted: list[RequestSpec] = []
         self._ledger = ledger
 
-    def submit(self, requests: Sequence[pb.RequestHead]) -> bool:
+    def submit(self, requests: Sequence[pb.RequestHead], specs: bytes) -> bool:
         self.heads += requests
         keys = [key_from_proto(head.key) for head in requests]
         asyncio.get_running_loop().call_soon(lambda: self.submitted.extend(self._ledger.specs(keys)))

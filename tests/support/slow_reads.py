@@ -1,4 +1,4 @@
-"""The real roles, whose shards answer no reads while a test makes them wait.
+"""The real roles, whose shards answer no reads while a test makes them wait. Prefill instances read every candidate.
 
 `python -m support.slow_reads` is `role_main` with them. `SLOW_READS_FOLDER` in the environment names a folder: while
 there is a file `wait` in it, no `KvPool.Read` is answered, and each shard that got one writes a file `read-<pid>`.
@@ -19,6 +19,12 @@ from alignedserve.control.runtime import RoleServer, RoleSettings
 FOLDER = "SLOW_READS_FOLDER"
 
 
+def _always_read() -> None:
+    from alignedserve.kv_pool.stored import LastCommitted
+
+    LastCommitted.take = lambda self, request: None  # type: ignore[method-assign]
+
+
 def _install() -> None:
     from alignedserve.kv_pool.actor import KvPoolServer
 
@@ -37,6 +43,8 @@ def _install() -> None:
 def _new_role(settings: RoleSettings) -> RoleServer:
     if settings.role == "kv_pool":
         _install()
+    elif settings.role == "prefill":
+        _always_read()
     return runtime.new_role(settings)
 
 

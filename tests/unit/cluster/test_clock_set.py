@@ -32,7 +32,7 @@ def test_a_request_that_is_submitted_again_is_no_older_or_younger_than_it_is(
     answer = Call(CallPlan("call-1", (prompt,), ReplyOptions())).answers[0]
     set_clock(monkeypatch, by_ns)
 
-    spec = answer.spec("gateway-0", "address", with_prompt=True)
+    spec = answer.spec("gateway-0", "address", answer.sent_s)
 
     assert 0 <= time.time_ns() - spec.arrival_ns < 10**9
 

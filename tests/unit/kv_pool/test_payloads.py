@@ -9,7 +9,7 @@ import pytest
 from alignedserve.errors import AccountingError, TransferError
 from alignedserve.kv_pool.payloads import LEAST_PAGES, PAGE_BYTES, PayloadPages, payload_pages
 from alignedserve.kv_pool.records import Holding
-from alignedserve.kv_pool.stored import pack, renewed, unpacked
+from alignedserve.kv_pool.stored import LastCommitted, location, pack, pooled, renewed, unpacked
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey
 from support.kv_pool import CAPACITY, DECODE, PREFILL, leased, open_pool, table_memory
@@ -145,3 +145,33 @@ def test_what_is_read_names_the_blocks_and_checksums_of_its_shard() -> None:
     assert (request.pool_id, list(request.block_ids), list(request.pool_block_ids)) == ("kv_pool-1", [3, 1], [3, 1])
     assert (list(request.checksums), list(request.pool_checksums), request.evicted_ns) == ([30, 10], [30, 10], 7)
     assert list(request.spec.prompt_token_ids) == list(range(6))
+
+
+def committed(name: str, tokens: int, pool_id: str = "kv_pool-0") -> pb.StoredRequest:
+    request = location(pool_id, tokens, [1], [])
+    request.spec.key.request_id = name
+    return request
+
+
+def test_only_the_very_copy_that_was_committed_last_is_taken() -> None:
+    last = LastCommitted()
+    last.note(committed("a", 10))
+    last.note(committed("a", 12))
+    assert last.take(pooled(committed("a", 12))) == committed("a", 12)
+    assert last.take(pooled(committed("a", 12))) is None
+    for other in (committed("b", 11), committed("b", 10, "kv_pool-1")):
+        last.note(committed("b", 10))
+        assert last.take(pooled(other)) is None
+    epoch = pooled(committed("c", 10))
+    epoch.key.epoch = 1
+    last.note(committed("c", 10))
+    assert last.take(epoch) is None
+
+
+def test_the_oldest_committed_requests_are_dropped() -> None:
+    last = LastCommitted(most_tokens=30)
+    for name in "abcd":
+        last.note(committed(name, 10))
+    assert [last.take(pooled(committed(name, 10))) is not None for name in "abcd"] == [False, True, True, True]
+    last.note(committed("e", 31))
+    assert last.take(pooled(committed("e", 31))) is None

@@ -62,7 +62,7 @@ def submitted_again(name: str) -> pb.RequestHead:
 
 async def test_a_cancel_that_was_lost_with_the_stream_reaches_what_waits_for_the_pool(server: SchedulerServer) -> None:
     head = submitted_again("a")
-    server._submit([head])
+    server._submit([head], b"")
     assert len(server._adoption) == 1
     server._greet("gateway-0", [])
     assert len(server._adoption) == 0
@@ -72,7 +72,7 @@ async def test_a_cancel_that_was_lost_with_the_stream_reaches_what_waits_for_the
 
 async def test_what_a_gateway_names_waits_on(server: SchedulerServer) -> None:
     head = submitted_again("a")
-    server._submit([head])
+    server._submit([head], b"")
     server._greet("gateway-0", [RequestKey("a", 1)])
     server._on_adopted("kv_pool-0", kp.Holding(key=head.key))
     assert server._knows(RequestKey("a", 1))
@@ -80,7 +80,7 @@ async def test_what_a_gateway_names_waits_on(server: SchedulerServer) -> None:
 
 async def test_kv_beyond_what_was_delivered_is_no_base(server: SchedulerServer) -> None:
     head = submitted_again("a")
-    server._submit([head])
+    server._submit([head], b"")
     server._on_adopted("kv_pool-0", kp.Holding(key=head.key, kv_tokens=40, block_ids=[1, 2, 3], blocks=3))
     assert server._knows(RequestKey("a", 1))
     assert not server._adoption.bases
@@ -108,7 +108,7 @@ async def test_an_action_that_cannot_be_carried_out_is_a_failure(
 
     head = submitted_again("a")
     head.key.epoch = 0
-    server._submit([head])
+    server._submit([head], b"")
     monkeypatch.setattr(server._outgoing, "carry_out", fails)
     server._cancel([RequestKey("a")])  # queued requests are refused and forgotten
     assert server.state == "failed"
@@ -133,7 +133,7 @@ def part(head: pb.RequestHead, tokens: int) -> kp.Holding:
 
 async def test_all_shards_are_asked_and_the_longest_answer_is_the_base(two_shards: SchedulerServer) -> None:
     head = submitted_again("a")
-    two_shards._submit([head])
+    two_shards._submit([head], b"")
     assert [name for name, _ in to_pools(two_shards, "adopt")] == [""]
     two_shards._on_adopted("k0", part(head, 5))
     assert not two_shards._core.is_open(RequestKey("a", 1))  # type: ignore[union-attr]
@@ -146,7 +146,7 @@ async def test_all_shards_are_asked_and_the_longest_answer_is_the_base(two_shard
 
 async def test_a_shard_that_is_named_no_more_is_not_waited_for(two_shards: SchedulerServer) -> None:
     head = submitted_again("a")
-    two_shards._submit([head])
+    two_shards._submit([head], b"")
     two_shards._on_adopted("k0", part(head, 5))
     two_shards._links.shards = ["k0"]  # type: ignore[attr-defined]
     two_shards._follow_shards(ev.ShardsChanged(("k0",)))
@@ -156,7 +156,7 @@ async def test_a_shard_that_is_named_no_more_is_not_waited_for(two_shards: Sched
 async def test_what_a_shard_says_that_was_not_waited_for_is_dropped_there(two_shards: SchedulerServer) -> None:
     head = submitted_again("a")
     two_shards._links.shards = ["k0"]  # type: ignore[attr-defined]
-    two_shards._submit([head])
+    two_shards._submit([head], b"")
     two_shards._on_adopted("k0", part(head, 10))  # all of it
     assert two_shards._core.is_open(RequestKey("a", 1))  # type: ignore[union-attr]
     two_shards._on_adopted("k1", part(head, 4))
@@ -183,7 +183,8 @@ async def test_no_message_of_a_request_is_kept_but_its_key_and_lengths(server: S
     for number in range(200):
         head = submitted_again(f"request-{number}")
         head.key.epoch = number % 2
-        server._on_gateway_message("gateway-0", sc.GatewayMessage(submit=sc.Submission(requests=[head])))
+        submission = sc.Submission(requests=[head], specs=b"its prompt")
+        server._on_gateway_message("gateway-0", sc.GatewayMessage(submit=submission))
         if head.key.epoch:
             whole = kp.Holding(key=head.key, kv_tokens=10, block_ids=[number], blocks=1, whole=True)
             server._on_adopted("kv_pool-0", whole)
@@ -200,7 +201,7 @@ async def test_no_message_of_a_request_is_kept_but_its_key_and_lengths(server: S
 
 async def test_what_is_whole_in_the_pool_is_prefetched_by_its_key_and_shard(two_shards: SchedulerServer) -> None:
     head = submitted_again("a")
-    two_shards._submit([head])
+    two_shards._submit([head], b"")
     two_shards._on_adopted("k0", part(head, 3))
     whole = part(head, 10)
     whole.whole = True
@@ -211,4 +212,41 @@ async def test_what_is_whole_in_the_pool_is_prefetched_by_its_key_and_shard(two_
     sent: Any = two_shards._links
     prefetch = sent.commands[-1].prefetch
     assert (prefetch.decode_id, prefetch.batch_id) == ("d0", 3)
-    assert [(request.key, request.pool_id) for request in prefetch.requests] == [(head.key, "k1")]
+    (request,) = prefetch.requests
+    assert (request.key, request.pool_id, request.kv_tokens) == (head.key, "k1", 10)
+
+
+def begin_instances(server: SchedulerServer) -> None:
+    for role, name in ("prefill", "p0"), ("decode", "d0"), ("kv_pool", "kv_pool-0"):
+        server._feed(ev.InstanceJoined(role, name))
+    server._feed(ev.PrefillReported("p0", 0, 1000, 100, 100, 100, 100))
+    server._feed(ev.PairsChanged((("d0", ("p0",)),)))
+    server._feed(ev.PoolReported("kv_pool-0", 10_000, 10_000))
+    server._feed(ev.DecodeReported("d0", 10_000, 10_000, 0, 0, 0, 0, 0, 0))
+
+
+def new_request(name: str, tokens: int = 10) -> pb.RequestHead:
+    head = submitted_again(name)
+    head.key.epoch, head.output_tokens, head.prompt_tokens = 0, 0, tokens
+    return head
+
+
+async def test_a_prompt_is_forwarded_only_if_its_prefill_begins_at_once(server: SchedulerServer) -> None:
+    begin_instances(server)
+    sent: Any = server._links
+    for name in ("a", "b"):
+        submission = sc.Submission(requests=[new_request(name, 9000)], specs=name.encode())
+        server._on_gateway_message("gateway-0", sc.GatewayMessage(submit=submission))
+    begun = [command.prefill for command in sent.commands if command.WhichOneof("body") == "prefill"]
+    assert [(group.keys[0].request_id, group.specs) for group in begun] == [("a", b"a")]
+    server._on_finished([RequestKey("a")])
+    begun = [command.prefill for command in sent.commands if command.WhichOneof("body") == "prefill"]
+    assert [(group.keys[0].request_id, group.specs) for group in begun] == [("a", b"a"), ("b", b"")]
+
+
+async def test_prompts_are_not_kept_while_the_scheduler_waits_for_inventories(server: SchedulerServer) -> None:
+    server._succession.over = False
+    submission = sc.Submission(requests=[new_request("a")], specs=b"its prompt")
+    server._on_gateway_message("gateway-0", sc.GatewayMessage(submit=submission))
+    ((_, kept),) = server._succession._kept
+    assert (kept.submit.requests[0].key.request_id, kept.submit.specs) == ("a", b"")

@@ -11,7 +11,7 @@ from alignedserve.control.link import Outbox
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.remote_shards import PoolReader, RemoteShards
-from alignedserve.kv_pool.stored import pooled
+from alignedserve.kv_pool.stored import LastCommitted, pooled
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.prefill_worker.buffers import CandidateBuffer
 from alignedserve.prefill_worker.prefetch import Prefetcher
@@ -45,7 +45,9 @@ class Prefill:
         readers = {BufferKind.BATCH: PoolReader(self.channel, others)}
         self.in_pool: dict[RequestKey, pb.StoredRequest] = {}
         self.decoder: tuple[Outbox[pw.BufferEvent], str] | None = (self.outbox, OWNER)
-        self.prefetcher = Prefetcher({BufferKind.BATCH: self.buffer}, self.copier, readers, {}, writer, self._read, 4)
+        self.committed = LastCommitted()
+        buffers, known = {BufferKind.BATCH: self.buffer}, self.committed.take
+        self.prefetcher = Prefetcher(buffers, self.copier, readers, {}, writer, self._read, known, 4)
 
     async def _read(self, pool_id: str, keys: Collection[RequestKey]) -> dict[RequestKey, pb.StoredRequest]:
         found = {key: self.in_pool[key] for key in keys if key in self.in_pool}
@@ -214,3 +216,15 @@ def test_a_candidate_that_is_removed_during_its_copy_is_returned() -> None:
         assert prefill.buffer.requests[RequestKey("s")].ready
 
     run(FaultPlan(stuck=1.0), scenario)
+
+
+def test_what_this_instance_has_just_committed_is_not_read() -> None:
+    async def scenario(prefill: Prefill) -> None:
+        here, elsewhere = prefill.stored("r", [5, 2]), prefill.stored("s", [1])
+        prefill.committed.note(prefill.in_pool.pop(RequestKey("r")))
+        assert await prefill.prefetch(here, elsewhere) == ([], [], [])
+        assert prefill.buffer.requests.keys() == {RequestKey("r"), RequestKey("s")}
+        prefill.buffer.remove(RequestKey("r"))
+        assert await prefill.prefetch(here) == ([], ["r"], [])  # it is used once
+
+    run(FaultPlan(), scenario)

@@ -12,10 +12,11 @@ from alignedserve.control.convert import key_to_proto, keys_from_proto
 from alignedserve.control.rpc import RpcServer
 from alignedserve.errors import UnavailableError
 from alignedserve.prefill_worker import specs
-from alignedserve.prefill_worker.specs import SpecReader
+from alignedserve.prefill_worker.specs import SpecReader, sent_specs
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.proto import gateway_pb2_grpc as gw_grpc
+from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
 
@@ -95,3 +96,14 @@ async def test_a_reader_that_closes_leaves_no_caller_waiting(gateway: tuple[Gate
     await reader.close()
     with pytest.raises(asyncio.CancelledError):
         await reading
+
+
+def test_what_a_gateway_sent_with_the_submission_needs_no_read() -> None:
+    specs_sent = [pb.RequestSpec(key=key_to_proto(key), prompt_token_ids=[3]) for key in keys("a", "b")]
+    group = pw.PrefillGroup(specs=gw.RequestSpecs(requests=specs_sent).SerializeToString())
+    assert sent_specs(group) == dict(zip(keys("a", "b"), specs_sent, strict=True))
+
+
+@pytest.mark.parametrize("sent", [b"", b"\xff"])
+def test_a_prompt_that_was_not_sent_or_cannot_be_parsed_is_read(sent: bytes) -> None:
+    assert sent_specs(pw.PrefillGroup(specs=sent)) == {}
