@@ -50,6 +50,7 @@ SILENCE_S = 10.0  # without an answer for this long, the supervisor is not asked
 NEWS_S = 1.5  # maximum age of a gateway's number of open requests, which comes with its heartbeats
 DRAIN_LATE_S = 3.0  # a gateway that has not drained this long after its time is not waited for
 KILL_SIGNALS = 3  # the first signal drains, the second ends open requests, the third kills all processes
+ASKED_S = 2.0  # a call to Ray that is under way at the end is waited for this long
 CLEAR_UP_S = 3.0
 CLEAN_END_S = 20.0  # processes that have not ended after this time are killed
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -97,10 +98,11 @@ def _absolute(config: Config, folder: Path) -> Config:
 
 
 class _ServeCommand:
-    """The main thread shows progress and waits. A second thread makes blocking calls, so signals take effect at once.
+    """The main thread shows progress and waits. Other threads make blocking calls, so signals take effect at once.
 
-    The second thread lives as long as the process, because the kernel ends Ray's own processes with the thread that
-    started them (PR_SET_PDEATHSIG).
+    The thread that starts and stops Ray lives as long as the process, because the kernel ends Ray's own processes with
+    the thread that started them (PR_SET_PDEATHSIG). Another thread asks Ray about the application: while Ray's GCS is
+    stopped, such a call blocks for a minute.
     """
 
     def __init__(self, config: Config, session: RaySession) -> None:
@@ -116,7 +118,9 @@ class _ServeCommand:
         self._drained = threading.Event()
         self._failure: AlignedServeError | None = None
         self._broken = False  # whether Ray can no longer end processes
-        self._looked_s = 0.0
+        self._asking = threading.Thread(target=self._ask, name="asking", daemon=True)
+        self._progress: dict[str, Any] | None = None  # the supervisor's last answer; None if it did not answer
+        self._gone = False  # whether Serve no longer has the application
         self._deployed = threading.Event()
         self._handle_signals_again = threading.Event()
         self._shown: dict[str, str] = {}
@@ -130,6 +134,7 @@ class _ServeCommand:
         self._handle_signals()
         self._worker.submit(self._start)
         threading.Thread(target=self._end_stopped, name="stopped", daemon=True).start()
+        self._asking.start()
         try:
             if self._wait_ready():
                 self._served = True
@@ -175,10 +180,10 @@ class _ServeCommand:
                 self._handle_signals()
             if self._failure is not None:
                 return False
-            progress = self._session.progress()
+            progress = self._progress
             if progress is not None and self._show(progress) and self._deployed.is_set() and self._answers():
                 return True
-            if self._has_ended(progress):
+            if self._has_ended():
                 return False
             self._stopping.wait(POLL_S)
         return False
@@ -217,16 +222,21 @@ class _ServeCommand:
 
     def _wait_for_end(self) -> None:
         """Wait for a signal, for `alignedserve stop`, until the application is gone, or until Ray is broken."""
-        attended_s = 0.0
         while not self._stopping.wait(LOOK_S):
-            progress = None
-            if time.monotonic() - attended_s >= ATTEND_S:
-                attended_s = time.monotonic()
-                progress = self._session.progress()
-            if self._has_ended(progress):
+            if self._has_ended():
                 return
 
-    def _has_ended(self, progress: dict[str, Any] | None) -> bool:
+    def _ask(self) -> None:
+        """Asks Ray about the application until the end begins. Runs in a thread of its own."""
+        looked_s = 0.0
+        while not self._stopping.wait(ATTEND_S if self._served else POLL_S):
+            self._progress = self._session.progress()
+            if self._deployed.is_set() and not self._stopping.is_set() and time.monotonic() - looked_s >= WATCH_S:
+                looked_s = time.monotonic()
+                self._descendants.note()  # once a raylet has ended, its orphans can no longer be found
+                self._gone = not self._session.is_alive()
+
+    def _has_ended(self) -> bool:
         """Whether the cluster must end: by `alignedserve stop`, or because Ray or the application has ended."""
         if part := self._session.dead_part():
             self._broken = True
@@ -234,14 +244,10 @@ class _ServeCommand:
                 f"{part}, a process of Ray itself, has ended: the cluster cannot replace processes any more"
             )
             return True
-        if progress is not None and progress["stop"]:
+        if self._progress is not None and self._progress["stop"]:
             self._console.line("ending: `alignedserve stop` was given")
             return True
-        if not self._deployed.is_set() or time.monotonic() - self._looked_s < WATCH_S:
-            return False
-        self._looked_s = time.monotonic()
-        self._descendants.note()  # once a raylet has ended, its orphans can no longer be found
-        if not self._session.is_alive() and not self._stopping.is_set():
+        if self._gone and not self._stopping.is_set():
             self._failure = AlignedServeError("the application has ended: it was deleted, or Ray has ended")
             return True
         return False
@@ -262,6 +268,9 @@ class _ServeCommand:
 
     def _end(self) -> None:
         """End everything that was started. All of it has ended when this returns."""
+        self._stopping.set()
+        if not self._broken:
+            self._asking.join(ASKED_S)
         ending = None if self._broken else self._worker.submit(self._stop)
         late_s = 0.0
         if ending is not None:
