@@ -1,4 +1,4 @@
-"""Gives workers the requests that the scheduler assigns to them; until then only the gateway has prompts (ADR 51)."""
+"""Gives workers the prompts of requests that the scheduler assigned to them (ADR 51)."""
 
 from __future__ import annotations
 

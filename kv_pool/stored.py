@@ -12,6 +12,7 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, Stage
 
 _MOST_TOKENS = 1 << 20
+_MOST_REQUESTS = 1024
 
 
 def pack(spec: pb.RequestSpec, prefill_id: str, evicted_ns: int = 0) -> bytes:
@@ -57,14 +58,15 @@ def renewed(payload: bytes, head: pb.RequestHead, now_ns: int) -> bytes:
 
 
 class LastCommitted:
-    """The StoredRequests that this process committed last, each until it is used.
+    """The StoredRequests that this process committed last. A request that is prefetched soon needs no read.
 
-    A request that is prefetched soon after its commit needs no read from its shard.
+    The blocks that a request holds in a shard change only if its epoch or the length of its KV changes, so these
+    identify the copy. Each is kept until it is taken.
     """
 
-    def __init__(self, most_tokens: int = _MOST_TOKENS) -> None:
-        """`most_tokens`: the sum of the KV lengths that are kept."""
-        self._most_tokens = most_tokens
+    def __init__(self, most_tokens: int = _MOST_TOKENS, most_requests: int = _MOST_REQUESTS) -> None:
+        """`most_tokens`: the largest sum of KV lengths that is kept."""
+        self._most_tokens, self._most_requests = most_tokens, most_requests
         self._requests: OrderedDict[RequestKey, pb.StoredRequest] = OrderedDict()
         self._tokens = 0  # their sum
 
@@ -74,7 +76,7 @@ class LastCommitted:
         self._drop(key)
         self._requests[key] = stored
         self._tokens += stored.pool_tokens
-        while self._tokens > self._most_tokens:
+        while self._tokens > self._most_tokens or len(self._requests) > self._most_requests:
             self._drop(next(iter(self._requests)))
 
     def take(self, request: pb.PooledRequest) -> pb.StoredRequest | None:

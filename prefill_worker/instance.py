@@ -15,6 +15,7 @@ from alignedserve.engine.runner import ModelRunner
 from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.attachment import PoolAttachment
+from alignedserve.kv_pool.stored import LastCommitted
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.model import ModelInfo
 from alignedserve.prefill_worker.buffers import CandidateBuffer
@@ -122,10 +123,14 @@ class PrefillInstance:
         fetch = self._connect(pool_store, cache_store)
         self._channels = [offload, fetch, *from_pool.values(), *to_pool.values()]
         self.pool_id, size = pool_store.store_id, plan.block_size
-        self.offloader = Offloader(settings.id, writers[0], self.copier, offload, self.pool_id, size)
+        committed = LastCommitted()
+        self.offloader = Offloader(
+            settings.id, writers[0], self.copier, offload, self.pool_id, size, committed if self.buffers else None
+        )
         readers = {kind: self._pool.reader(channel) for kind, channel in from_pool.items()}
-        known = self.offloader.committed.take
-        self.prefetcher = Prefetcher(self.buffers, self.copier, readers, to_pool, writers[1], self._read, known, size)
+        self.prefetcher = Prefetcher(
+            self.buffers, self.copier, readers, to_pool, writers[1], self._read, committed, size
+        )
         runner = await asyncio.to_thread(make_runner, tensor)
 
         reader = self._pool.reader(fetch)

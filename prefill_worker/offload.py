@@ -25,8 +25,16 @@ class Offloader:
     """Copies prompts to the pool, one coroutine each. Cancelled requests are dropped as soon as their copy allows."""
 
     def __init__(
-        self, prefill_id: str, pool: PoolWriter, copier: Copier, to_pool: Channel, pool_id: str, block_size: int
+        self,
+        prefill_id: str,
+        pool: PoolWriter,
+        copier: Copier,
+        to_pool: Channel,
+        pool_id: str,
+        block_size: int,
+        committed: LastCommitted | None = None,
     ) -> None:
+        """`committed` gets each committed request."""
         self._prefill_id = prefill_id
         self._pool = pool
         self._copier = copier
@@ -36,7 +44,7 @@ class Offloader:
         self._under_way: dict[RequestKey, asyncio.Task[list[int]] | None] = {}  # the lease that each waits for
         self._cancelled: set[RequestKey] = set()
         self._letting_go: set[asyncio.Task[None]] = set()
-        self.committed = LastCommitted()
+        self._committed = committed
         self.exposed_s = 0.0  # seconds that copies took after their prompt was computed
         self.blocks = 0  # blocks of prompts copied
         self.blocks_ahead = 0  # of those, blocks whose copies began before the prompt was computed
@@ -125,8 +133,9 @@ class Offloader:
             if gone:
                 self._pool.release(gone)
             going_on = [request for request in stored if key_from_proto(request.spec.key) not in self._cancelled]
-            for request in going_on:
-                self.committed.note(request)
+            if self._committed is not None:
+                for request in going_on:
+                    self._committed.note(request)
             return list(map(pooled, going_on)), gone
         finally:
             for key in keys:

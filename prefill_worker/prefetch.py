@@ -15,6 +15,7 @@ from alignedserve.control.convert import enter_stage, key_from_proto
 from alignedserve.control.link import Outbox
 from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.kv_pool.remote_shards import PoolReader
+from alignedserve.kv_pool.stored import LastCommitted
 from alignedserve.kv_pool.writeback import write_back
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.prefill_worker.buffers import Buffered, CandidateBuffer, Placement
@@ -30,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 BufferOutbox = Outbox[pw.BufferEvent]
 ReadStored = Callable[[str, Collection[RequestKey]], Awaitable[dict[RequestKey, pb.StoredRequest]]]
-Known = Callable[[pb.PooledRequest], pb.StoredRequest | None]
 
 
 @dataclass(slots=True)
@@ -58,15 +58,15 @@ class Prefetcher:
         to_pool: dict[BufferKind, Channel],
         pool: PoolWriter,
         read: ReadStored,
-        known: Known,
+        committed: LastCommitted,
         block_size: int,
     ) -> None:
-        """`read` gives the stored requests of a shard; those that cannot be read are missing. Those that are `known`
-        are not read.
+        """`read` gives the stored requests of a shard; those that cannot be read are missing. Those in `committed` are
+        not read.
         """
         self.buffers = buffers
         self._read = read
-        self._known = known
+        self._committed = committed
         self._copier = copier
         self._from_pool = from_pool
         self._to_pool = to_pool
@@ -104,7 +104,7 @@ class Prefetcher:
         """Bring the requests of one shard."""
         buffer = self.buffers[BufferKind(command.buffer)]
         keys = [key_from_proto(request.key) for request in requests]
-        known = {key: self._known(request) for key, request in zip(keys, requests, strict=True)}
+        known = {key: self._committed.take(request) for key, request in zip(keys, requests, strict=True)}
         found = {key: stored for key, stored in known.items() if stored is not None}
         if unknown := [key for key in keys if key not in found]:
             found |= await self._read(pool_id, unknown)

@@ -120,6 +120,7 @@ class _ServeCommand:
         self._broken = False  # whether Ray can no longer end processes
         self._asking = threading.Thread(target=self._ask, name="asking", daemon=True)
         self._progress: dict[str, Any] | None = None  # the supervisor's last answer; None if it did not answer
+        self._noted_s = 0.0  # when descendants were last noted (time.monotonic)
         self._gone = False  # whether Serve no longer has the application
         self._deployed = threading.Event()
         self._handle_signals_again = threading.Event()
@@ -157,7 +158,7 @@ class _ServeCommand:
     # ---- start
 
     def _start(self) -> None:
-        """Start Ray and deploy. Runs in the second thread."""
+        """Start Ray and deploy. Runs in `_worker`."""
         try:
             self._session.start()
             self._handle_signals_again.set()
@@ -229,12 +230,15 @@ class _ServeCommand:
     def _ask(self) -> None:
         """Asks Ray about the application until the end begins. Runs in a thread of its own."""
         looked_s = 0.0
-        while not self._stopping.wait(ATTEND_S if self._served else POLL_S):
-            self._progress = self._session.progress()
-            if self._deployed.is_set() and not self._stopping.is_set() and time.monotonic() - looked_s >= WATCH_S:
-                looked_s = time.monotonic()
-                self._descendants.note()  # once a raylet has ended, its orphans can no longer be found
-                self._gone = not self._session.is_alive()
+        try:
+            while self._failure is None and not self._stopping.wait(ATTEND_S if self._served else POLL_S):
+                self._progress = self._session.progress()
+                if self._deployed.is_set() and time.monotonic() - looked_s >= WATCH_S:
+                    looked_s = time.monotonic()
+                    self._gone = not self._session.is_alive()
+        except Exception as error:
+            traceback.print_exc()
+            self._failure = self._failure or AlignedServeError(f"{type(error).__name__}: {error}")
 
     def _has_ended(self) -> bool:
         """Whether the cluster must end: by `alignedserve stop`, or because Ray or the application has ended."""
@@ -244,9 +248,15 @@ class _ServeCommand:
                 f"{part}, a process of Ray itself, has ended: the cluster cannot replace processes any more"
             )
             return True
-        if self._progress is not None and self._progress["stop"]:
+        if self._failure is not None:
+            return True
+        progress = self._progress
+        if progress is not None and progress["stop"]:
             self._console.line("ending: `alignedserve stop` was given")
             return True
+        if time.monotonic() - self._noted_s >= WATCH_S:
+            self._noted_s = time.monotonic()
+            self._descendants.note()  # once a raylet has ended, its orphans can no longer be found
         if self._gone and not self._stopping.is_set():
             self._failure = AlignedServeError("the application has ended: it was deleted, or Ray has ended")
             return True
@@ -289,7 +299,7 @@ class _ServeCommand:
             os._exit(1)  # Ray would wait for the processes that were just killed
 
     def _stop(self) -> None:
-        """Drain and stop. Runs in the second thread, after `_start`."""
+        """Drain and stop. Runs in `_worker`, after `_start`."""
         if self._session.owned:
             self._descendants.note()
         try:

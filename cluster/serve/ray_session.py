@@ -45,7 +45,10 @@ REPLICA_ENVIRONMENT = {
 
 
 class RaySession:
-    """`owned` tells whether this session starts and ends Ray. All methods block; one thread uses the session."""
+    """`owned` tells whether this session starts and ends Ray. All methods block.
+
+    `start`, `deploy`, `drain` and `stop` are called by one thread; the others by any, but not after `stop` has begun.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -184,10 +187,10 @@ class RaySession:
         return self._ask("drain", 5.0, grace_s)
 
     def _ask(self, method: str, timeout_s: float, *arguments: Any) -> dict[str, Any] | None:
-        from ray import serve
-
         if not self._deployed:
             return None
+        from ray import serve
+
         try:
             handle = serve.get_deployment_handle("Supervisor", self.app_name)
             said: dict[str, Any] = getattr(handle, method).remote(*arguments).result(timeout_s=timeout_s)
@@ -221,9 +224,12 @@ class RaySession:
 
     def is_alive(self) -> bool:
         """Whether the application is still deployed."""
+        import ray
         from ray import serve
 
         try:
+            if not self._started or not ray.is_initialized():  # `serve.status` would start Ray
+                return False
             return self.app_name in serve.status().applications
         except Exception:  # whatever the cause, Serve does not answer
             return False

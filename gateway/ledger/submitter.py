@@ -37,14 +37,14 @@ class SchedulerPort(Protocol):
 class Submitter:
     """Answers that cannot be sent now stay UNSENT, and cancels are kept, until `resend`.
 
-    A prompt is sent with its submission if the last prompt did not have to wait for its prefill: this saves a round
-    trip before the first token. A prompt that has to wait is read when its prefill begins.
+    A new request's prompt is sent with its submission unless the last prompt that a worker read had waited for its
+    prefill. This saves a round trip before the first token. Other prompts are read when their prefill begins.
     """
 
     def __init__(self) -> None:
         self._port: SchedulerPort | None = None
         self._unsent_cancels: list[RequestKey] = []
-        self._begins_at_once = True  # the last prompt that was read had not waited
+        self._begins_at_once = True  # whether the last prompt that a worker read had not waited
 
     def attach(self, port: SchedulerPort) -> None:
         self._port = port
@@ -96,13 +96,18 @@ class Submitter:
         if port is None:
             return
         heads = [answer.head(port.gateway_id, len(group)) for answer in group]
-        specs = b""
-        if self._begins_at_once and heads[0].prompt_tokens + heads[0].output_tokens <= _MOST_SENT_TOKENS:
-            found = _specs(port, group, time.monotonic())
-            specs = gw.RequestSpecs(requests=map(spec_to_proto, found)).SerializeToString()
-        if port.submit(heads, specs):
+        if port.submit(heads, self._sent_specs(port, group)):
             for answer in group:
                 answer.sent()
+
+    def _sent_specs(self, port: SchedulerPort, group: Sequence[Answer]) -> bytes:
+        """The serialised specifications to send with a submission; b"" if they are to be read."""
+        first = group[0]  # in a later epoch the scheduler first asks the pool for KV
+        if first.epoch or not self._begins_at_once or len(first.prompt.token_ids) > _MOST_SENT_TOKENS:
+            return b""
+        now_s = time.monotonic()
+        found = _with_one_prompt(answer.spec(port.gateway_id, port.address, now_s) for answer in group)
+        return gw.RequestSpecs(requests=map(spec_to_proto, found)).SerializeToString()
 
     def specs(self, answers: Iterable[Answer]) -> list[RequestSpec]:
         """The specifications for a worker, of the answers that were sent. Only the first of a group has the prompt."""
@@ -110,15 +115,14 @@ class Submitter:
         if self._port is None or not sent:
             return []
         self._begins_at_once = time.monotonic() - sent[-1].sent_s < _AT_ONCE_S
-        return _specs(self._port, sent)
+        port = self._port
+        return _with_one_prompt(answer.spec(port.gateway_id, port.address, answer.sent_s) for answer in sent)
 
 
-def _specs(port: SchedulerPort, answers: Iterable[Answer], sent_s: float | None = None) -> list[RequestSpec]:
-    """`sent_s`: when they are sent (time.monotonic); None: they were sent."""
+def _with_one_prompt(specs: Iterable[RequestSpec]) -> list[RequestSpec]:
+    """The specifications, of which only the first of each group keeps its prompt."""
     found: list[RequestSpec] = []
-    for answer in answers:
-        since_s = answer.sent_s if sent_s is None else sent_s
-        spec = answer.spec(port.gateway_id, port.address, since_s)
+    for spec in specs:
         if found and spec.group_id == found[-1].group_id:
             spec.prompt_token_ids = []
         found.append(spec)

@@ -194,7 +194,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         if kind == "submit":
             check_heads(message.submit.requests)
         if not self._succession.over:
-            message.submit.specs = b""
+            if kind == "submit":  # a copy without prompts: removing a field from a message frees no memory
+                message = sc.GatewayMessage(submit=sc.Submission(requests=message.submit.requests))
             self._succession.keep(gateway_id, message)
         elif kind == "submit":
             self._submit(message.submit.requests, message.submit.specs)

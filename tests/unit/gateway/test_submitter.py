@@ -59,6 +59,9 @@ def test_prompts_are_sent_until_one_has_waited_and_again_once_one_has_not(monkey
     second[0].sent_s = time.monotonic()
     submits.specs(second)
     assert sends(port, submits, answers()) == [list(range(10))]
+    again = answers()
+    again[0].next_epoch()
+    assert sends(port, submits, again) == []
     monkeypatch.setattr(submitter, "_MOST_SENT_TOKENS", 9)
     assert sends(port, submits, answers()) == []
 

@@ -175,3 +175,7 @@ def test_the_oldest_committed_requests_are_dropped() -> None:
     assert [last.take(pooled(committed(name, 10))) is not None for name in "abcd"] == [False, True, True, True]
     last.note(committed("e", 31))
     assert last.take(pooled(committed("e", 31))) is None
+    last = LastCommitted(most_requests=1)
+    last.note(committed("a", 1))
+    last.note(committed("b", 1))
+    assert [last.take(pooled(committed(name, 1))) is not None for name in "ab"] == [False, True]

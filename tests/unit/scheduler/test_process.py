@@ -246,7 +246,8 @@ async def test_a_prompt_is_forwarded_only_if_its_prefill_begins_at_once(server: 
 
 async def test_prompts_are_not_kept_while_the_scheduler_waits_for_inventories(server: SchedulerServer) -> None:
     server._succession.over = False
-    submission = sc.Submission(requests=[new_request("a")], specs=b"its prompt")
-    server._on_gateway_message("gateway-0", sc.GatewayMessage(submit=submission))
+    message = sc.GatewayMessage(submit=sc.Submission(requests=[new_request("a")], specs=b"its prompt"))
+    server._on_gateway_message("gateway-0", message)
     ((_, kept),) = server._succession._kept
     assert (kept.submit.requests[0].key.request_id, kept.submit.specs) == ("a", b"")
+    assert kept is not message  # whose memory holds the prompt

@@ -46,8 +46,8 @@ class Prefill:
         self.in_pool: dict[RequestKey, pb.StoredRequest] = {}
         self.decoder: tuple[Outbox[pw.BufferEvent], str] | None = (self.outbox, OWNER)
         self.committed = LastCommitted()
-        buffers, known = {BufferKind.BATCH: self.buffer}, self.committed.take
-        self.prefetcher = Prefetcher(buffers, self.copier, readers, {}, writer, self._read, known, 4)
+        buffers = {BufferKind.BATCH: self.buffer}
+        self.prefetcher = Prefetcher(buffers, self.copier, readers, {}, writer, self._read, self.committed, 4)
 
     async def _read(self, pool_id: str, keys: Collection[RequestKey]) -> dict[RequestKey, pb.StoredRequest]:
         found = {key: self.in_pool[key] for key in keys if key in self.in_pool}
