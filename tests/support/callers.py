@@ -184,7 +184,10 @@ async def _until(leave: asyncio.Event, request: Coroutine[Any, Any, Any]) -> str
     """Give a request up by cancelling the task that waits for it. That drops its connection or gRPC call."""
     asking = asyncio.ensure_future(request)
     if await _ended(asking, leave):
-        await asking
+        try:
+            await asking
+        except AlignedServeError as error:
+            return error.code
         return "ended"
     asking.cancel()
     await asyncio.wait((asking,))

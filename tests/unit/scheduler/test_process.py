@@ -248,6 +248,9 @@ async def test_prompts_are_not_kept_while_the_scheduler_waits_for_inventories(se
     server._succession.over = False
     message = sc.GatewayMessage(submit=sc.Submission(requests=[new_request("a")], specs=b"its prompt"))
     server._on_gateway_message("gateway-0", message)
-    ((_, kept),) = server._succession._kept
+    hello = sc.GatewayMessage(hello=sc.GatewayHello(address="127.0.0.1:1"))
+    server._on_gateway_message("gateway-1", hello)
+    (_, kept), other = server._succession._kept
+    assert other == ("gateway-1", hello)
     assert (kept.submit.requests[0].key.request_id, kept.submit.specs) == ("a", b"")
     assert kept is not message  # whose memory holds the prompt
