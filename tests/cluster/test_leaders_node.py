@@ -18,6 +18,7 @@ from support.requirements import needs
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     needs(why_not()),
 ]

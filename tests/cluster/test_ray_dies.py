@@ -66,6 +66,7 @@ def test_one_of_them_is_stopped(word: str) -> None:
         end_by_striking(server, word, signal.SIGSTOP)
 
 
+@pytest.mark.slow
 def test_the_raylet_dies_while_roles_load() -> None:
     server = FakeServeProcess("--device", "cpu", environment={"FAKE_PREFILL": "never_ready=1"})
     server.start()

@@ -329,6 +329,7 @@ def test_bodies_without_an_end_are_refused_and_held_nowhere(server: ServeProcess
     assert most < 128 << 20
 
 
+@pytest.mark.slow
 def test_a_refused_body_that_trickles_ends_with_its_connection(server: ServeProcess) -> None:
     head = POST + b"Content-Encoding: gzip\r\nContent-Length: 4000000\r\n\r\n"
     begun_s = time.monotonic()

@@ -292,7 +292,7 @@ def test_without_the_extra_there_is_a_summary_and_out_says_what_to_install(
             "unknown routing 'nearest'; choose one of",
         ),
         (
-            ("--trace", MIX, "--policy", "vllm,aligned", "--set", "aligned.prefill.batch_buffer_blocks=99999999"),
+            ("--trace", MIX, "--policy", "aligned,vllm", "--set", "aligned.prefill.batch_buffer_blocks=999999"),
             "no request fits in these stores",
         ),
     ],
