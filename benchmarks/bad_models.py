@@ -13,7 +13,6 @@ import argparse
 import json
 import resource
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 import rigs  # noqa: F401
 
+from alignedserve.cluster.cli.serve_process import free_port
 from alignedserve.testing.models import make_model, make_tokenizer
 from support.broken_models import BROKEN, SHARD
 
@@ -81,12 +81,6 @@ def children_s() -> float:
     """The CPU time of the child processes that have ended, in seconds."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ LEAST_CONNECTIONS = 128
 MANY_CONNECTIONS = 16384  # enough that idle and slow clients do not block others
 SPARE_STREAMS = 64
 REPLICA_PORTS = 500
+_returned: set[int] = set()  # by `free_ports`; what they are for may not listen yet
 PRIVATE_PORTS = (*range(32000, 32768), *range(61000, 65536))  # from which `free_ports` chooses
 FIRST_REPLICA_PORT, REPLICA_RANGES = 20000, 24  # between Ray's ports and the ephemeral ports
 DISCARD = "127.0.0.1:9"  # the access log would go to syslog otherwise
@@ -183,7 +184,7 @@ def clean_stale() -> None:
 
 
 def free_ports(count: int, but: Collection[int] = ()) -> list[int]:
-    """Distinct TCP ports on which no process listens now, without those in `but`.
+    """Distinct TCP ports on which no process listens now, without those in `but` and those returned before.
 
     They are outside the range of ephemeral ports if enough are free there, because an outgoing connection could take an
     ephemeral port before it is used.
@@ -195,12 +196,15 @@ def free_ports(count: int, but: Collection[int] = ()) -> list[int]:
         for port in [*candidates, *[0] * count]:
             if len(ports) == count:
                 break
-            if port in but:
+            if port in but or port in _returned:
                 continue
             probe = probes.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 probe.bind(("", port))
                 ports.append(int(probe.getsockname()[1]))
+        if len(_returned) > len(PRIVATE_PORTS) // 2:
+            _returned.clear()
+        _returned.update(ports)
         return ports
 
 

@@ -330,3 +330,8 @@ def test_free_ports_are_not_those_of_outgoing_connections_nor_those_that_are_spo
     for port in haproxy.free_ports(20, but=taken):
         assert not first <= port <= last
         assert port not in taken
+
+
+def test_free_ports_are_given_once_because_what_they_are_for_may_not_listen_yet() -> None:
+    given = [port for _ in range(200) for port in haproxy.free_ports(5)]
+    assert len(set(given)) == len(given)
