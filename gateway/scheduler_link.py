@@ -133,6 +133,8 @@ class SchedulerLink:
             self._ledger.on_rejected(keys_from_proto(pb.RequestKeys(keys=rejected.keys)), error)
         elif kind == "lost":
             self._ledger.on_lost(keys_from_proto(pb.RequestKeys(keys=message.lost.keys)), message.lost.reason)
+        elif kind == "unknown":
+            self._ledger.on_unknown(keys_from_proto(message.unknown))
         elif kind == "whose":
             self._send(claim=keys_to_proto(self._ledger.open_among(keys_from_proto(message.whose))))
         elif kind == "capacity":

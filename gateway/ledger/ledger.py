@@ -9,11 +9,12 @@ The rules below are safe because every message carries an epoch and every token 
   instances have no common order, so an event may arrive before the tokens that precede it. It waits GAP_S for them, and
   then counts as a loss.
 - When the link to the scheduler is up again, `hello` names the requests that have received tokens in their epoch: they
-  may still be running. The scheduler answers with a `Loss` of those that it does not know. All other requests are
-  submitted again in a new epoch, because the gateway cannot tell whether the scheduler received them.
+  may still be running. The scheduler names those that it does not know. All other requests are submitted again in a new
+  epoch, because the gateway cannot tell whether the scheduler received them.
 - The gateway asks the scheduler about requests that were sent and have had no event for QUIET_S: every ASK_EVERY_S, and
-  QUIET_S after a stream (the link's or a worker's) broke. The scheduler answers with a `Loss` of those that it does not
-  know. It knows requests that wait for their turn, so these are not lost.
+  QUIET_S after a stream (the link's or a worker's) broke. The scheduler names those that it does not know. It knows
+  requests that wait for their turn.
+- A request that the scheduler does not know is lost if its end does not arrive within QUIET_S.
 - Without a scheduler, requests wait for at most SCHEDULER_WAIT_S, or longer if a scheduler is known to be starting.
 """
 
@@ -47,7 +48,7 @@ from alignedserve.request import PROBE, FinishReason, RequestKey, RequestSpec
 logger = logging.getLogger(__name__)
 
 MAX_SETBACKS = 5
-QUIET_S = 1.0  # the last event may still be in transit when the scheduler already knows of the end
+QUIET_S = 1.0  # the last event may be in transit for so long after the scheduler knows of the end
 ASK_EVERY_S = 2.0
 GAP_S = 1.0
 SCHEDULER_WAIT_S = 30.0
@@ -202,6 +203,9 @@ class Ledger:
 
     def on_lost(self, keys: Iterable[RequestKey], reason: str) -> None:
         self._lose(self._current(keys), reason)
+
+    def on_unknown(self, keys: Iterable[RequestKey]) -> None:
+        asyncio.get_running_loop().call_later(QUIET_S, self.on_lost, keys, "the scheduler does not know it")
 
     def open_among(self, keys: Iterable[RequestKey]) -> list[RequestKey]:
         """The keys whose requests are open in this epoch, or in a newer epoch that is not submitted yet.

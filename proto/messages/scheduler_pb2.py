@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from alignedserve.proto import common_pb2 as alignedserve_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"alignedserve/proto/scheduler.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\"\x84\x02\n\x0eGatewayMessage\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1d.alignedserve.v1.GatewayHelloH\x00\x12-\n\x06submit\x18\x02 \x01(\x0b\x32\x1b.alignedserve.v1.SubmissionH\x00\x12.\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12-\n\x05\x63laim\x18\x04 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12,\n\x04open\x18\x05 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x42\x06\n\x04\x62ody\"{\n\x0cGatewayHello\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12,\n\x07running\x18\x03 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\"K\n\nSubmission\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.alignedserve.v1.RequestHead\x12\r\n\x05specs\x18\x02 \x01(\x0c\"\xfa\x01\n\x10SchedulerMessage\x12.\n\x08rejected\x18\x01 \x01(\x0b\x32\x1a.alignedserve.v1.RejectionH\x00\x12%\n\x04lost\x18\x02 \x01(\x0b\x32\x15.alignedserve.v1.LossH\x00\x12-\n\x08\x63\x61pacity\x18\x03 \x01(\x0b\x32\x19.alignedserve.v1.CapacityH\x00\x12-\n\x05whose\x18\x04 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12)\n\x06intake\x18\n \x01(\x0b\x32\x17.alignedserve.v1.IntakeH\x00\x42\x06\n\x04\x62ody\"a\n\tRejection\x12)\n\x04keys\x18\x01 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12)\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x18.alignedserve.v1.Failure\"A\n\x04Loss\x12)\n\x04keys\x18\x01 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12\x0e\n\x06reason\x18\x02 \x01(\t\"&\n\x08\x43\x61pacity\x12\x1a\n\x12max_request_tokens\x18\x01 \x01(\x04\"<\n\x06Intake\x12\x0f\n\x07limited\x18\x01 \x01(\x08\x12\x10\n\x08requests\x18\x02 \x01(\r\x12\x0f\n\x07\x61gain_s\x18\x03 \x01(\x01\"y\n\x14SchedulerDescription\x12\x0e\n\x06queued\x18\x01 \x01(\x04\x12\x12\n\nprefilling\x18\x02 \x01(\x04\x12\x17\n\x0fwaiting_in_pool\x18\x03 \x01(\x04\x12\x12\n\nprefetched\x18\x04 \x01(\x04\x12\x10\n\x08\x64\x65\x63oding\x18\x05 \x01(\x04\x32\xa6\x01\n\tScheduler\x12N\n\x04Link\x12\x1f.alignedserve.v1.GatewayMessage\x1a!.alignedserve.v1.SchedulerMessage(\x01\x30\x01\x12I\n\x08\x44\x65scribe\x12\x16.alignedserve.v1.Empty\x1a%.alignedserve.v1.SchedulerDescriptionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"alignedserve/proto/scheduler.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\"\x84\x02\n\x0eGatewayMessage\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1d.alignedserve.v1.GatewayHelloH\x00\x12-\n\x06submit\x18\x02 \x01(\x0b\x32\x1b.alignedserve.v1.SubmissionH\x00\x12.\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12-\n\x05\x63laim\x18\x04 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12,\n\x04open\x18\x05 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x42\x06\n\x04\x62ody\"{\n\x0cGatewayHello\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12,\n\x07running\x18\x03 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\"K\n\nSubmission\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.alignedserve.v1.RequestHead\x12\r\n\x05specs\x18\x02 \x01(\x0c\"\xab\x02\n\x10SchedulerMessage\x12.\n\x08rejected\x18\x01 \x01(\x0b\x32\x1a.alignedserve.v1.RejectionH\x00\x12%\n\x04lost\x18\x02 \x01(\x0b\x32\x15.alignedserve.v1.LossH\x00\x12-\n\x08\x63\x61pacity\x18\x03 \x01(\x0b\x32\x19.alignedserve.v1.CapacityH\x00\x12-\n\x05whose\x18\x04 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12/\n\x07unknown\x18\x05 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12)\n\x06intake\x18\n \x01(\x0b\x32\x17.alignedserve.v1.IntakeH\x00\x42\x06\n\x04\x62ody\"a\n\tRejection\x12)\n\x04keys\x18\x01 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12)\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x18.alignedserve.v1.Failure\"A\n\x04Loss\x12)\n\x04keys\x18\x01 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12\x0e\n\x06reason\x18\x02 \x01(\t\"&\n\x08\x43\x61pacity\x12\x1a\n\x12max_request_tokens\x18\x01 \x01(\x04\"<\n\x06Intake\x12\x0f\n\x07limited\x18\x01 \x01(\x08\x12\x10\n\x08requests\x18\x02 \x01(\r\x12\x0f\n\x07\x61gain_s\x18\x03 \x01(\x01\"y\n\x14SchedulerDescription\x12\x0e\n\x06queued\x18\x01 \x01(\x04\x12\x12\n\nprefilling\x18\x02 \x01(\x04\x12\x17\n\x0fwaiting_in_pool\x18\x03 \x01(\x04\x12\x12\n\nprefetched\x18\x04 \x01(\x04\x12\x10\n\x08\x64\x65\x63oding\x18\x05 \x01(\x04\x32\xa6\x01\n\tScheduler\x12N\n\x04Link\x12\x1f.alignedserve.v1.GatewayMessage\x1a!.alignedserve.v1.SchedulerMessage(\x01\x30\x01\x12I\n\x08\x44\x65scribe\x12\x16.alignedserve.v1.Empty\x1a%.alignedserve.v1.SchedulerDescriptionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,17 +39,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBMISSION']._serialized_start=476
   _globals['_SUBMISSION']._serialized_end=551
   _globals['_SCHEDULERMESSAGE']._serialized_start=554
-  _globals['_SCHEDULERMESSAGE']._serialized_end=804
-  _globals['_REJECTION']._serialized_start=806
-  _globals['_REJECTION']._serialized_end=903
-  _globals['_LOSS']._serialized_start=905
-  _globals['_LOSS']._serialized_end=970
-  _globals['_CAPACITY']._serialized_start=972
-  _globals['_CAPACITY']._serialized_end=1010
-  _globals['_INTAKE']._serialized_start=1012
-  _globals['_INTAKE']._serialized_end=1072
-  _globals['_SCHEDULERDESCRIPTION']._serialized_start=1074
-  _globals['_SCHEDULERDESCRIPTION']._serialized_end=1195
-  _globals['_SCHEDULER']._serialized_start=1198
-  _globals['_SCHEDULER']._serialized_end=1364
+  _globals['_SCHEDULERMESSAGE']._serialized_end=853
+  _globals['_REJECTION']._serialized_start=855
+  _globals['_REJECTION']._serialized_end=952
+  _globals['_LOSS']._serialized_start=954
+  _globals['_LOSS']._serialized_end=1019
+  _globals['_CAPACITY']._serialized_start=1021
+  _globals['_CAPACITY']._serialized_end=1059
+  _globals['_INTAKE']._serialized_start=1061
+  _globals['_INTAKE']._serialized_end=1121
+  _globals['_SCHEDULERDESCRIPTION']._serialized_start=1123
+  _globals['_SCHEDULERDESCRIPTION']._serialized_end=1244
+  _globals['_SCHEDULER']._serialized_start=1247
+  _globals['_SCHEDULER']._serialized_end=1413
 # @@protoc_insertion_point(module_scope)

@@ -40,18 +40,20 @@ class Submission(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[_common_pb2.RequestHead, _Mapping]]] = ..., specs: _Optional[bytes] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
-    __slots__ = ("rejected", "lost", "capacity", "whose", "intake")
+    __slots__ = ("rejected", "lost", "capacity", "whose", "unknown", "intake")
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     WHOSE_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
     INTAKE_FIELD_NUMBER: _ClassVar[int]
     rejected: Rejection
     lost: Loss
     capacity: Capacity
     whose: _common_pb2.RequestKeys
+    unknown: _common_pb2.RequestKeys
     intake: Intake
-    def __init__(self, rejected: _Optional[_Union[Rejection, _Mapping]] = ..., lost: _Optional[_Union[Loss, _Mapping]] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., whose: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., intake: _Optional[_Union[Intake, _Mapping]] = ...) -> None: ...
+    def __init__(self, rejected: _Optional[_Union[Rejection, _Mapping]] = ..., lost: _Optional[_Union[Loss, _Mapping]] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., whose: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., unknown: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., intake: _Optional[_Union[Intake, _Mapping]] = ...) -> None: ...
 
 class Rejection(_message.Message):
     __slots__ = ("keys", "failure")

@@ -17,7 +17,6 @@ from alignedserve.control.checks import check_heads
 from alignedserve.control.convert import (
     failure_from_proto,
     key_from_proto,
-    key_to_proto,
     keys_from_proto,
     keys_to_proto,
 )
@@ -204,7 +203,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         elif kind == "hello":
             self._greet(gateway_id, keys_from_proto(pb.RequestKeys(keys=message.hello.running)))
         elif kind == "open":
-            self._tell_lost(gateway_id, keys_from_proto(message.open))
+            self._tell_unknown(gateway_id, keys_from_proto(message.open))
         elif kind == "claim":
             self._release_unclaimed(self._audit.claimed(gateway_id, keys_from_proto(message.claim)))
 
@@ -212,16 +211,16 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         """Handles a gateway's first message. `running`: its requests that may still be running.
 
         The gateway's other known requests are cancelled: it submits them again in a new epoch, or has ended them. It is
-        told which of `running` are lost.
+        told which of `running` are unknown.
         """
         assert self._core is not None
         known = self._core.of_gateway(gateway_id).union(self._adoption.of_gateway(gateway_id))
         self._cancel(sorted(known.difference(running)))
-        self._tell_lost(gateway_id, running)
+        self._tell_unknown(gateway_id, running)
 
-    def _tell_lost(self, gateway_id: str, believed_open: Sequence[RequestKey]) -> None:
-        if lost := [key_to_proto(key) for key in believed_open if not self._knows(key)]:
-            self._outgoing.tell(gateway_id, lost=sc.Loss(keys=lost, reason="this scheduler does not know it"))
+    def _tell_unknown(self, gateway_id: str, believed_open: Sequence[RequestKey]) -> None:
+        if unknown := [key for key in believed_open if not self._knows(key)]:
+            self._outgoing.tell(gateway_id, unknown=keys_to_proto(unknown))
 
     def _knows(self, key: RequestKey) -> bool:
         return key in self._adoption or (self._core is not None and self._core.is_open(key))

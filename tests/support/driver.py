@@ -213,6 +213,9 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
             known = (self.answers.get(key.request_id) for key in keys_from_proto(message.whose))
             mine = [answer.key for answer in known if answer is not None and not answer.done.is_set()]
             self._link.send(sc.GatewayMessage(claim=keys_to_proto(mine)))
+        elif kind == "unknown":
+            unknown = keys_from_proto(message.unknown)
+            asyncio.get_running_loop().call_later(QUIET_S, self._submit_again, unknown)
         elif kind == "lost" and self._resubmit:
             self._submit_again([key_from_proto(key) for key in message.lost.keys])
         elif kind == "lost":

@@ -334,8 +334,8 @@ class FakeCluster:
             self.forget(*cancelled)
         elif kind == "open":
             self.asked.append(keys_from_proto(message.open))
-            if lost := [key for key in self.asked[-1] if key not in self.held]:
-                self.lose(*lost, reason="this scheduler does not know it")
+            if unknown := [key for key in self.asked[-1] if key not in self.held]:
+                self._tell(unknown=keys_to_proto(unknown))
         elif kind == "claim":
             self.claims.append(keys_from_proto(message.claim))
         self._news.set()

@@ -279,6 +279,24 @@ async def test_a_request_that_no_process_has_is_submitted_again(
     assert again.output_token_ids[:delivered] == COUNTED[:delivered]
 
 
+async def test_what_the_scheduler_no_longer_knows_may_have_ended(
+    cluster: FakeCluster, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "QUIET_S", 0.5)
+    monkeypatch.setattr(ledger_module, "ASK_EVERY_S", 0.1)
+
+    async def ends_late(cluster: FakeCluster, spec: RequestSpec) -> None:
+        cluster.emit(spec, COUNTED[:1], role="prefill")
+        cluster.forget(spec.key)
+        await cluster.wait_for(lambda: cluster.asked)
+        await asyncio.sleep(0.1)  # the answer overtakes the last tokens
+        cluster.emit(spec, COUNTED[1:], finish=FinishReason.LENGTH)
+
+    cluster.script = ends_late
+    assert await tokens(gateway) == [COUNTED]
+    assert len(cluster.submitted) == 1
+
+
 async def test_what_waits_for_its_turn_is_asked_about_and_left_alone(
     cluster: FakeCluster, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
