@@ -70,7 +70,7 @@ OFFERED = {
     "supervisor-0": ("Supervisor",),
     "public": ("Inference",),
 }
-OBEYED = {"EndProcess", "Scale", "Stop"}  # obeyed for every caller that has the token
+OBEYED = {"EndProcess", "HandOver", "RestartRoles", "Scale", "Stop"}  # obeyed for every caller with the token
 
 
 NOBODY = common_pb2.ProcessKey(role="decode", id="nobody-0", incarnation=1)
