@@ -7,6 +7,7 @@ the cluster running. The drain of a single gateway is final.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from alignedserve.gateway.ledger.ledger import Ledger
@@ -21,7 +22,8 @@ class Drain:
         self.state = ""
         self._ledger = ledger
         self._on_change = on_change
-        self._cut_off: asyncio.TimerHandle | None = None
+        self._cut_off: asyncio.Handle | None = None  # of the timer that ends open requests
+        self._until_s = math.inf  # when it ends them, in the loop's time
         self._watch: asyncio.Task[None] | None = None
         self._for_good = False
 
@@ -33,10 +35,11 @@ class Drain:
         self._for_good = self._for_good or for_good
         loop = asyncio.get_running_loop()
         until_s = loop.time() + grace_s
+        if until_s >= self._until_s:
+            return
         if self._cut_off is not None:
-            if until_s >= self._cut_off.when():
-                return
             self._cut_off.cancel()
+        self._until_s = until_s
         self._cut_off = loop.call_at(until_s, self._ledger.close_all)
         if self._watch is None:
             self._ledger.drain()
@@ -49,6 +52,7 @@ class Drain:
             return
         self.close()
         self._cut_off = self._watch = None
+        self._until_s = math.inf
         self._ledger.take_calls()
         self._set("")
 
