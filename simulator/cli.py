@@ -12,8 +12,8 @@ from typing import Any
 
 from alignedserve.errors import ConfigError
 from alignedserve.request import Stage
+from alignedserve.scheduler.cost.load import COLLECTIVES, load_step_cost
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
-from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.hardware_file import default_hardware, read_hardware, template
@@ -51,10 +51,11 @@ def simulate_command(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
     Raises ConfigError.
     """
-    cost = _cost(options)
-    hardware = default_hardware(hardware_of_cost(options.cost_model))
+    degree = _degree(options)
+    hardware = default_hardware(hardware_of_cost(options.cost_model, **degree))
     if options.hardware:
         hardware = read_hardware(options.hardware, hardware)
+    cost = _cost(options, degree, hardware)
     if options.print_hardware:
         print(template(hardware), end="")
         return 0
@@ -160,8 +161,22 @@ def _plan(options: argparse.Namespace, cost: StepCost, hardware: Hardware) -> Pl
     )
 
 
-def _cost(options: argparse.Namespace) -> StepCost:
-    extra: dict[str, float] = {}
+def _degree(options: argparse.Namespace) -> dict[str, float]:
+    if options.tensor_parallel is None:
+        return {}
+    if options.tensor_parallel < 1:
+        raise ConfigError(f"--tensor-parallel must be at least 1, not {options.tensor_parallel}")
+    if not Path(options.cost_model).is_dir():
+        raise ConfigError(
+            f"--tensor-parallel is for a folder of measured tables; {options.cost_model} has its degree in its times"
+        )
+    return {"tensor_parallel": options.tensor_parallel}
+
+
+def _cost(options: argparse.Namespace, degree: Mapping[str, float], hardware: Hardware) -> StepCost:
+    extra: dict[str, float] = {**degree}
+    if Path(options.cost_model).is_dir():
+        extra |= {name: getattr(hardware, name) for name in COLLECTIVES if getattr(hardware, name)}
     if options.block_bandwidth is not None:
         extra["block_bandwidth"] = options.block_bandwidth * 1e9
     return load_step_cost(options.cost_model, kernel_mode=options.kernel_mode, **extra)

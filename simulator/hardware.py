@@ -11,7 +11,8 @@ class Hardware:
 
     Rates are for each direction of one instance's link. `kv_tokens`: cache of a decode (or colocated) instance; a
     prefill instance's own cache and its two candidate buffers are shares of the same memory. `message_s`: one control
-    message. `host_overhead_s`: added by an engine to every pass.
+    message. `host_overhead_s`: added by an engine to every pass. `collective_bandwidth`: of one device's link in the
+    collectives of tensor parallelism.
 
     Slowdowns: by what factor a pass takes longer in a cluster than in the cost model, because processes share a
     machine's cores and caches. `..._beside`: for a pass that begins while its neighbour of the other role computes.
@@ -28,6 +29,8 @@ class Hardware:
     pool_bandwidth: float = 25e9
     peer_bandwidth: float = 150e9
     copy_latency_s: float = 20e-6
+    collective_bandwidth: float = 50e9
+    collective_latency_s: float = 20e-6
     message_s: float = 200e-6
     host_overhead_s: float = 0.0
     prefill_slowdown: float = 1.0

@@ -35,6 +35,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--kernel-mode", metavar="split_kv|no_split", default="split_kv", help="thread blocks of decode attention")
     add("--block-bandwidth", type=float, metavar="GB/S", help="no_split: read bandwidth of one thread block, in GB/s")
+    add(
+        "--tensor-parallel",
+        type=int,
+        metavar="N",
+        help="degree of a folder of tables (default: its suffix -tpN, else 1)",
+    )
     add("--hardware", metavar="FILE", help="TOML or JSON: KV capacity, pool size, link rates; all optional")
     add("--print-hardware", action="store_true", help="print such a file with the effective values, and exit")
     add("--config", metavar="FILE", help="YAML configuration of the cluster's scheduler (see `alignedserve config`)")

@@ -95,7 +95,7 @@ def parts_from(raw: Any, where: str, digest: str) -> CostParts:
 
 
 def _shape(place: _Place) -> ModelShape:
-    fields = {name: int(place.number(name, low=1.0)) for name in ModelShape.__slots__ if name != "itemsize"}
+    fields = {name: int(place.number(name, low=1.0)) for name in ("layers", "heads", "kv_heads", "head_dim")}
     return ModelShape(**fields, itemsize=int(place.number("itemsize", low=1.0, default=2.0)))
 
 

@@ -76,7 +76,7 @@ class Axis:
         Past the end w is above 1, before the start it is 0.
         """
         points = self.points
-        if x <= points[0]:
+        if x <= points[0] or len(points) == 1:
             return 0, 0, 0.0
         if x >= points[-1]:
             last, start = len(points) - 1, self._start

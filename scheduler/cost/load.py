@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,24 +15,29 @@ from alignedserve.scheduler.cost.measured import STEP_COSTS, MeasuredCost
 from alignedserve.scheduler.cost.parts import CostParts
 from alignedserve.scheduler.cost.step import KERNEL_MODES, StepCost
 from alignedserve.scheduler.cost.tables import load_tables
+from alignedserve.scheduler.cost.tensor_parallel import LATENCY_S, Collectives, degree_of, with_collectives
 
 _DATA = Path(__file__).parent / "data"
+LINKS = ("pool_bandwidth", "peer_bandwidth")
 WHOLE = ("_tokens", "_per_token", "_size")  # suffixes of counts
-SHAPE_OPTIONS = ("layers", "heads", "kv_heads", "head_dim", "itemsize")  # for a folder of tables
+SHAPE_OPTIONS = ("layers", "heads", "kv_heads", "head_dim", "itemsize", "hidden", "vocab")  # of the whole model
+COLLECTIVES = ("collective_bandwidth", "collective_latency_s")
+FOLDER_OPTIONS = (*SHAPE_OPTIONS, "tensor_parallel", *COLLECTIVES)
 MODE_OPTIONS: dict[str, tuple[str, ...]] = {"split_kv": (), "no_split": ("block_bandwidth", "sm_count", "heads")}
 
 
 def load_step_cost(source: str | Path, kernel_mode: str = "split_kv", **options: Any) -> MeasuredCost:
     """The cost model called `source`: a shipped name, a JSON file, or a folder of measured tables.
 
-    `options`: those of the kernel mode (`no_split`: block_bandwidth in bytes/s, sm_count, heads), and for a folder the
-    shape of its model (layers, heads, kv_heads, head_dim, itemsize). Raises ConfigError for unknown names and broken
-    files.
+    `options`: those of the kernel mode (`no_split`: block_bandwidth in bytes/s, sm_count, heads); for a folder the
+    shape of its model (layers, heads, kv_heads, head_dim, itemsize, hidden, vocab), and for tensor parallelism the
+    degree (tensor_parallel), bytes/s of a device's link in collectives and seconds of their latency
+    (collective_bandwidth, collective_latency_s). Raises ConfigError for unknown names and broken files.
     """
     if kernel_mode not in KERNEL_MODES:
         raise ConfigError(f"unknown kernel mode {kernel_mode!r}; choose one of: {', '.join(KERNEL_MODES)}")
     folder = Path(source).is_dir()
-    allowed = (*MODE_OPTIONS[kernel_mode], *(SHAPE_OPTIONS if folder else ()))
+    allowed = (*MODE_OPTIONS[kernel_mode], *(FOLDER_OPTIONS if folder else ()))
     for name, value in options.items():
         if name not in allowed:
             raise ConfigError(
@@ -40,8 +46,7 @@ def load_step_cost(source: str | Path, kernel_mode: str = "split_kv", **options:
             )
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ConfigError(f"option {name} of a cost model must be a finite number above 0; got {value!r}")
-    shape = {name: int(options[name]) for name in SHAPE_OPTIONS if name in options}
-    parts = load_parts(source, shape)
+    parts = load_parts(source, {name: options[name] for name in FOLDER_OPTIONS if name in options})
     return STEP_COSTS[kernel_mode](
         parts, **{name: options[name] for name in MODE_OPTIONS[kernel_mode] if name in options}
     )
@@ -57,19 +62,11 @@ def configured_cost(config: SchedulerConfig) -> StepCost | None:
     return load_step_cost(config.cost_model, config.kernel_mode, **options)
 
 
-def load_parts(source: str | Path, shape: dict[str, int] | None = None) -> CostParts:
-    """The parts for `load_step_cost`. A folder of tables gets the hardware of the shipped model fitted to them."""
-    path = Path(source)
+def load_parts(source: str | Path, options: Mapping[str, float] | None = None) -> CostParts:
+    """The parts for `load_step_cost`. `options`: of a folder of tables."""
+    path, options = Path(source), options or {}
     if path.is_dir():
-        parts = load_tables(path, shape)
-        for name in shipped_names():
-            shipped = load_fitted(_shipped_file(name))
-            if (shipped.source.get("model"), shipped.source.get("device")) == (
-                parts.source.get("model"),
-                parts.source.get("gpu"),
-            ):
-                return replace(parts, hardware={**shipped.hardware, **parts.hardware})
-        return parts
+        return _load_folder(path, options)
     if str(source) in shipped_names():
         return load_fitted(_shipped_file(str(source)))
     if path.is_file():
@@ -80,14 +77,36 @@ def load_parts(source: str | Path, shape: dict[str, int] | None = None) -> CostP
     )
 
 
+def _load_folder(folder: Path, options: Mapping[str, float]) -> CostParts:
+    """Tables with the links and the pool of the shipped model of the same device."""
+    degree = int(options.get("tensor_parallel", degree_of(folder)))
+    parts = load_tables(folder, {name: int(options[name]) for name in SHAPE_OPTIONS if name in options}, degree)
+    for name in shipped_names():
+        shipped = load_fitted(_shipped_file(name))
+        if shipped.source.get("device") == parts.source.get("gpu"):
+            links = {key: degree * shipped.hardware[key] for key in LINKS if key in shipped.hardware}
+            same = degree == 1 and shipped.source.get("model") == parts.source.get("model")
+            parts = replace(parts, hardware={**parts.hardware, **(shipped.hardware if same else links)})
+    if degree == 1:
+        return parts
+    bandwidth, latency_s = (options.get(key) or parts.hardware.get(key, 0.0) for key in COLLECTIVES)
+    if not bandwidth:
+        raise ConfigError(
+            f"{folder} is of tensor parallelism {degree} on an unknown GPU: give the bytes/s of a device's link in "
+            "collectives (collective_bandwidth, a key of --hardware)"
+        )
+    return with_collectives(parts, degree, Collectives(bandwidth, latency_s or LATENCY_S))
+
+
 def shipped_names() -> list[str]:
     """The cost models that come with the package."""
     return sorted(file.stem for file in _DATA.glob("*.json"))
 
 
-def default_hardware(source: str | Path) -> dict[str, float | int]:
-    """Fields of the simulator's Hardware that come with a cost model; counts are whole numbers."""
-    found = load_parts(source).hardware
+def default_hardware(source: str | Path, **options: float) -> dict[str, float | int]:
+    """Fields of the simulator's Hardware that come with a cost model; counts are whole numbers. `options`: of
+    `load_step_cost`, for a folder of tables."""
+    found = load_parts(source, options).hardware
     return {name: int(value) if name.endswith(WHOLE) else value for name, value in found.items()}
 
 

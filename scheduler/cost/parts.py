@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.grid import Curve, Grid4, Surface
 from alignedserve.scheduler.cost.skew import SkewTable
 from alignedserve.scheduler.cost.step import ChunkShape
@@ -15,7 +15,8 @@ from alignedserve.scheduler.cost.step import ChunkShape
 class ModelShape:
     """The model as one device sees it: with tensor parallelism, its share of the heads.
 
-    `itemsize`: bytes of a KV element.
+    `itemsize`: bytes of a KV element. `hidden` and `vocab`: width of the residual stream and number of logits of the
+    whole model; 0: not known.
     """
 
     layers: int
@@ -23,6 +24,15 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     itemsize: int = 2
+    hidden: int = 0
+    vocab: int = 0
+
+    def part(self, degree: int) -> ModelShape:
+        """The share of one of `degree` devices. KV heads are repeated where there are fewer than devices."""
+        if self.heads % degree or (self.kv_heads % degree and degree % self.kv_heads):
+            raise ConfigError(f"{self.heads} heads and {self.kv_heads} KV heads cannot be divided by {degree} devices")
+        hidden = self.hidden or self.heads * self.head_dim
+        return replace(self, heads=self.heads // degree, kv_heads=max(1, self.kv_heads // degree), hidden=hidden)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -33,72 +43,6 @@ class ModelShape:
     def head_bytes_per_token(self) -> int:
         """Key and value of one token, one head, one layer."""
         return 2 * self.head_dim * self.itemsize
-
-
-# By the last part of the model's name, lower case: layers, heads, KV heads, head width (from their config.json).
-KNOWN_SHAPES: dict[str, ModelShape] = {
-    "llama-2-7b": ModelShape(32, 32, 32, 128),
-    "llama-2-13b": ModelShape(40, 40, 40, 128),
-    "llama-2-70b": ModelShape(80, 64, 8, 128),
-    "llama-3-8b": ModelShape(32, 32, 8, 128),
-    "llama-3-70b": ModelShape(80, 64, 8, 128),
-    "llama-3.1-8b": ModelShape(32, 32, 8, 128),
-    "llama-3.1-70b": ModelShape(80, 64, 8, 128),
-    "llama-3.1-405b": ModelShape(126, 128, 8, 128),
-    "llama-3.2-1b": ModelShape(16, 32, 8, 64),
-    "llama-3.2-3b": ModelShape(28, 24, 8, 128),
-    "llama-3.3-70b": ModelShape(80, 64, 8, 128),
-    "mistral-7b": ModelShape(32, 32, 8, 128),
-    "qwen2.5-7b": ModelShape(28, 28, 4, 128),
-    "qwen2.5-14b": ModelShape(48, 40, 8, 128),
-    "qwen2.5-32b": ModelShape(64, 40, 8, 128),
-    "qwen2.5-72b": ModelShape(80, 64, 8, 128),
-    "qwen3-0.6b": ModelShape(28, 16, 8, 128),
-    "qwen3-1.7b": ModelShape(28, 16, 8, 128),
-    "qwen3-4b": ModelShape(36, 32, 8, 128),
-    "qwen3-8b": ModelShape(36, 32, 8, 128),
-    "qwen3-14b": ModelShape(40, 40, 8, 128),
-    "qwen3-32b": ModelShape(64, 64, 8, 128),
-    "opt-1.3b": ModelShape(24, 32, 32, 64),
-    "opt-2.7b": ModelShape(32, 32, 32, 80),
-    "opt-6.7b": ModelShape(32, 32, 32, 128),
-    "opt-13b": ModelShape(40, 40, 40, 128),
-    "opt-30b": ModelShape(48, 56, 56, 128),
-    "opt-66b": ModelShape(64, 72, 72, 128),
-    "opt-175b": ModelShape(96, 96, 96, 128),
-}
-_VARIANTS = re.compile(r"(-(instruct|chat|base|hf|it|v\d+(\.\d+)*|\d{4}))+$")  # suffixes of names with the same shape
-# Streaming multiprocessors (vendor data sheets), by a part of the device's name; the first match counts.
-KNOWN_SMS: dict[str, int] = {
-    "rtx pro 6000": 188,
-    "b200": 148,
-    "h100": 132,
-    "h200": 132,
-    "a100": 108,
-    "l40s": 142,
-    "l40": 142,
-    "l4": 58,
-    "rtx 5090": 170,
-    "rtx 4090": 128,
-    "rtx 3090": 82,
-    "a6000": 84,
-    "a40": 84,
-    "a30": 56,
-    "a10": 72,
-    "v100": 80,
-}
-
-
-def known_shape(model: str) -> ModelShape | None:
-    """The shape of `ORGANISATION/NAME` in any variant; None if it is not known."""
-    name = model.rsplit("/", 1)[-1].lower().removeprefix("meta-")
-    return KNOWN_SHAPES.get(_VARIANTS.sub("", name))
-
-
-def known_sm_count(device: str) -> int:
-    """0 if the device is not known."""
-    lower = device.lower()
-    return next((count for name, count in KNOWN_SMS.items() if name in lower), 0)
 
 
 @dataclass(frozen=True, slots=True)

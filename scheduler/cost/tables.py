@@ -4,21 +4,23 @@
     per_sequence.csv  layer,sequences,time_us            lm_head, sampler
     attention.csv     prefill_chunk,kv_prefill,n_decode,kv_decode,time_us      of one layer
     skew_fit.csv      pc,n_label,skew_rate_label,kv_big_label,kp_label,alpha   alpha by bucket
-    meta.yaml         model, gpu, and the bounds of the buckets (skew_fit.bucket_axes)
+    moe.csv           tokens,activated_experts,time_us   of one layer, where dense.csv lacks the experts (optional)
+    meta.yaml         model, gpu; the bounds of the buckets (skew_fit.bucket_axes), else they are read from the labels
 
 KV lengths are those before the pass: LLMServingSim's profiler gives each decode `kv_decode` computed tokens and one new
 (profiler/core/hooks/batch.py), and each chunk `kv_prefill`.
 
-The tables are taken as those of the whole model (tensor-parallel degree 1). `hf_overrides` in meta.yaml may describe a
-run of another degree and is not read. For a model whose shape is not known by name, meta.yaml needs `shape: {layers:
-64, heads: 64, kv_heads: 8, head_dim: 128}`; for an unknown GPU it needs `sm_count`. Options override both.
+The tables are those of one device of a tensor-parallel group, without collectives (`tensor_parallel.py` adds them). The
+degree is an option, else the folder's suffix `-tpN`, else 1: `engine_effective` in meta.yaml may describe a run of
+another degree and is not read. For a model whose shape is not known by name, meta.yaml needs the whole model's `shape:
+{layers: 64, heads: 64, kv_heads: 8, head_dim: 128}`; for an unknown GPU it needs `sm_count`. Options override both.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,32 +31,36 @@ import yaml
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.csv_table import read_rows
 from alignedserve.scheduler.cost.grid import Curve, Floats, Grid4, Surface
-from alignedserve.scheduler.cost.parts import ChunkAttention, CostParts, ModelShape, known_shape, known_sm_count
+from alignedserve.scheduler.cost.known import known_device, known_shape
+from alignedserve.scheduler.cost.parts import ChunkAttention, CostParts, ModelShape
 from alignedserve.scheduler.cost.skew import AXES, Bucket, SkewTable
+from alignedserve.scheduler.cost.tensor_parallel import instance_hardware
 
 Rows = Mapping[tuple[float, ...], float]
 
 FILES = ("attention.csv", "dense.csv", "meta.yaml", "per_sequence.csv", "skew_fit.csv")
-EXPERTS = "moe.csv"  # of a profile whose dense.csv lacks the experts
+EXPERTS = "moe.csv"
 ONCE = ("embedding", "final_layernorm")  # computed once a pass, not in every layer
 TWICE = ("layernorm",)  # before attention and before the feed-forward part
 ATTENTION_COLUMNS = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us")
 SKEW_COLUMNS = ("n_label", "skew_rate_label", "kv_big_label", "kp_label")
 SKEW_BOUNDS = {"requests": "n", "long_share": "skew_rate", "longest": "kv_big", "cached_tokens": "kp"}
+LABEL = re.compile(r"[A-Za-z]+(<=|=|>)(\d+)([k%]?)")
+UNITS = {"": (1, 1), "k": (1024, 1), "%": (1, 100)}  # numerator and denominator
 
 
-def load_tables(folder: Path, shape: Mapping[str, int] | None = None) -> CostParts:
-    """The parts from the tables in `folder`. `shape`: fields of `ModelShape` that replace the known model's.
+def load_tables(folder: Path, shape: Mapping[str, int] | None = None, degree: int = 1) -> CostParts:
+    """The parts from the tables in `folder`. `shape`: fields of `ModelShape` that replace the known whole model's.
 
-    Raises ConfigError for a missing or broken file, with its line and column, and for a model of unknown shape.
+    `degree`: of tensor parallelism, as the tables were measured. Raises ConfigError for a missing or broken file, with
+    its line and column, and for a model of unknown shape or one that cannot be divided.
     """
     for name in FILES:
         if not (folder / name).is_file():
             raise ConfigError(f"{folder} has no {name}; measured tables are the files {', '.join(FILES)}")
-    if (folder / EXPERTS).exists():
-        raise ConfigError(f"{folder} has {EXPERTS}: mixture-of-experts models are not supported")
     meta = _read_meta(folder / "meta.yaml")
-    model = _shape_of(meta, folder, shape or {})
+    whole = _shape_of(meta, folder, shape or {})
+    model, device = whole.part(degree), known_device(str(meta.get("gpu", "")))
     attention = {tuple(row[:4]): row[4] for _, row in read_rows(folder / "attention.csv", (), ATTENTION_COLUMNS)}
     chunk, decode, mixed = attention_grids(attention, str(folder / "attention.csv"))
     return CostParts(
@@ -66,8 +72,8 @@ def load_tables(folder: Path, shape: Mapping[str, int] | None = None) -> CostPar
         chunk=ChunkAttention(chunk),
         skew=_skew(folder / "skew_fit.csv", meta, folder / "meta.yaml"),
         mixed=mixed,
-        sm_count=_count(meta, "sm_count", folder) or known_sm_count(str(meta.get("gpu", ""))),
-        hardware={"kv_bytes_per_token": model.kv_bytes_per_token},
+        sm_count=_count(meta, "sm_count", folder) or (0 if device is None else device.sms),
+        hardware=instance_hardware(model, str(meta.get("model", "")), device, degree),
         source={
             "kind": "tables",
             "sha256": _digest(folder),
@@ -132,7 +138,24 @@ def _fill_lines(values: Floats, xs: Floats, axis: int, edges: bool) -> None:
 
 def _dense(path: Path, layers: int) -> Curve:
     weights = dict.fromkeys(ONCE, 1.0) | dict.fromkeys(TWICE, 2.0 * layers)
-    return _sum_of(path, "tokens", weights, default=float(layers))
+    dense, experts = _sum_of(path, "tokens", weights, default=float(layers)), path.with_name(EXPERTS)
+    if not experts.is_file():
+        return dense
+    per_layer = _experts(experts)
+    return Curve(dense.xs, [us + layers * per_layer(x) for x, us in zip(dense.xs, dense.values, strict=True)])
+
+
+def _experts(path: Path) -> Callable[[float], float]:
+    """µs of one layer's experts for a number of tokens, each routed to experts at random.
+
+    A token activates as many as a single token does in the table. There are as many as are ever active there. Of E, T
+    tokens with k each activate E (1 - (1 - k / E) ** T) on average.
+    """
+    rows = {tuple(row[:2]): row[2] for _, row in read_rows(path, (), ("tokens", "activated_experts", "time_us"))}
+    each, all_of = min(active for _, active in rows), max(active for _, active in rows)
+    axes, values = full_grid(rows)
+    surface = Surface(axes[0], axes[1], values.tolist())
+    return lambda tokens: surface.at(tokens, all_of * (1.0 - (1.0 - each / all_of) ** tokens))
 
 
 def _sum_of(path: Path, column: str, weights: Mapping[str, float], default: float = 1.0) -> Curve:
@@ -147,17 +170,21 @@ def _sum_of(path: Path, column: str, weights: Mapping[str, float], default: floa
 
 def _skew(path: Path, meta: Mapping[str, Any], meta_path: Path) -> SkewTable:
     """The chunk buckets are the profiled chunks: a chunk between two belongs to the nearer by ratio."""
-    axes = meta.get("skew_fit", {}).get("bucket_axes", {})
+    rows = read_rows_signed(path)
+    axes = (meta.get("skew_fit") or {}).get("bucket_axes")
     labels: list[list[str]] = []
     bounds: dict[str, list[float]] = {}
-    for axis, name in SKEW_BOUNDS.items():
-        bins, names = axes.get(f"{name}_bins"), axes.get(f"{name}_labels")
-        if not isinstance(bins, list) or not isinstance(names, list) or len(bins) != len(names) + 1:
-            raise ConfigError(f"{meta_path}: skew_fit.bucket_axes needs {name}_bins, and one {name}_labels fewer")
-        bounds[axis] = [float(x) for x in bins[1:-1]]
+    for column, (axis, name) in enumerate(SKEW_BOUNDS.items()):
+        if axes is None:
+            bounds[axis], names = _bounds_of({texts[column] for texts, _ in rows}, f"{path}: {SKEW_COLUMNS[column]}")
+        else:
+            bins, names = axes.get(f"{name}_bins"), axes.get(f"{name}_labels")
+            if not isinstance(bins, list) or not isinstance(names, list) or len(bins) != len(names) + 1:
+                raise ConfigError(f"{meta_path}: skew_fit.bucket_axes needs {name}_bins, and one {name}_labels fewer")
+            bounds[axis] = [float(x) for x in bins[1:-1]]
         labels.append([str(label) for label in names])
     found: dict[tuple[float, ...], float] = {}
-    for number, (texts, figures) in enumerate(read_rows_signed(path)):
+    for number, (texts, figures) in enumerate(rows):
         for column, text, names in zip(SKEW_COLUMNS, texts, labels, strict=True):
             if text not in names:
                 raise ConfigError(
@@ -171,6 +198,22 @@ def _skew(path: Path, meta: Mapping[str, Any], meta_path: Path) -> SkewTable:
     for key, alpha in found.items():
         alphas[(chunks.index(key[0]), int(key[1]), int(key[2]), int(key[3]), int(key[4]))] = alpha
     return SkewTable({axis: bounds[axis] for axis in AXES}, alphas)
+
+
+def _bounds_of(labels: Iterable[str], where: str) -> tuple[list[float], list[str]]:
+    """The inclusive upper bounds that labels such as `n<=16`, `kvB<=4k`, `sr>70%` and `kp=0` name, and the labels in
+    order. The bucket past the last bound may have no label."""
+    found: dict[tuple[float, bool], str] = {}
+    for label in labels:
+        if (parts := LABEL.fullmatch(label)) is None:
+            raise ConfigError(f"{where} has {label!r}, which is no bound such as n<=16 or kvB>4k")
+        times, by = UNITS[parts[3]]
+        found[int(parts[2]) * times / by, parts[1] == ">"] = label
+    ordered = sorted(found)
+    bounds = [bound for bound, beyond in ordered if not beyond]
+    if [bound for bound, beyond in ordered if beyond] not in ([], bounds[-1:]):
+        raise ConfigError(f"{where} has a bucket without an upper bound that does not begin at the last bound")
+    return bounds, [found[place] for place in ordered]
 
 
 def chunk_bound(below: float, above: float) -> float:
@@ -228,7 +271,7 @@ def _count(raw: Mapping[str, Any], name: str, folder: Path) -> int:
 def _digest(folder: Path) -> str:
     """SHA-256 over names and contents of all files."""
     digest = hashlib.sha256()
-    for name in FILES:
+    for name in (*FILES, *([EXPERTS] if (folder / EXPERTS).is_file() else ())):
         content = (folder / name).read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()

@@ -17,7 +17,7 @@ import numpy as np
 
 from alignedserve.scheduler.cost.fit import fit_grid, hats, relative_errors
 from alignedserve.scheduler.cost.fitted import SCHEMA, VERSION, parts_from
-from alignedserve.scheduler.cost.parts import KNOWN_SHAPES
+from alignedserve.scheduler.cost.known import KNOWN_SHAPES
 from alignedserve.scheduler.cost.skew import AXES
 from alignedserve.scheduler.cost.tables import load_tables
 

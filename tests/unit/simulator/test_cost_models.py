@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -289,10 +290,85 @@ def test_tables_of_a_known_model_need_no_shape(folder: Path, model: str, layers:
     assert load_step_cost(folder).describe()["layers"] == layers
 
 
-def test_a_profile_whose_experts_have_a_table_of_their_own_is_refused(folder: Path) -> None:
-    (folder / "moe.csv").write_text("tokens,activated_experts,time_us\n1,8,48\n")
-    with pytest.raises(ConfigError, match=r"moe\.csv.*experts"):
-        load_step_cost(folder, **SHAPE)
+def test_experts_add_the_time_of_as_many_as_are_active_on_average(folder: Path) -> None:
+    dense = [load_step_cost(folder, **SHAPE).step_s((), [64] * count) for count in (1, 2, 100)]
+    rows = ((1, 2, 10), (2, 2, 12), (2, 4, 20), (100, 2, 30), (100, 4, 40), (100, 8, 60))
+    text = "".join(f"{tokens},{active},{us}\n" for tokens, active, us in rows)
+    (folder / "moe.csv").write_text(f"tokens,activated_experts,time_us\n{text}")
+    costs = [load_step_cost(folder, **SHAPE).step_s((), [64] * count) for count in (1, 2, 100)]
+    more = [(cost - before) * 1e6 / SHAPE["layers"] for cost, before in zip(costs, dense, strict=True)]
+    two_tokens = 8 * (1 - (1 - 2 / 8) ** 2)  # 3.5 of 8 experts
+    assert more[0] == pytest.approx(10)
+    assert more[2] == pytest.approx(60)
+    assert 10 < more[1] < 60
+    assert load_parts(folder, SHAPE).dense.xs == [1, 100]
+    assert 3 < two_tokens < 4
+
+
+@pytest.mark.parametrize(("degree", "shape"), [(3, SHAPE), (4, {**SHAPE, "kv_heads": 3})])
+def test_a_model_that_cannot_be_divided_says_so(folder: Path, degree: int, shape: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=rf"cannot be divided by {degree} devices"):
+        load_step_cost(folder, tensor_parallel=degree, **shape)
+
+
+def test_the_share_of_a_device_takes_collectives_besides(folder: Path) -> None:
+    links = {"collective_bandwidth": 1e9, "collective_latency_s": 1e-5}
+    alone = load_step_cost(folder, **SHAPE)
+    shared = load_step_cost(folder, tensor_parallel=2, vocab=1000, **links, **SHAPE)
+    seconds = shared.step_s((), [64] * 3) - alone.step_s((), [64] * 3)
+    hidden_bytes, logits_bytes = 4 * 8 * 2, 1000 * 2
+    reduces = 2 * SHAPE["layers"] * (1e-5 + 2 * 0.5 * 3 * hidden_bytes / 1e9)
+    assert seconds == pytest.approx(reduces + 1e-5 + 0.5 * 3 * logits_bytes / 1e9)
+    assert shared.parts.shape.heads == 2
+    assert shared.describe()["source"]["tensor_parallel"] == 2
+    sizes = {
+        name: default_hardware(folder, tensor_parallel=degree, **SHAPE) for name, degree in (("one", 1), ("two", 2))
+    }
+    assert sizes["one"]["kv_bytes_per_token"] == sizes["two"]["kv_bytes_per_token"]
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "degree"), [("m-tp2", {}, 2), ("m-tp2", {"tensor_parallel": 1}, 1), ("m", {}, 1)]
+)
+def test_the_degree_is_an_option_or_stands_in_the_folders_name(
+    folder: Path, name: str, told: dict[str, int], degree: int
+) -> None:
+    named = Path(shutil.copytree(folder, folder / name))
+    parts = load_parts(named, {**SHAPE, **told})
+    assert parts.shape.heads == SHAPE["heads"] // degree
+
+
+def test_without_axes_in_meta_yaml_the_labels_are_the_bounds(folder: Path) -> None:
+    (folder / "meta.yaml").write_text("model: someone/made-up\ngpu: NVIDIA H100\nskew_fit:\n  enabled: false\n")
+    header = "pc,n_label,skew_rate_label,kv_big_label,kp_label,alpha\n"
+    rows = "0,n<=2,sr<=50%,kvB<=1k,kp=0,0.25\n0,n>2,sr>50%,kvB>1k,kp<=2k,0.5\n"
+    (folder / "skew_fit.csv").write_text(header + rows)
+    assert load_parts(folder, SHAPE).skew.bounds == {
+        "chunk_tokens": [],
+        "requests": [2.0],
+        "long_share": [0.5],
+        "longest": [1024.0],
+        "cached_tokens": [0.0, 2048.0],
+    }
+    for label, told in (("many", "'many', which is no bound"), ("n>3", "without an upper bound")):
+        (folder / "skew_fit.csv").write_text(header + rows.replace("n>2", label))
+        with pytest.raises(ConfigError, match=told):
+            load_parts(folder, SHAPE)
+
+
+@needs_tables
+def test_measured_folders_of_every_kind_load_as_they_are() -> None:
+    """Labels give the same buckets as meta.yaml where it has them; half the model takes more than half the time."""
+    folders = TABLES.parent
+    whole, half = (load_step_cost(folders / f"{RTX}{suffix}") for suffix in ("", "-tp2"))
+    assert load_parts(folders / "rtx4090-llama-3.1-8b").skew.bounds == whole.parts.skew.bounds
+    assert half.parts.shape.heads == whole.parts.shape.heads // 2
+    for lengths in ([500] * 4, [1000] * 64, [2000] * 256):
+        assert 0.5 < half.step_s((), lengths) / whole.step_s((), lengths) < 0.75
+    sizes = default_hardware(folders / "rtx4090-llama-3.1-8b")
+    assert sizes["kv_tokens"] == pytest.approx(2588 * 16, rel=0.05)  # what the real run had
+    experts = load_step_cost(folders / "rtxpro6000-qwen3-30b-a3b")
+    assert experts.step_s((), [500]) < whole.step_s((), [500]) < experts.step_s((), [500] * 64)
 
 
 def test_unknown_names_modes_and_options_list_the_choices(tmp_path: Path) -> None:
@@ -421,7 +497,9 @@ def test_unequal_lengths_are_predicted(source: str | Path, equal: float, unequal
 
 @needs_tables
 def test_tables_bring_the_hardware_of_the_model_fitted_to_them() -> None:
-    assert default_hardware(TABLES) == default_hardware(RTX)
+    of_tables = default_hardware(TABLES)
+    assert of_tables.items() >= default_hardware(RTX).items()
+    assert of_tables["collective_bandwidth"] == pytest.approx(0.8 * 64e9)
     assert load_parts(TABLES).sm_count == 188
 
 
