@@ -88,6 +88,9 @@ SYSTEMS: Mapping[str, System] = {
             max_num_seqs=128,
             max_num_batched_tokens=2048,
             async_scheduling=True,
+            reserve_full_isl=True,
+            prefix_caching=True,
+            prefix_hit_share=0.0,
         ),
         _colocated(
             "sarathi",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 
+from alignedserve.errors import AccountingError
+from alignedserve.request import RequestKey
 from alignedserve.scheduler.colocated.base import Options
 from alignedserve.scheduler.colocated.continuous import ActiveRequest, ContinuousScheduler, Draft, whole
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
@@ -13,7 +16,9 @@ class VllmScheduler(ContinuousScheduler):
     """The last admitted request is preempted first, and recomputed. A pass that preempted admits no request.
 
     `async_scheduling`: a pass is planned while the previous one runs, so that the device never waits for the host. A
-    request that arrives in between waits for one more pass.
+    request that arrives in between waits for one more pass. `reserve_full_isl`: a request is admitted only if all its
+    tokens fit, not only its first chunk. `prefix_caching`: a preempted request finds those of its own blocks that were
+    not overwritten. `prefix_hit_share`: of each prompt that is in the cache, since lengths do not tell who shares what.
     """
 
     def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
@@ -21,6 +26,9 @@ class VllmScheduler(ContinuousScheduler):
         self._max_num_seqs = whole(options, "max_num_seqs")
         self._budget = whole(options, "max_num_batched_tokens", low=self._max_num_seqs)
         self._depth = 2 if options["async_scheduling"] else 1
+        self._reserve_full_isl = bool(options["reserve_full_isl"])
+        self._hit_share = float(options["prefix_hit_share"])
+        self._freed = FreedBlocks(allocator.available_blocks) if options["prefix_caching"] else None
 
     @property
     def depth(self) -> int:
@@ -37,13 +45,92 @@ class VllmScheduler(ContinuousScheduler):
             draft.add(member, tokens)
         while self._waiting and not draft.preempted:
             member = next(iter(self._waiting.values()))
-            tokens = min(member.left, budget - draft.tokens)
-            if tokens <= 0 or len(self._running) >= self._max_num_seqs or not self._cover(member, tokens):
+            cached = self._cached_blocks(member)
+            tokens = min(member.left - cached * self._block_size, budget - draft.tokens)
+            if tokens <= 0 or len(self._running) >= self._max_num_seqs:
                 return
+            covered = member.known if self._reserve_full_isl else cached * self._block_size + tokens
+            if -(-covered // self._block_size) > self._allocator.available_blocks:
+                return
+            self._take_back(member, cached)
+            self._cover(member, tokens)
             self._admit(member)
             draft.add(member, tokens)
+
+    def _cached_blocks(self, member: ActiveRequest) -> int:
+        """Blocks that it finds in the cache. At least one token is computed."""
+        if self._freed is None:
+            return 0
+        hit = int(self._hit_share * member.request.prompt_tokens) // self._block_size
+        found = max(hit, self._freed.found(member.request.key))
+        return min(found, (member.known - 1) // self._block_size)
+
+    def _take_back(self, member: ActiveRequest, blocks: int) -> None:
+        if blocks and self._freed is not None:
+            own = min(blocks, self._freed.found(member.request.key))
+            if own:
+                self._freed.take_back(member.request.key, own)
+            self._freed.overwrite(blocks - own)
+            self._allocator.allocate(blocks, member.request.key)
+            member.blocks, member.computed = blocks, blocks * self._block_size
+
+    def _cover(self, member: ActiveRequest, tokens: int) -> bool:
+        before = member.blocks
+        covered = super()._cover(member, tokens)
+        if self._freed is not None:
+            self._freed.overwrite(member.blocks - before)
+        return covered
+
+    def _remove(self, key: RequestKey) -> None:
+        if self._freed is not None:
+            member = self._running[key]
+            self._freed.add(key, member.blocks, member.computed // self._block_size)
+        super()._remove(key)
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        if self._freed is not None and len(self._freed) != self._allocator.available_blocks:
+            raise AccountingError("the order of the free blocks does not match the free blocks")
 
     def _latest_first(self) -> Iterator[ActiveRequest]:
         """The last admitted first. Each must be removed before the next is requested."""
         while self._running:
             yield next(reversed(self._running.values()))
+
+
+class FreedBlocks:
+    """The free blocks of a cache, least recently freed first: the order in which vLLM overwrites them.
+
+    A request's blocks are freed together, and its last block is overwritten first.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self._runs: OrderedDict[RequestKey | None, tuple[int, int]] = OrderedDict({None: (blocks, 0)})
+
+    def __len__(self) -> int:
+        return sum(blocks for blocks, _ in self._runs.values())
+
+    def add(self, key: RequestKey, blocks: int, full: int) -> None:
+        """Its blocks are free; the first `full` hold the KV of its first tokens."""
+        self._runs[key] = blocks, full
+
+    def found(self, key: RequestKey) -> int:
+        """The number of its leading blocks that are still as it left them."""
+        return min(self._runs.get(key, (0, 0)))
+
+    def take_back(self, key: RequestKey, blocks: int) -> None:
+        left = self._runs[key][0] - blocks
+        if left:
+            self._runs[key] = left, 0
+        else:
+            del self._runs[key]
+
+    def overwrite(self, blocks: int) -> None:
+        while blocks:
+            key, (count, full) = next(iter(self._runs.items()))
+            taken = min(count, blocks)
+            blocks -= taken
+            if taken == count:
+                del self._runs[key]
+            else:
+                self._runs[key] = count - taken, full

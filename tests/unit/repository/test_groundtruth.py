@@ -1,4 +1,4 @@
-"""A real vLLM run against the simulator with the same arrivals, measured kernel times and nothing fitted."""
+"""Real vLLM runs against the simulator with the same arrivals, measured kernel times and nothing fitted."""
 
 import importlib.util
 import sys
@@ -15,14 +15,14 @@ groundtruth = sys.modules["groundtruth"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(groundtruth)
 
 DATA = groundtruth.data_folder()
-RECORDED = (DATA / "groundtruth" / groundtruth.RUN).is_dir()
+RECORDED = (DATA / "groundtruth" / groundtruth.RUNS[0]).is_dir()
 needs_run = needs("" if RECORDED else f"there is no recorded run in {DATA} (ALIGNEDSERVE_DATA)")
 
 
 @needs_run
-@pytest.mark.parametrize("cost_source", ["", groundtruth.RUN], ids=["tables", "shipped"])
-def test_the_simulated_run_is_within_the_bounds_of_the_real_one(cost_source):
-    real, ours = groundtruth.compare(DATA, cost_source)
+@pytest.mark.parametrize(("run", "cost_source"), [(run, "") for run in groundtruth.RUNS] + [(groundtruth.RUNS[0],) * 2])
+def test_the_simulated_run_is_within_the_bounds_of_the_real_one(run, cost_source):
+    real, ours = groundtruth.compare(DATA, run, cost_source)
     assert len(real) == len(ours) == 300
     assert [one.tokens for one in real] == [one.tokens for one in ours]
     expected, found = groundtruth.metrics(real), groundtruth.metrics(ours)

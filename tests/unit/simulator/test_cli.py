@@ -242,7 +242,8 @@ def test_without_the_extra_there_is_a_summary_and_out_says_what_to_install(
         (("--trace", MIX, "--kernel-mode", "x"), "unknown kernel mode 'x'; choose one of: split_kv, no_split"),
         (
             ("--trace", MIX, "--policy", "vllm", "--set", "vllm.max_seqs=1"),
-            "has no option 'max_seqs'; it has: max_num_seqs, max_num_batched_tokens, async_scheduling, routing",
+            "has no option 'max_seqs'; it has: max_num_seqs, max_num_batched_tokens, async_scheduling, "
+            "reserve_full_isl, prefix_caching, prefix_hit_share, routing",
         ),
         (("--trace", MIX, "--set", "aligned.scheduler.leaf=1"), "unknown configuration key 'scheduler.leaf'"),
         (("--trace", MIX, "--set", "aligned.gap=1"), "takes iteration_gap_s or SECTION.KEY of the configuration"),

@@ -57,10 +57,31 @@ def test_vllm_runs_first_what_runs_and_cuts_prompts_to_the_budget():
 
 
 def test_vllm_preempts_the_latest_and_computes_it_again_with_what_it_generated():
-    scheduler = make("vllm", blocks=4)
+    scheduler = make("vllm", blocks=4, prefix_caching=False)
     add(scheduler, 31, 31)
     assert passes(scheduler, 4) == ["r0:0+31! r1:0+31!", "r0@31 r1@31", "-r1 r0@32", "r0@33"]
     assert passes(scheduler, 2, ends=[(0, "r0")]) == ["r0@34", "r1:0+33!"]
+
+
+def test_vllm_finds_what_is_left_of_a_preempted_request_in_its_cache():
+    """The last blocks are overwritten first, those of the request that was freed first before others."""
+    scheduler = make("vllm", blocks=6)
+    add(scheduler, 31, 63)
+    assert passes(scheduler, 3) == ["r0:0+31! r1:0+63!", "r0@31 r1@63", "-r1 r0@32"]
+    assert passes(scheduler, 2, ends=[(0, "r0")]) == ["r0@33", "r1:48+17!"]
+
+
+def test_vllm_takes_a_share_of_every_prompt_from_the_cache_if_told():
+    scheduler = make("vllm", blocks=9, prefix_hit_share=0.5)
+    add(scheduler, 70)
+    assert passes(scheduler, 2) == ["r0:32+38!", "r0@70"]
+
+
+@pytest.mark.parametrize(("reserve", "second"), [(True, "r0@20"), (False, "r0@20 r1:0+9")])
+def test_vllm_admits_a_request_whose_first_chunk_fits_but_not_all_of_it_only_without_its_reserve(reserve, second):
+    scheduler = make("vllm", blocks=4, max_num_batched_tokens=10, max_num_seqs=10, reserve_full_isl=reserve)
+    add(scheduler, 20, 40)
+    assert passes(scheduler, 3)[2] == second
 
 
 def test_vllm_plans_the_next_pass_while_one_runs():
