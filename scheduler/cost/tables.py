@@ -174,9 +174,9 @@ def _skew(path: Path, meta: Mapping[str, Any], meta_path: Path) -> SkewTable:
     axes = (meta.get("skew_fit") or {}).get("bucket_axes")
     labels: list[list[str]] = []
     bounds: dict[str, list[float]] = {}
-    for column, (axis, name) in enumerate(SKEW_BOUNDS.items()):
+    for number, (axis, name) in enumerate(SKEW_BOUNDS.items()):
         if axes is None:
-            bounds[axis], names = _bounds_of({texts[column] for texts, _ in rows}, f"{path}: {SKEW_COLUMNS[column]}")
+            bounds[axis], names = _bounds_of({texts[number] for texts, _ in rows}, f"{path}: {SKEW_COLUMNS[number]}")
         else:
             bins, names = axes.get(f"{name}_bins"), axes.get(f"{name}_labels")
             if not isinstance(bins, list) or not isinstance(names, list) or len(bins) != len(names) + 1:
