@@ -33,7 +33,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_COST_MODEL,
         help="cost model of a pass (default %(default)s)",
     )
-    add("--kernel-mode", metavar="split_kv|no_split", default="split_kv", help="thread blocks of decode attention")
+    add(
+        "--kernel-mode",
+        metavar="MODE",
+        default="split_kv",
+        help="split_kv, no_split or no_split_longest_first",
+    )
     add("--block-bandwidth", type=float, metavar="GB/S", help="no_split: read bandwidth of one thread block, in GB/s")
     add(
         "--tensor-parallel",

@@ -23,7 +23,8 @@ WHOLE = ("_tokens", "_per_token", "_size")  # suffixes of counts
 SHAPE_OPTIONS = ("layers", "heads", "kv_heads", "head_dim", "itemsize", "hidden", "vocab")  # of the whole model
 COLLECTIVES = ("collective_bandwidth", "collective_latency_s")
 FOLDER_OPTIONS = (*SHAPE_OPTIONS, "tensor_parallel", *COLLECTIVES)
-MODE_OPTIONS: dict[str, tuple[str, ...]] = {"split_kv": (), "no_split": ("block_bandwidth", "sm_count", "heads")}
+ONE_BLOCK_OPTIONS = ("block_bandwidth", "sm_count", "heads")
+MODE_OPTIONS = {mode: ONE_BLOCK_OPTIONS if mode != "split_kv" else () for mode in KERNEL_MODES}
 
 
 def load_step_cost(source: str | Path, kernel_mode: str = "split_kv", **options: Any) -> MeasuredCost:
@@ -57,7 +58,7 @@ def configured_cost(config: SchedulerConfig) -> StepCost | None:
     if not config.cost_model:
         return None
     options: dict[str, float] = {}
-    if config.block_bandwidth_gb_s and config.kernel_mode == "no_split":
+    if config.block_bandwidth_gb_s and config.kernel_mode != "split_kv":
         options["block_bandwidth"] = config.block_bandwidth_gb_s * 1e9
     return load_step_cost(config.cost_model, config.kernel_mode, **options)
 

@@ -1,8 +1,4 @@
-"""How long (request, head) jobs take on SMs that each run one at a time: list scheduling, longest first.
-
-A kernel starts its jobs in the order of the batch. Longest first is the best order for uneven jobs, so the loss to
-stragglers is never overstated.
-"""
+"""How long (request, head) jobs take on SMs that each run one at a time: list scheduling in the order of the batch."""
 
 from __future__ import annotations
 
@@ -14,15 +10,15 @@ from itertools import groupby
 def makespan(lengths: Sequence[int], heads: int, workers: int) -> int:
     """When the last of `heads` jobs for each length has ended on `workers` workers, in tokens. Exact; no jobs: 0.
 
-    Each job goes to the worker that is free first. Equal jobs, and workers that become free together, are handled as
-    groups.
+    Jobs begin in the order of `lengths`, each on the worker that is free first. Equal jobs, and workers that become
+    free together, are handled as groups.
     """
     shift = workers.bit_length()
     several = (1 << shift) - 1
     free = [workers]  # a heap of (time free << shift | count): one number compares in half the time of a pair
     replace, push = heapq.heapreplace, heapq.heappush
     end = 0
-    for length, equal in groupby(sorted(lengths, reverse=True)):
+    for length, equal in groupby(lengths):
         jobs = sum(1 for _ in equal) * heads
         busy = length << shift
         soonest = free[0]

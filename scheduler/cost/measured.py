@@ -252,11 +252,27 @@ class OneBlockCost(MeasuredCost):
         bound = makespan_bound(total, longest, self._heads, self._workers)
         if self._launch_us + bound * self._token_us <= at_mean:
             return at_mean  # no schedule of these jobs takes longer than the memory access
-        return max(at_mean, self._launch_us + makespan(lengths, self._heads, self._workers) * self._token_us)
+        tokens = makespan(self._in_order(lengths), self._heads, self._workers)
+        return max(at_mean, self._launch_us + tokens * self._token_us)
+
+    def _in_order(self, lengths: Sequence[int]) -> Sequence[int]:
+        """The order in which the kernel begins the jobs."""
+        return lengths
 
     @property
     def _launch_us(self) -> float:
         return self.parts.decode.least
 
 
-STEP_COSTS: Mapping[str, type[MeasuredCost]] = {"split_kv": MeasuredCost, "no_split": OneBlockCost}
+class LongestFirstCost(OneBlockCost):
+    """`no_split_longest_first`: a kernel that sorts its jobs."""
+
+    kernel_mode = "no_split_longest_first"
+
+    def _in_order(self, lengths: Sequence[int]) -> Sequence[int]:
+        return sorted(lengths, reverse=True)
+
+
+STEP_COSTS: Mapping[str, type[MeasuredCost]] = {
+    cost.kernel_mode: cost for cost in (MeasuredCost, OneBlockCost, LongestFirstCost)
+}

@@ -1,11 +1,12 @@
 """The contract of a step cost: how long one forward pass takes on one instance of given hardware, in seconds.
 
-A pass may contain prompt chunks, decode requests, or both. Attention depends on the length of every request, in one of
-two kernel modes (ADR 20):
+A pass may contain prompt chunks, decode requests, or both. Attention depends on the length of every request, by the
+kernel mode (ADR 20):
 
     split_kv   the KV of all requests is split over thread blocks by work: t_mean + alpha (t_max - t_mean)
     no_split   a (request, head) job is one thread block's: the pass ends with its last job. Jobs are assigned to SMs as
-               these become free, each reading at the bandwidth that one thread block reaches
+               these become free, in the order of the batch, each reading at the bandwidth that one thread block reaches
+    no_split_longest_first    the same with the longest jobs first, nearly the best order
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-KERNEL_MODES = ("split_kv", "no_split")
+KERNEL_MODES = ("split_kv", "no_split", "no_split_longest_first")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,8 @@ class StepCost(ABC):
     def step_s(self, chunks: Sequence[ChunkShape], lengths: Sequence[int]) -> float:
         """Seconds of one pass: these prompt chunks, and one token each for requests with these prefix lengths.
 
-        `lengths`: KV tokens of each decode request before the pass, without the one that it adds, in any order. 0 if
-        both are empty.
+        `lengths`: KV tokens of each decode request before the pass, without the one that it adds, in the order of the
+        batch (which matters for `no_split` only). 0 if both are empty.
         """
 
     @abstractmethod

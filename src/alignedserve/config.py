@@ -138,7 +138,9 @@ class SchedulerConfig:
     )
     cost_model: str = _key("", "measured cost model: a shipped name, a file or a folder; empty: learned while serving")
     kernel_mode: str = _key(
-        "split_kv", "how the cost model's attention kernel reads KV", choices=("split_kv", "no_split")
+        "split_kv",
+        "how the cost model's attention kernel reads KV",
+        choices=("split_kv", "no_split", "no_split_longest_first"),
     )
     block_bandwidth_gb_s: float = _key(
         0.0, "no_split: bandwidth of one thread block in GB/s; 0: the cost model's default", low=0.0
