@@ -31,6 +31,7 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.systems import default_objective_s
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
@@ -121,7 +122,9 @@ class DecodeInstance:
         self._pool_channels = [from_pool, to_pool]
         self.handover = Handover(self.copier, self._pool.reader(from_pool), to_pool, writer, plan.block_size)
         runner = await asyncio.to_thread(make_runner, tensor)
-        scheduler = IterationScheduler.configured(config, self.cache, plan.block_size)
+        scheduler = IterationScheduler.configured(
+            config, self.cache, plan.block_size, default_objective_s(config.scheduler)
+        )
         meter = IterationMeter(configured_cost(config.scheduler))
         pull, overlap = self.handover.pull, OVERLAP[config.decode.overlap]
         self.engine = engine = decode_engine(runner, config, self.capturing)

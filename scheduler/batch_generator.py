@@ -97,13 +97,16 @@ class BatchGenerator:
         """
         return self.entries(self.select(limits, seed))
 
-    def select(self, limits: BatchLimits, seed: RequestKey | None = None) -> Selection:
-        """The choice that `generate` makes, without looking up the entries: it reads only a few leaves."""
+    def select(self, limits: BatchLimits, seed: RequestKey | None = None, within: Node = (0, 0)) -> Selection:
+        """The choice that `generate` makes, without looking up the entries: it reads only a few leaves.
+
+        `within`: the node, not empty, at which the search begins if there is no seed.
+        """
         tree = self._tree
         if not len(tree):
             return Selection(limits)
-        selection = self._densest(limits) if seed is None else self._around(seed, limits)
-        if seed is None and not selection.enough and len(tree) > selection.requests:
+        selection = self._densest(limits, *within) if seed is None else self._around(seed, limits)
+        if seed is None and within == (0, 0) and not selection.enough and len(tree) > selection.requests:
             shortest = self._shortest(limits)
             if shortest.requests > selection.requests:
                 selection = shortest
@@ -125,9 +128,8 @@ class BatchGenerator:
             lengths += [leaf * width + (width + 1) // 2] * counts[leaf]
         return lengths
 
-    def _densest(self, limits: BatchLimits) -> Selection:
+    def _densest(self, limits: BatchLimits, level: int, index: int) -> Selection:
         tree = self._tree
-        level = index = 0
         while not self._node_fits(limits, level, index):  # case 2
             if level == tree.depth:
                 return self._cut_leaf(limits, index)

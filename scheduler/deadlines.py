@@ -1,34 +1,35 @@
-"""Requests by the time at which each is due, by its own wait objective."""
+"""Keys (of requests, say) by the time at which each is due."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
+from typing import Any, Generic, TypeVar
 
-from alignedserve.request import RequestKey
+Key = TypeVar("Key", bound=tuple[Any, ...])
 
-SPARE = 64  # entries of removed requests before the heap is rebuilt
+SPARE = 64  # entries of removed keys before the heap is rebuilt
 
 
-class Deadlines:
-    """A heap; removed requests are skipped when they reach the top. O(log n) an operation, amortised."""
+class Deadlines(Generic[Key]):
+    """A heap; removed keys are skipped when they reach the top. O(log n) an operation, amortised."""
 
     def __init__(self) -> None:
-        self._due_s: dict[RequestKey, float] = {}
-        self._heap: list[tuple[float, RequestKey]] = []
+        self._due_s: dict[Key, float] = {}
+        self._heap: list[tuple[float, Key]] = []
 
     def __len__(self) -> int:
         return len(self._due_s)
 
-    def __contains__(self, key: RequestKey) -> bool:
+    def __contains__(self, key: Key) -> bool:
         return key in self._due_s
 
-    def __iter__(self) -> Iterator[RequestKey]:
+    def __iter__(self) -> Iterator[Key]:
         return iter(self._due_s)
 
-    def set(self, key: RequestKey, due_s: float) -> None:
-        """Set the deadline of a request, replacing the previous one; infinite: never due."""
+    def set(self, key: Key, due_s: float) -> None:
+        """Set the deadline of a key, replacing the previous one; infinite: never due."""
         self._due_s[key] = due_s
         if due_s < math.inf:
             heappush(self._heap, (due_s, key))
@@ -36,11 +37,11 @@ class Deadlines:
                 self._heap = [(due_s, key) for key, due_s in self._due_s.items() if due_s < math.inf]
                 heapify(self._heap)
 
-    def discard(self, key: RequestKey) -> None:
+    def discard(self, key: Key) -> None:
         self._due_s.pop(key, None)
 
-    def first(self) -> tuple[float, RequestKey] | None:
-        """(deadline, key) of the request that is due first; None if none has a finite deadline."""
+    def first(self) -> tuple[float, Key] | None:
+        """(deadline, key) of the key that is due first; None if none has a finite deadline."""
         heap = self._heap
         while heap and self._due_s.get(heap[0][1]) != heap[0][0]:
             heappop(heap)
@@ -51,8 +52,8 @@ class Deadlines:
         first = self.first()
         return math.inf if first is None else first[0]
 
-    def pop_due(self, now_s: float) -> list[tuple[float, RequestKey]]:
-        """Remove and return (deadline, key) of the requests that are due, earliest first."""
+    def pop_due(self, now_s: float) -> list[tuple[float, Key]]:
+        """Remove and return (deadline, key) of the keys that are due, earliest first."""
         found = []
         while self.next_s() <= now_s:
             due = heappop(self._heap)

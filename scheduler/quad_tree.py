@@ -136,11 +136,14 @@ class QuadTree:
 
         This includes batches that no instance had room for, so that another of equally dense ranges is tried next time.
         """
+        for level, index in self.above(leaves):
+            self.last_batch_s[level][index] = now_s
+
+    def above(self, leaves: Iterable[int]) -> Iterator[Node]:
+        """These leaves and every node above them, each once."""
         touched = set(leaves)
         for level in range(self.depth, -1, -1):
-            stamps = self.last_batch_s[level]
-            for index in touched:
-                stamps[index] = now_s
+            yield from ((level, index) for index in touched)
             touched = {index // FAN_OUT for index in touched}
 
     def check_integrity(self) -> None:

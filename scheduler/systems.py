@@ -16,7 +16,7 @@ import math
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 
 from alignedserve.config import SchedulerConfig
@@ -54,6 +54,7 @@ class System:
 _POLICIES = "alignedserve.scheduler.policies"
 _COLOCATED = "alignedserve.scheduler.colocated"
 _NO_PREFETCH = {"cluster.prefetch": False}
+WAITING_RULES = {"overdue": "aligned:AlignedPolicy", "paper": "paper_rule:PaperRulePolicy"}
 
 
 def _disaggregated(name: str, target: str, summary: str, settings: Mapping[str, object] | None = None) -> System:
@@ -156,10 +157,27 @@ def policy_class(system: System) -> type[BatchPolicy]:
     return target
 
 
+def configured_policy(config: SchedulerConfig) -> type[BatchPolicy]:
+    """The class of the configured batch-formation policy. Raises ConfigError."""
+    system = resolve(config.policy)
+    if system.target == SYSTEMS["aligned"].target:
+        system = replace(system, target=f"{_POLICIES}.{WAITING_RULES[config.waiting_rule]}")
+    return policy_class(system)
+
+
+def default_objective_s(config: SchedulerConfig) -> float:
+    """The wait objective of requests that set none: infinite if the policy itself bounds waits.
+
+    A user-defined policy is not asked, because not every process can import it.
+    """
+    overdue = config.policy not in SYSTEMS or configured_policy(config).OVERDUE
+    return config.starvation_after_s if overdue else math.inf
+
+
 def make_policy(config: SchedulerConfig) -> BatchPolicy:
     """The configured batch-formation policy; a user-defined one is guarded. Raises ConfigError."""
     system = resolve(config.policy)
-    kind = policy_class(system)
+    kind = configured_policy(config)
     return kind(config) if system.name in SYSTEMS else GuardedPolicy(config, system.name, kind)
 
 

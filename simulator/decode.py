@@ -22,6 +22,7 @@ from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler
 from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Evict, IterationPlan, Join
+from alignedserve.scheduler.systems import default_objective_s
 from alignedserve.simulator.buffers import decode_report
 from alignedserve.simulator.clock import Event
 from alignedserve.simulator.leap import Leap
@@ -48,7 +49,9 @@ class SimulatedDecode:
         self.steps = StepRecorder()
         self.cache = BlockAllocator(cell.sizes.decode_cache, f"{name}/cache")
         config = cell.config
-        self.scheduler = IterationScheduler.configured(config, self.cache, cell.block_size)
+        self.scheduler = IterationScheduler.configured(
+            config, self.cache, cell.block_size, default_objective_s(config.scheduler)
+        )
         self.from_pool, self.to_pool = cell.pool_link(), cell.pool_link()
         self.to_peers, self.from_peers = cell.peer_link(), cell.peer_link()
         self._cell = cell

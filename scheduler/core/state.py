@@ -21,7 +21,7 @@ from alignedserve.scheduler.core.request_table import Record, RequestState, Requ
 from alignedserve.scheduler.core.waiting import WaitingClock
 from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.scheduler.policies.base import Entry
-from alignedserve.scheduler.systems import make_policy
+from alignedserve.scheduler.systems import default_objective_s, make_policy
 
 
 class CoreState:
@@ -34,10 +34,10 @@ class CoreState:
         self.instances = Instances()  # what is known of each instance, by id, while the view names it
         self.queue = PrefillQueue()  # keys of QUEUED requests, in the order in which they are to be prefilled
         self.ledger = PoolLedger()  # blocks of each shard by request, until the shard is told to release them
-        # Since when each WAITING request waits, by key, and when it is overdue.
-        self.clock = WaitingClock(config.scheduler.starvation_after_s, config.scheduler.late_share)
-        self.decode_times = DecodeTimes()  # how long answers decode, for predictions
         self.policy = make_policy(config.scheduler)  # entries of WAITING requests, by key
+        # Since when each WAITING request waits, by key, and when it is overdue.
+        self.clock = WaitingClock(default_objective_s(config.scheduler), config.scheduler.late_share)
+        self.decode_times = DecodeTimes()  # how long answers decode, for predictions
         self.changed: dict[str, None] = {}  # decode instances to look at again, by id, until they were
         self.actions: list[Action] = []  # in order, until `take_actions`; like the next two
         self._released: list[RequestKey] = []  # requests whose copies the pool may drop

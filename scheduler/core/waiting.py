@@ -66,7 +66,7 @@ class WaitingClock:
         self._most_late = late_share
         self._waits: dict[RequestKey, _Wait] = {}
         self._in_time: dict[float, AgeOrder] = {}  # by objective
-        self._overdue_in_pool = Deadlines()
+        self._overdue_in_pool = Deadlines[RequestKey]()
         self._look_again_s = -math.inf
         self._overdue = 0
 

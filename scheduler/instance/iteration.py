@@ -91,7 +91,7 @@ class IterationScheduler:
         self._starvation_after_s = starvation_after_s
         self._join_window = join_window
         self._waiting = CandidateBuffers()  # candidates by key, until they join, go back or are withdrawn
-        self._deadlines = Deadlines()  # of candidates that were not found overdue here: offered, or evicted
+        self._deadlines = Deadlines[RequestKey]()  # of candidates that were not found overdue here: offered, or evicted
         self._giving_back: dict[RequestKey, None] = {}  # candidates that the next plan returns to the tree
         self._lease_blocks = 0  # left of the standing lease in the requests buffer: evictions take them
         self._batch_id = 0  # of the batch that runs, or is switched to
@@ -103,16 +103,12 @@ class IterationScheduler:
         self._iterations = self._switch_iterations = self._evictions = 0  # since the start
 
     @classmethod
-    def configured(cls, config: Config, allocator: BlockAllocator, block_size: int) -> IterationScheduler:
-        """The scheduler of a decode instance with this configuration."""
-        settings = config.scheduler
-        return cls(
-            config.decode,
-            allocator,
-            block_size,
-            starvation_after_s=settings.starvation_after_s,
-            join_window=settings.join_window,
-        )
+    def configured(
+        cls, config: Config, allocator: BlockAllocator, block_size: int, objective_s: float
+    ) -> IterationScheduler:
+        """The scheduler of a decode instance. `objective_s`: wait objective of requests that set none."""
+        window = config.scheduler.join_window
+        return cls(config.decode, allocator, block_size, starvation_after_s=objective_s, join_window=window)
 
     # events from the worker
 

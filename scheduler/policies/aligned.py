@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from heapq import merge
 from itertools import chain, islice
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.batch_generator import BatchGenerator
+from alignedserve.scheduler.batch_generator import BatchGenerator, Selection
 from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry
 from alignedserve.scheduler.quad_tree import QuadTree
 
@@ -29,9 +30,16 @@ class AlignedPolicy(BatchPolicy):
         return self.tree.requests[0][0], self.tree.blocks[0][0]
 
     def form(self, limits: BatchLimits, seed: RequestKey | None, now_s: float) -> list[Entry]:
-        selection = self._generator.select(limits, seed)
-        self.tree.stamp(chain(selection.leaves, selection.cut), now_s)
+        selection = self._select(limits, seed, now_s)
+        self._yielded(chain(selection.leaves, selection.cut), now_s)
         return self._generator.entries(selection)
+
+    def _select(self, limits: BatchLimits, seed: RequestKey | None, now_s: float) -> Selection:
+        return self._generator.select(limits, seed)
+
+    def _yielded(self, leaves: Iterable[int], now_s: float) -> None:
+        """A batch of these leaves was chosen."""
+        self.tree.stamp(leaves, now_s)
 
     def matches(self, tokens: int, shortest_tokens: int, longest_tokens: int) -> bool:
         return shortest_tokens <= tokens <= longest_tokens

@@ -83,7 +83,7 @@ class AlignedCostPolicy(AlignedPolicy):
             batches = [first, *self._others(first, limits)] if first.enough else [first]
             best = self._best([self._generator.lengths(one) for one in batches], self._rate)
             batch = self._generator.entries(batches[best])
-        self.tree.stamp({self.tree.leaf_of(entry.tokens) for entry in batch}, now_s)
+        self._yielded({self.tree.leaf_of(entry.tokens) for entry in batch}, now_s)
         return batch
 
     # while no request is overdue

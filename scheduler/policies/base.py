@@ -59,6 +59,10 @@ class BatchPolicy(ABC):
     BY_LENGTH: ClassVar[bool] = True
     """Decode instances specialise by length. If False, each request goes to the instance with the least load."""
 
+    OVERDUE: ClassVar[bool] = True
+    """Requests without a wait objective of their own are overdue after `scheduler.starvation_after_s`. If False, never:
+    the policy itself bounds their waits."""
+
     NEEDS_OUTPUT_LENGTHS: ClassVar[bool] = False
     """An oracle, which the simulator tells the output lengths. It cannot serve in a cluster."""
 

@@ -13,6 +13,7 @@ from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry
 
 class FcfsPolicy(BatchPolicy):
     BY_LENGTH = False
+    OVERDUE = False
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._entries: dict[RequestKey, Entry] = {}

@@ -166,8 +166,15 @@ class SchedulerConfig:
     join_window: float = _key(
         0.25, "share by which a prefix length may differ from the running batch and still match it", low=0.0
     )
+    waiting_rule: str = _key(
+        "overdue",
+        "policy aligned: what bounds waits. overdue: earliest deadline first; paper: subtrees without a batch first",
+        choices=("overdue", "paper"),
+    )
     starvation_after_s: float = _key(
-        5.0, "wait objective, in seconds, of requests that set none; overdue requests take priority", low=0.0
+        5.0,
+        "overdue: wait objective of requests that set none; paper: seconds without a batch until a subtree goes first",
+        low=0.0,
     )
     late_share: float = _key(
         0.05,

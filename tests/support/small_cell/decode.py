@@ -12,6 +12,7 @@ from alignedserve.scheduler.core.events import Finished, Joined, Lost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler, IterationStatus
 from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Evict, IterationPlan, RunItem
+from alignedserve.scheduler.systems import default_objective_s
 from alignedserve.simulator.buffers import decode_report
 from support.small_cell import times
 from support.small_cell.pool import Write
@@ -27,7 +28,9 @@ class Decode:
         self.alive = True
         config = cell.config
         self.cache = BlockAllocator(cell.shape.decode_cache, f"{name}/cache")
-        self.scheduler = IterationScheduler.configured(config, self.cache, cell.shape.block_size)
+        self.scheduler = IterationScheduler.configured(
+            config, self.cache, cell.shape.block_size, default_objective_s(config.scheduler)
+        )
         self.source: dict[RequestKey, str] = {}  # the prefill instance of each candidate, or "" for the pool
         self.length: dict[RequestKey, int] = {}  # KV tokens of each request that is held
         self.broken: set[RequestKey] = set()  # being copied from an instance that has ended
