@@ -54,7 +54,11 @@ class System:
 _POLICIES = "alignedserve.scheduler.policies"
 _COLOCATED = "alignedserve.scheduler.colocated"
 _NO_PREFETCH = {"cluster.prefetch": False}
-WAITING_RULES = {"overdue": "aligned:AlignedPolicy", "paper": "paper_rule:PaperRulePolicy"}
+WAITING_RULES = {
+    "overdue": "aligned:AlignedPolicy",
+    "paper": "paper_rule:PaperRulePolicy",
+    "rounds": "rounds:RoundsPolicy",
+}
 
 
 def _disaggregated(name: str, target: str, summary: str, settings: Mapping[str, object] | None = None) -> System:

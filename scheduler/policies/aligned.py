@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from heapq import merge
 from itertools import chain, islice
@@ -52,16 +53,22 @@ class AlignedPolicy(BatchPolicy):
         left, right = tree.leaves_between(first, middle, leftwards=True), tree.leaves_between(middle + 1, last)
         leaves = merge(left, right, key=lambda leaf: abs(2 * leaf - first - last))
         found: list[Entry] = []
-        blocks = 0
+        blocks, latest_s = 0, self._latest_s()
         for leaf in leaves:
             at_end = leaf in (first, last)
             for entry in islice(tree.oldest(leaf), MOST_LOOKED_AT) if at_end else tree.oldest(leaf):
                 if len(found) >= limits.max_requests or blocks + entry.blocks > limits.max_blocks:
                     return found  # also for entries outside the range: the leaf may hold thousands of them
+                if entry.since_s > latest_s:
+                    break
                 if not at_end or shortest_tokens <= entry.tokens <= longest_tokens:
                     found.append(entry)
                     blocks += entry.blocks
         return found
+
+    def _latest_s(self) -> float:
+        """Since when a request may wait at most to join late."""
+        return math.inf
 
     def check_integrity(self) -> None:
         self.tree.check_integrity()

@@ -168,8 +168,8 @@ class SchedulerConfig:
     )
     waiting_rule: str = _key(
         "overdue",
-        "policy aligned: what bounds waits. overdue: earliest deadline first; paper: subtrees without a batch first",
-        choices=("overdue", "paper"),
+        "policy aligned: overdue: earliest deadline first; paper: subtrees without a batch first; rounds: by length",
+        choices=("overdue", "paper", "rounds"),
     )
     starvation_after_s: float = _key(
         5.0,

@@ -1,0 +1,146 @@
+"""Rounds over prefix lengths: batches go upward from the shortest waiting requests to the longest, then begin again.
+
+A round serves the requests that waited when it began, each batch the contiguous range that begins where the last one
+ended. So consecutive batches hold adjacent lengths, running requests grow in the direction of the round, and no request
+waits longer than the rest of one round and the next one. A request with its own wait objective that is overdue is the
+seed of a batch of its neighbours, in between.
+
+Late joins keep to the round, too: while members of the round wait, requests that arrived after it began do not take
+their room. An evicted request waits for the next round.
+
+Where unequal lengths cost little, a round in order of length only delays the long requests. If the cost model knows
+that, the round goes in order of arrival.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import takewhile
+
+from alignedserve.config import SchedulerConfig
+from alignedserve.errors import AccountingError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.age_order import AgeOrder
+from alignedserve.scheduler.batch_generator import Selection
+from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.policies.aligned import AlignedPolicy
+from alignedserve.scheduler.policies.base import BatchLimits, Entry, InstanceState, as_many_as_fit
+
+LATE_S = 10.0  # requests that arrived so soon after a round began may join late while its members wait
+LEAST_BUBBLE = 0.12  # share of an iteration's time that unequal lengths must cost for a round in order of length
+
+
+class RoundsPolicy(AlignedPolicy):
+    """Between turns the position only moves upward. A batch that was not sent is formed again."""
+
+    OVERDUE = False
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self._ages = AgeOrder()
+        self._begun_s = -math.inf  # when the round began
+        self._leaf = 0  # no member of the round that still waits is in a leaf before it, except returned ones
+        self._members = 0  # of the round that still wait
+        self._in_order_of_age = False
+        self._instance: InstanceState | None = None
+        self._cost: StepCost | None = None
+        if config.cost_model:
+            from alignedserve.scheduler.cost.load import configured_cost
+
+            self._cost = configured_cost(config)
+
+    def use_cost(self, cost: StepCost) -> None:
+        self._cost = cost
+
+    def look_at(self, instance: InstanceState) -> None:
+        self._instance = instance
+
+    def insert(self, entry: Entry) -> None:
+        super().insert(entry)
+        self._ages.add(entry.key, entry.since_s)
+        self._members += self._is_member(entry)
+
+    def remove(self, key: RequestKey) -> None:
+        entry = self.tree.remove(key)
+        self._ages.remove(key, entry.since_s)
+        self._members -= self._is_member(entry)
+
+    def matching(self, shortest_tokens: int, longest_tokens: int, limits: BatchLimits) -> list[Entry]:
+        if self._in_order_of_age:
+            return as_many_as_fit(self._oldest(), limits)
+        return super().matching(shortest_tokens, longest_tokens, limits)
+
+    def matches(self, tokens: int, shortest_tokens: int, longest_tokens: int) -> bool:
+        return self._in_order_of_age or super().matches(tokens, shortest_tokens, longest_tokens)
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        members = sum(self._is_member(self.tree.entry(key)) for key in self._ages)
+        if members != self._members or len(self._ages) != len(self.tree):
+            raise AccountingError(f"the round counts {self._members} waiting members; a recount gives {members}")
+
+    # internal
+
+    def _select(self, limits: BatchLimits, seed: RequestKey | None, now_s: float) -> Selection:
+        if seed is not None:
+            return super()._select(limits, seed, now_s)
+        selection = self._next(limits)
+        if not selection.requests and len(self.tree):
+            self._begun_s, self._leaf, self._members = now_s, 0, len(self.tree)
+            self._in_order_of_age = not self._pays(limits)
+            selection = self._next(limits)
+        return selection
+
+    def _next(self, limits: BatchLimits) -> Selection:
+        """The next batch of the round; empty if no member waits from the position on."""
+        selection = Selection(limits)
+        if not self._members:
+            return selection
+        if self._in_order_of_age:
+            for entry in takewhile(self._is_member, self._oldest()):
+                if not self._take(selection, entry, self.tree.leaf_of(entry.tokens)):
+                    break
+            return selection
+        tree = self.tree
+        for leaf in tree.leaves_between(self._leaf, tree.leaf_of(tree.max_tokens)):
+            for entry in takewhile(self._is_member, tree.oldest(leaf)):
+                if not self._take(selection, entry, leaf):
+                    return selection
+                if selection.requests == 1:
+                    self._leaf = leaf
+        return selection
+
+    def _take(self, selection: Selection, entry: Entry, leaf: int) -> bool:
+        """Whether the entry fits. The first may be larger than K."""
+        if selection.requests and not selection.fits(1, entry.blocks):
+            return False
+        selection.add((), 1, entry.blocks)
+        selection.parts.append(entry)
+        if selection.cut[-1:] != [leaf]:
+            selection.cut.append(leaf)
+            selection.runs += 1
+        return True
+
+    def _latest_s(self) -> float:
+        return self._begun_s + LATE_S if self._members else math.inf
+
+    def _is_member(self, entry: Entry) -> bool:
+        return entry.since_s <= self._begun_s
+
+    def _oldest(self) -> Iterator[Entry]:
+        return (self.tree.entry(key) for key in self._ages)
+
+    def _pays(self, limits: BatchLimits) -> bool:
+        """Whether a round in order of length can save time: by what an iteration of the oldest requests that fill the
+        cache loses to unequal lengths. True if that is not known."""
+        if self._cost is None:
+            return True
+        blocks = limits.max_blocks
+        if self._instance is not None and self._instance.cache_tokens:
+            oldest = next(self._oldest())
+            blocks = max(blocks, self._instance.cache_tokens * oldest.blocks // max(1, oldest.tokens))
+        filled = as_many_as_fit(self._oldest(), BatchLimits(blocks, 1, limits.max_requests))
+        lengths = [entry.tokens for entry in filled]
+        step_s = self._cost.step_s((), lengths)
+        return step_s - self._cost.balanced_step_s((), lengths) >= LEAST_BUBBLE * step_s
