@@ -28,7 +28,7 @@ from alignedserve.scheduler.policies.aligned import AlignedPolicy
 from alignedserve.scheduler.policies.base import BatchLimits, Entry, InstanceState, as_many_as_fit
 
 LATE_S = 10.0  # requests that arrived so soon after a round began may join late while its members wait
-LEAST_BUBBLE = 0.12  # share of an iteration's time that unequal lengths must cost for a round in order of length
+LEAST_BUBBLE = 0.1  # share of an iteration's time that unequal lengths must cost for a round in order of length
 
 
 class RoundsPolicy(AlignedPolicy):

@@ -30,10 +30,16 @@ def make_cell(
     prefetch: bool = True,
     after_s: float = DEFAULT_S,
     late_share: float = 1.0,
+    rule: str = "overdue",
     **sizes: int,
 ) -> SmallCell:
     scheduler = SchedulerConfig(
-        max_prefix_tokens=256, min_batch_requests=4, leaf_tokens=4, starvation_after_s=after_s, late_share=late_share
+        max_prefix_tokens=256,
+        min_batch_requests=4,
+        leaf_tokens=4,
+        waiting_rule=rule,
+        starvation_after_s=after_s,
+        late_share=late_share,
     )
     sizes = {"pool_blocks": 4000, "batch_buffer": 40, "requests_buffer": 40, "max_running": 6, **sizes}
     return SmallCell(Shape(seed=seed, decodes=decodes, prefetch=prefetch, scheduler=scheduler, **sizes))
@@ -110,10 +116,25 @@ def test_no_request_waits_past_the_bound(
     assert not bound.broken()
 
 
+@pytest.mark.parametrize("rule", ["rounds", "paper"])
+@pytest.mark.parametrize("load", LOADS)
+@settings(machine_settings(8), phases=[Phase.generate])
+@given(seed=st.integers(0, 10_000), decodes=st.sampled_from((1, 2)), prefetch=st.booleans())
+def test_every_request_ends_under_the_other_rules(
+    load: Callable[[Load], None], rule: str, seed: int, decodes: int, prefetch: bool
+) -> None:
+    cell = make_cell(seed, decodes=decodes, prefetch=prefetch, rule=rule, decode_cache=400, prefill_cache=120)
+    load(Load(cell, random.Random(seed)))
+    cell.run()
+    cell.check_nothing_is_left()
+    assert {wait.request_id for wait in Bound(cell).waits} == set(cell.requests)
+
+
+@pytest.mark.parametrize("rule", ["overdue", "rounds", "paper"])
 @pytest.mark.parametrize("prefetch", [True, False])
-def test_an_overdue_request_does_not_wait_for_the_candidate_batch_of_others(prefetch: bool) -> None:
+def test_an_overdue_request_does_not_wait_for_the_candidate_batch_of_others(prefetch: bool, rule: str) -> None:
     sizes = {"decode_cache": 800, "pool_blocks": 8000, "prefill_cache": 400, "batch_buffer": 240, "max_running": 4}
-    cell = make_cell(1, prefetch=prefetch, after_s=5.0, **sizes)
+    cell = make_cell(1, prefetch=prefetch, after_s=5.0, rule=rule, **sizes)
     load = Load(cell, random.Random(1))
     for number in range(4):
         load.one(f"running-{number}", 0.0, 12, 600)

@@ -1,4 +1,4 @@
-"""`scheduler.waiting_rule`: which policy it chooses, and the paper's own rule to the letter."""
+"""`scheduler.waiting_rule`: which policy it chooses, the paper's own rule to the letter, and rounds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.policies.aligned import AlignedPolicy
 from alignedserve.scheduler.policies.aligned_cost import AlignedCostPolicy
-from alignedserve.scheduler.policies.base import BatchLimits, Entry
+from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry
 from alignedserve.scheduler.policies.fcfs import FcfsPolicy
 from alignedserve.scheduler.policies.paper_rule import PaperRulePolicy
+from alignedserve.scheduler.policies.rounds import LATE_S, RoundsPolicy
 from alignedserve.scheduler.systems import configured_policy, default_objective_s, make_policy
 
 LIMITS = BatchLimits(max_blocks=10_000, min_requests=2, max_requests=100)
@@ -27,12 +29,12 @@ def paper_rule(after_s: float = 5.0) -> PaperRulePolicy:
     return policy
 
 
-def insert(policy: PaperRulePolicy, since_s: float, *lengths: int) -> None:
+def insert(policy: BatchPolicy, since_s: float, *lengths: int) -> None:
     for number, tokens in enumerate(lengths):
         policy.insert(Entry(RequestKey(f"{since_s:g}-{tokens}-{number}"), tokens, tokens, since_s))
 
 
-def take(policy: PaperRulePolicy, now_s: float, limits: BatchLimits = LIMITS) -> list[int]:
+def take(policy: BatchPolicy, now_s: float, limits: BatchLimits = LIMITS) -> list[int]:
     found = policy.form(limits, None, now_s)
     for entry in found:
         policy.remove(entry.key)
@@ -46,6 +48,7 @@ def take(policy: PaperRulePolicy, now_s: float, limits: BatchLimits = LIMITS) ->
         ("aligned", "overdue", AlignedPolicy, 5.0),
         ("aligned", "paper", PaperRulePolicy, math.inf),
         ("aligned-no-prefetch", "paper", PaperRulePolicy, math.inf),
+        ("aligned", "rounds", RoundsPolicy, math.inf),
         ("aligned-cost", "paper", AlignedCostPolicy, 5.0),
         ("fcfs", "overdue", FcfsPolicy, math.inf),
     ],
@@ -111,3 +114,103 @@ def test_every_node_with_requests_has_a_stamp(steps: list[tuple[str, int, int]])
             now_s += count / 3
         policy.check_integrity()
     assert policy.totals()[0] == waiting
+
+
+def rounds(**keys: object) -> RoundsPolicy:
+    config = SchedulerConfig(waiting_rule="rounds", max_prefix_tokens=4096, leaf_tokens=16, **keys)  # type: ignore[arg-type]
+    policy = make_policy(config)
+    assert isinstance(policy, RoundsPolicy)
+    return policy
+
+
+def test_batches_of_a_round_go_upward_and_the_next_round_begins_at_the_shortest() -> None:
+    policy, limits = rounds(), BatchLimits(1000, 2, 100)
+    insert(policy, 0.0, 900, 100, 300, 310, 90, 500, 2000)
+    assert sorted(take(policy, 1.0, limits)) == [90, 100, 300, 310]
+    insert(policy, 2.0, 80, 600)
+    assert take(policy, 3.0, limits) == [500]
+    assert take(policy, 3.0, limits) == [900]
+    assert take(policy, 3.0, limits) == [2000]  # larger than K
+    assert sorted(take(policy, 4.0, limits)) == [80, 600]
+    assert take(policy, 5.0, limits) == []
+
+
+def test_a_batch_that_was_not_sent_is_formed_again() -> None:
+    policy, limits = rounds(), BatchLimits(500, 2, 100)
+    insert(policy, 0.0, 100, 200, 210, 1000)
+    first = policy.form(limits, None, 1.0)
+    assert policy.form(limits, None, 2.0) == first
+    assert [entry.tokens for entry in first] == [100, 200]
+    policy.remove(first[-1].key)
+    assert sorted(take(policy, 3.0, limits)) == [100, 210]
+    assert take(policy, 3.0, limits) == [1000]
+
+
+def test_an_overdue_request_is_served_in_between_with_its_neighbours() -> None:
+    policy, limits = rounds(), BatchLimits(3000, 2, 3)
+    insert(policy, 0.0, 100, 110, 120, 130, 1000, 1010, 1020)
+    assert sorted(take(policy, 1.0, limits)) == [100, 110, 120]
+    found = policy.form(limits, RequestKey("0-1010-5"), 1.0)
+    assert [entry.tokens for entry in found] == [1010, 1020]
+    for entry in found:
+        policy.remove(entry.key)
+    assert 130 in take(policy, 1.0, limits)
+
+
+def test_newcomers_join_late_only_when_no_member_of_the_round_waits() -> None:
+    policy, limits = rounds(), BatchLimits(250, 2, 100)
+    insert(policy, 0.0, 100, 110, 1000)
+    assert sorted(take(policy, 1.0, limits)) == [100, 110]
+    insert(policy, 1.0 + LATE_S, 105)
+    insert(policy, 1.0 + LATE_S + 0.1, 106)
+    assert [entry.tokens for entry in policy.matching(90, 120, LIMITS)] == [105]
+    assert take(policy, 30.0, limits) == [1000]
+    assert [entry.tokens for entry in policy.matching(90, 120, LIMITS)] == [105, 106]
+
+
+@pytest.mark.parametrize(("model", "in_order"), [("rtxpro6000-llama-3.1-8b", "age"), ("a100-opt-13b", "length")])
+def test_a_round_goes_in_order_of_arrival_where_unequal_lengths_cost_little(model: str, in_order: str) -> None:
+    policy = rounds()
+    policy.use_cost(load_step_cost(model))
+    lengths = [4000, *[200] * 60, 3000, *[300] * 40]
+    insert(policy, 0.0, *lengths)
+    found = take(policy, 1.0, BatchLimits(12_000, 36, 256))
+    assert found == (lengths[: len(found)] if in_order == "age" else [200] * 60)
+    assert policy.matches(4000, 200, 210) is (in_order == "age")
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["insert", "insert", "take", "late", "seed"]), st.integers(1, 5000), st.integers(1, 8)
+        ),
+        max_size=80,
+    )
+)
+@settings(max_examples=80, deadline=None)
+def test_no_request_is_passed_over_by_more_than_two_turns(steps: list[tuple[str, int, int]]) -> None:
+    policy, now_s = rounds(), 0.0
+    turns_at: dict[RequestKey, int] = {}
+    turns = 0
+    for number, (what, tokens, count) in enumerate(steps):
+        now_s += 1.0
+        limits = BatchLimits(800 * count, 2, count)
+        if what == "insert":
+            entry = Entry(RequestKey(str(number)), tokens, tokens, now_s)
+            policy.insert(entry)
+            turns_at[entry.key] = turns
+            found = []
+        elif what == "late":
+            found = policy.matching(tokens // 2, tokens, limits)
+        else:
+            begun_s = policy._begun_s
+            seed = next(iter(turns_at), None) if what == "seed" else None
+            found = policy.form(limits, seed, now_s)
+            assert bool(found) == bool(turns_at)
+            assert seed is None or seed in [entry.key for entry in found]
+            turns += policy._begun_s != begun_s
+        for entry in found:
+            policy.remove(entry.key)
+            assert turns - turns_at.pop(entry.key) <= 2
+        policy.check_integrity()
+        assert all(turns - since <= 2 for since in turns_at.values())
