@@ -412,6 +412,28 @@ def test_options_that_cannot_be_end_with_a_message(
     assert problem in capsys.readouterr().err
 
 
+def test_the_load_sweep_has_every_rule_load_and_metric(
+    capsys: pytest.CaptureFixture[str], data: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "figures.csv"
+    arguments = ("--data", str(data), "--limit", "12", "--loads", "0.9,at-once", "--csv", str(file))
+    text = report(capsys, "load_sweep", *arguments)
+    rules = ["aligned, overdue", "aligned, paper", "aligned, rounds"]
+    with file.open(encoding="utf-8", newline="") as lines:
+        figures = list(csv.DictReader(lines))
+    names = ["95 % short", "uniform, 500", "ShareGPT-8k", "arXiv summarization", "Azure code", "Azure conversation"]
+    names.append("Mooncake")
+    assert [row["workload"] for row in figures if row["metric"] == "tpot_p99_s"] == 2 * names
+    assert len(figures) == 2 * 6 * len(names)
+    assert {row["load"] for row in figures} == {"0", "0.9"}
+    assert all(float(row[name]) >= 0 for row in figures for name in ("fcfs", *rules))
+    shown = rows_of(text, "workload | prefill:decode | fcfs")
+    assert [row["workload"] for row in shown] == names
+    assert figure(shown[0]["fcfs"]) == pytest.approx(float(figures[0]["fcfs"]), rel=1e-3)
+    ratio = float(figures[0]["aligned, rounds"]) / float(figures[0]["fcfs"])
+    assert figure(shown[0]["aligned, rounds / fcfs"]) == pytest.approx(ratio, abs=5e-3)
+
+
 def test_worth_it_has_every_workload_policy_and_metric(
     capsys: pytest.CaptureFixture[str], data: Path, tmp_path: Path
 ) -> None:

@@ -70,7 +70,7 @@ def test_the_bubble_is_what_unequal_lengths_cost_more_than_equal_ones() -> None:
 
 def test_the_bubble_is_the_simulators_where_it_is_below_0_too() -> None:
     prompts = [2745, 1450, 2156, 2604, 1908, 2866]  # one round of jobs is shorter than two at equal lengths
-    cost = load_step_cost("rtxpro6000-llama-3.1-8b", kernel_mode="no_split", block_bandwidth=5e9)
+    cost = load_step_cost("rtxpro6000-llama-3.1-8b", kernel_mode="no_split_longest_first", block_bandwidth=5e9)
     load = Workload(tuple(Arrival(f"r{number}", 0.0, tokens, 80) for number, tokens in enumerate(prompts)))
     hardware = Hardware(kv_tokens=40_000, kv_bytes_per_token=1 << 17, pool_tokens=80_000)
     found = simulate(load, resolve("fcfs"), Config(), hardware, cost, cost)
