@@ -105,7 +105,7 @@ async def test_the_kv_of_an_answer_that_no_client_reads_is_free_once_it_is_gener
     async with asyncio.timeout(60.0):
         while b"data: [DONE]" not in whole[-200:]:
             piece = await reader.read(1 << 20)
-            assert piece, "the stream broke off"
+            assert piece, f"the stream broke off after {whole[-500:]!r}"
             whole += piece
     assert whole.count(b'"finish_reason":"length"') == 32
     writer.close()
