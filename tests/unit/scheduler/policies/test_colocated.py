@@ -213,6 +213,7 @@ moves = st.lists(st.one_of(request, st.just("pass"), st.just("pass"), st.integer
 def test_whatever_comes_every_request_ends_and_nothing_is_left(name, moves, blocks, ahead):
     """Each pass is within its limits, with blocks for its work. Some request advances; finally all have ended."""
     limits = {"vllm": {"max_num_batched_tokens": 64, "max_num_seqs": 5, "async_scheduling": ahead}}
+    limits["vllm"]["prefix_caching"] = False  # all is computed again after a preemption
     limits["sarathi"] = {"token_budget": 64, "max_num_seqs": 5, "dynamic": ahead, "chunk_high": 64, "chunk_low": 16}
     limits |= {"fastgen": {"token_budget": 64, "max_num_seqs": 5}, "static": {"max_batch": 5}}
     limits["orca"] = {"max_batch": 5, "n_workers": 1 + ahead}
