@@ -288,9 +288,12 @@ async def test_noise_and_nonsense_break_nothing(served: Served) -> None:
         for role_id, names in OFFERED.items()
         for service in (SERVICES[name] for name in names)
         for method in service.methods
-        if method.name not in OBEYED
         # All on one stream, on a stream each, and a stream that ends before it has begun.
-        for data in (nonsense.payloads(method, draw, 6), *([one] for one in nonsense.payloads(method, draw, 4)), [])
+        for data in (
+            [[nonsense.CORRUPT]]
+            if method.name in OBEYED
+            else (nonsense.payloads(method, draw, 6), *([one] for one in nonsense.payloads(method, draw, 4)), [])
+        )
     ]
     calls += [
         nonsense.call(

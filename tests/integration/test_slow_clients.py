@@ -106,7 +106,7 @@ async def send(
 
 async def ask(url: str, *, h2c: bool = False, **options: object) -> float:
     """Seconds that a whole completion takes."""
-    async with httpx.AsyncClient(base_url=url, timeout=60.0, http1=not h2c, http2=h2c) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=40.0, http1=not h2c, http2=h2c) as http:
         begun_s = time.monotonic()
         answered = await http.post("/v1/completions", json={**BODY, **options})
         assert answered.status_code == 200, answered.text

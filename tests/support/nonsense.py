@@ -14,6 +14,7 @@ from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor, Servic
 from google.protobuf.message_factory import GetMessageClass
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+CORRUPT = b"\xff" * 9  # no message
 _NUMBERS = (0, 1, 2, 7, 63, 1 << 20, (1 << 31) - 1)
 _WORDS = ("", "x", "nobody-0", "gateway-9", "é" * 40, "a" * 70_000)
 
@@ -100,7 +101,7 @@ def payloads(method: MethodDescriptor, draw: random.Random, count: int) -> list[
     """Requests of a method: well-formed ones, truncated ones, and noise."""
     made = sensible(method, draw, count)
     cut = [data[: draw.randrange(len(data))] for data in made if len(data) > 1][: count // 2 + 1]
-    return [*made, *cut, b"\xff" * 9, draw.randbytes(200)]
+    return [*made, *cut, CORRUPT, draw.randbytes(200)]
 
 
 async def call(
