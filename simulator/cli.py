@@ -176,7 +176,7 @@ def _degree(options: argparse.Namespace) -> dict[str, float]:
 def _cost(options: argparse.Namespace, degree: Mapping[str, float], hardware: Hardware) -> StepCost:
     extra: dict[str, float] = {**degree}
     if Path(options.cost_model).is_dir():
-        extra |= {name: getattr(hardware, name) for name in COLLECTIVES if getattr(hardware, name)}
+        extra |= {name: getattr(hardware, name) for name in COLLECTIVES}
     if options.block_bandwidth is not None:
         extra["block_bandwidth"] = options.block_bandwidth * 1e9
     return load_step_cost(options.cost_model, kernel_mode=options.kernel_mode, **extra)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from alignedserve.errors import AccountingError
+from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.colocated.base import Options
 from alignedserve.scheduler.colocated.continuous import ActiveRequest, ContinuousScheduler, Draft, whole
@@ -29,6 +29,10 @@ class VllmScheduler(ContinuousScheduler):
         self._reserve_full_isl = bool(options["reserve_full_isl"])
         self._hit_share = float(options["prefix_hit_share"])
         self._freed = FreedBlocks(allocator.available_blocks) if options["prefix_caching"] else None
+        if not 0.0 <= self._hit_share <= 1.0 or (self._hit_share and self._freed is None):
+            raise ConfigError(
+                f"option prefix_hit_share must be 0 to 1, and 0 without prefix_caching; got {self._hit_share:g}"
+            )
 
     @property
     def depth(self) -> int:

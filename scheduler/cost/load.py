@@ -21,7 +21,7 @@ _DATA = Path(__file__).parent / "data"
 LINKS = ("pool_bandwidth", "peer_bandwidth")
 WHOLE = ("_tokens", "_per_token", "_size")  # suffixes of counts
 SHAPE_OPTIONS = ("layers", "heads", "kv_heads", "head_dim", "itemsize", "hidden", "vocab")  # of the whole model
-COLLECTIVES = ("collective_bandwidth", "collective_latency_s")
+BANDWIDTH, LATENCY = COLLECTIVES = ("collective_bandwidth", "collective_latency_s")
 FOLDER_OPTIONS = (*SHAPE_OPTIONS, "tensor_parallel", *COLLECTIVES)
 ONE_BLOCK_OPTIONS = ("block_bandwidth", "sm_count", "heads")
 MODE_OPTIONS = {mode: ONE_BLOCK_OPTIONS if mode != "split_kv" else () for mode in KERNEL_MODES}
@@ -45,7 +45,8 @@ def load_step_cost(source: str | Path, kernel_mode: str = "split_kv", **options:
                 f"a cost model in mode {kernel_mode} has no option {name!r}; its options are: "
                 f"{', '.join(allowed) or 'none'}"
             )
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        number = not isinstance(value, bool) and isinstance(value, int | float)
+        if not number or not (0 < value < math.inf or (value == 0 and name == LATENCY)):
             raise ConfigError(f"option {name} of a cost model must be a finite number above 0; got {value!r}")
     parts = load_parts(source, {name: options[name] for name in FOLDER_OPTIONS if name in options})
     return STEP_COSTS[kernel_mode](
@@ -90,13 +91,14 @@ def _load_folder(folder: Path, options: Mapping[str, float]) -> CostParts:
             parts = replace(parts, hardware={**parts.hardware, **(shipped.hardware if same else links)})
     if degree == 1:
         return parts
-    bandwidth, latency_s = (options.get(key) or parts.hardware.get(key, 0.0) for key in COLLECTIVES)
+    bandwidth = options.get(BANDWIDTH, parts.hardware.get(BANDWIDTH))
+    latency_s = options.get(LATENCY, LATENCY_S)
     if not bandwidth:
         raise ConfigError(
             f"{folder} is of tensor parallelism {degree} on an unknown GPU: give the bytes/s of a device's link in "
             "collectives (collective_bandwidth, a key of --hardware)"
         )
-    return with_collectives(parts, degree, Collectives(bandwidth, latency_s or LATENCY_S))
+    return with_collectives(parts, degree, Collectives(bandwidth, latency_s))
 
 
 def shipped_names() -> list[str]:

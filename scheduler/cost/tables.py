@@ -141,12 +141,13 @@ def _dense(path: Path, layers: int) -> Curve:
     dense, experts = _sum_of(path, "tokens", weights, default=float(layers)), path.with_name(EXPERTS)
     if not experts.is_file():
         return dense
-    per_layer = _experts(experts)
-    return Curve(dense.xs, [us + layers * per_layer(x) for x, us in zip(dense.xs, dense.values, strict=True)])
+    tokens, per_layer = _experts(experts)
+    xs = sorted({*dense.xs, *tokens})
+    return Curve(xs, [dense.at(x) + layers * per_layer(x) for x in xs])
 
 
-def _experts(path: Path) -> Callable[[float], float]:
-    """µs of one layer's experts for a number of tokens, each routed to experts at random.
+def _experts(path: Path) -> tuple[list[float], Callable[[float], float]]:
+    """The measured numbers of tokens, and µs of one layer's experts for any, each token routed to experts at random.
 
     A token activates as many as a single token does in the table. There are as many as are ever active there. Of E, T
     tokens with k each activate E (1 - (1 - k / E) ** T) on average.
@@ -155,7 +156,7 @@ def _experts(path: Path) -> Callable[[float], float]:
     each, all_of = min(active for _, active in rows), max(active for _, active in rows)
     axes, values = full_grid(rows)
     surface = Surface(axes[0], axes[1], values.tolist())
-    return lambda tokens: surface.at(tokens, all_of * (1.0 - (1.0 - each / all_of) ** tokens))
+    return axes[0], lambda tokens: surface.at(tokens, all_of * (1.0 - (1.0 - each / all_of) ** tokens))
 
 
 def _sum_of(path: Path, column: str, weights: Mapping[str, float], default: float = 1.0) -> Curve:

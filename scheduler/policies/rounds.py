@@ -15,8 +15,9 @@ that, the round goes in order of arrival.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import takewhile
+from itertools import accumulate, islice, takewhile
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.errors import AccountingError
@@ -136,11 +137,9 @@ class RoundsPolicy(AlignedPolicy):
         cache loses to unequal lengths. True if that is not known."""
         if self._cost is None:
             return True
-        blocks = limits.max_blocks
-        if self._instance is not None and self._instance.cache_tokens:
-            oldest = next(self._oldest())
-            blocks = max(blocks, self._instance.cache_tokens * oldest.blocks // max(1, oldest.tokens))
-        filled = as_many_as_fit(self._oldest(), BatchLimits(blocks, 1, limits.max_requests))
-        lengths = [entry.tokens for entry in filled]
+        room = self._instance.cache_tokens if self._instance is not None else 0
+        oldest = [entry.tokens for entry in islice(self._oldest(), limits.max_requests)]
+        fit = bisect_right(list(accumulate(oldest)), room) if room else len(oldest)
+        lengths = oldest[: max(1, fit)]
         step_s = self._cost.step_s((), lengths)
         return step_s - self._cost.balanced_step_s((), lengths) >= LEAST_BUBBLE * step_s

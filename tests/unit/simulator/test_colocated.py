@@ -87,6 +87,8 @@ def test_everything_is_kept_and_a_leap_is_what_stepping_gives(name, workload, ch
     options = {key: value for key, value in changes.items() if key in SYSTEMS[name].options}
     if "max_num_seqs" in SYSTEMS[name].options:
         options.setdefault("max_num_seqs", 6)
+    if not options.get("prefix_caching", True):
+        options.pop("prefix_hit_share", None)
     if not options.keys().isdisjoint({"chunk_high", "chunk_low"}):
         options |= {"chunk_high": 256, "chunk_low": 32}  # one alone would conflict with the other's default
     hardware = replace(HARDWARE, kv_tokens=kv_tokens, host_overhead_s=0.001)

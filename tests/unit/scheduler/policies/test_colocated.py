@@ -189,6 +189,8 @@ def test_a_request_is_added_once_and_cancelled_once():
     [
         ("vllm", {"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
         ("vllm", {"max_num_batched_tokens": 64}, "max_num_batched_tokens must be at least 128"),
+        ("vllm", {"prefix_hit_share": 1.5}, "prefix_hit_share must be 0 to 1"),
+        ("vllm", {"prefix_hit_share": 0.5, "prefix_caching": False}, "0 without prefix_caching"),
         ("sarathi", {"token_budget": 100}, "token_budget must be at least 128"),
         ("sarathi", {"dynamic": True, "chunk_high": 100}, "chunk_high must be at least 512"),
         ("sarathi", {"watermark": 1.0}, "watermark must be at least 0 and below 1"),
