@@ -10,7 +10,7 @@ Workloads: the six mixes, uniform lengths, and the applications whose files are 
 from __future__ import annotations
 
 import csv
-import math
+import itertools
 import statistics
 import sys
 from collections.abc import Sequence
@@ -20,11 +20,10 @@ from evaluation.grid import Case, by_condition
 from evaluation.options import A100, Evaluation, arrivals, head, parser, run, workloads_of
 from evaluation.runner import Runner
 from evaluation.runs import FCFS, Variant
-from evaluation.tables import gain, number, ratios, table
+from evaluation.tables import gain, in_csv, number, ratios, table
 from evaluation.workloads import APPLICATIONS, SHARES, mixes, stand_ins, uniform_lengths
 
 from alignedserve.scheduler.systems import WAITING_RULES
-from alignedserve.simulator.report.seeds import mean_and_interval
 
 RULES = [Variant(f"aligned, {rule}", "aligned", (("scheduler.waiting_rule", rule),)) for rule in WAITING_RULES]
 VARIANTS = (FCFS, *RULES)
@@ -79,15 +78,8 @@ class Sweep:
             for case in self.cases:
                 place = [case.source.name, str(self.grid.topology(case)), case.machine.mode, f"{case.load or 0:g}"]
                 for metric in METRICS:
-                    texts = [text for one in self.variants for text in self._figures(case, one, metric)]
-                    writer.writerow([*place, metric, *texts])
-
-    def _figures(self, case: Case, variant: Variant, metric: str) -> tuple[str, str]:
-        values = self.grid.values(case, variant, metric)
-        if any(math.isnan(value) for value in values):
-            return "", ""
-        mean, half = mean_and_interval(values)
-        return f"{mean:.5g}", "" if half is None else f"{half:.2g}"
+                    found = [in_csv(self.grid.values(case, one, metric)) for one in self.variants]
+                    writer.writerow([*place, metric, *itertools.chain(*found)])
 
 
 def make(options: Evaluation, runner: Runner) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import math
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -24,10 +23,8 @@ from evaluation.grid import DECODE_BOUND, Case, by_condition, condition
 from evaluation.options import Evaluation, arrivals, head, is_colocated, parser, run, workloads_of
 from evaluation.runner import Runner
 from evaluation.runs import ALIGNED, ALIGNED_60_S, ALIGNED_COST, BASELINES, FASTGEN, FCFS, VLLM, Machine, Variant
-from evaluation.tables import gain, number, percent, ratios, table
+from evaluation.tables import gain, in_csv, number, percent, ratios, table
 from evaluation.workloads import APPLICATIONS, SHARES, Source, mixes, stand_ins, uniform_lengths
-
-from alignedserve.simulator.report.seeds import mean_and_interval
 
 VARIANTS = (ALIGNED, ALIGNED_60_S, ALIGNED_COST, *BASELINES)
 CURVE_VARIANTS = (ALIGNED, *BASELINES)
@@ -141,10 +138,8 @@ class Results:
         row = self._condition(case, metric)
         for one in variants:
             values = self.gains(case, one) if metric == GAIN else self.grid.values(case, one, metric)
-            if any(math.isnan(value) for value in values) or (metric == SWITCHES and is_colocated(one)):
-                continue
-            mean, half = mean_and_interval(values)
-            row |= {one.label: f"{mean:.5g}", f"{one.label} ±": "" if half is None else f"{half:.2g}"}
+            if not (metric == SWITCHES and is_colocated(one)):
+                row[one.label], row[f"{one.label} ±"] = in_csv(values)
         return row
 
     def curve_tables(self) -> str:

@@ -33,6 +33,14 @@ def with_interval(values: Sequence[float], digits: int = 3, scale: float = 1.0) 
     return _shown(mean, half, decimals(mean, digits))
 
 
+def in_csv(values: Sequence[float]) -> tuple[str, str]:
+    """The mean and half its 95 % confidence interval, for a CSV file; empty if there is no value."""
+    if any(math.isnan(value) for value in values):
+        return "", ""
+    mean, half = mean_and_interval(values)
+    return f"{mean:.5g}", "" if half is None else f"{half:.2g}"
+
+
 def gain(values: Sequence[float]) -> str:
     """The mean of ratios near 1 with its interval, to three decimal places."""
     if not values or any(math.isnan(value) for value in values):
