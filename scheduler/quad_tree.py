@@ -20,12 +20,16 @@ Node = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A waiting request in the tree. `since_s`: waiting since then. `blocks`: never fewer for more tokens."""
+    """A waiting request in the tree. `since_s`: waiting since then. `blocks`: never fewer for more tokens.
+
+    `evicted`: it has decoded before.
+    """
 
     key: RequestKey
     tokens: int
     blocks: int
     since_s: float
+    evicted: bool = False
 
 
 class QuadTree:
@@ -92,7 +96,7 @@ class QuadTree:
     def move(self, key: RequestKey, tokens: int, blocks: int) -> None:
         """Update a request that has grown. Its waiting time is kept."""
         entry = self.remove(key)
-        self.insert(Entry(key, tokens, blocks, entry.since_s))
+        self.insert(Entry(key, tokens, blocks, entry.since_s, entry.evicted))
 
     def oldest(self, index: int) -> Iterator[Entry]:
         """The entries of a leaf, oldest first. Must not be changed during iteration."""

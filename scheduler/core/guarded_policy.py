@@ -86,6 +86,9 @@ class GuardedPolicy(BatchPolicy):
         )
         return found or []
 
+    def overtakes(self) -> bool:
+        return bool(self._ask("overtakes", self.inner.overtakes))
+
     def look_at(self, instance: InstanceState) -> None:
         self._ask("look_at", lambda: self.inner.look_at(instance))
 

@@ -250,6 +250,8 @@ class PrefetchPlanner:
         """
         if decode.report is None or decode.overdue or decode.bounced:
             return False
+        if decode.candidates[BufferKind.BATCH] and not self._policy.overtakes():
+            return False
         return self._clock.oldest_overdue_in_pool() is None
 
     def _range(self, decode: DecodeView) -> tuple[int, int] | None:

@@ -142,6 +142,7 @@ class CoreState:
         `shard`: where the KV is; None for a predecessor's request whose shard is not known yet.
         """
         self._detach(record)
+        evicted = record.state is RequestState.DECODING
         record.kv_tokens, record.blocks, record.pool_tokens, record.shard = kv_tokens, blocks, kv_tokens, shard
         record.prefill_id = record.decode_id = ""
         record.moved, record.recalled = record.moved or record.recalled, False
@@ -149,7 +150,7 @@ class CoreState:
         if shard is not None:
             shard.waiting[record.key] = record
         self.clock.start(record.key, since_s, record.meta.wait_objective_s)
-        self.policy.insert(Entry(record.key, kv_tokens, blocks, since_s))
+        self.policy.insert(Entry(record.key, kv_tokens, blocks, since_s, evicted))
 
     def prefetch(self, record: Record, decode_id: str, prefill_id: str, kind: BufferKind, now_s: float) -> None:
         """WAITING -> PREFETCHED: from here on `decode_id` decides."""

@@ -98,6 +98,10 @@ class BatchPolicy(ABC):
     def matching(self, shortest_tokens: int, longest_tokens: int, limits: BatchLimits) -> list[Entry]:
         """Waiting requests that match a running batch, best first; all of them fit."""
 
+    def overtakes(self) -> bool:
+        """Whether requests may join late before a candidate batch that waits for the same instance."""
+        return True
+
     def look_at(self, instance: InstanceState) -> None:
         """The instance that the next `form` is for. Most policies ignore it."""
         return

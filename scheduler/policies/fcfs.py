@@ -51,6 +51,9 @@ class FcfsPolicy(BatchPolicy):
     def matching(self, shortest_tokens: int, longest_tokens: int, limits: BatchLimits) -> list[Entry]:
         return self._oldest(limits)
 
+    def overtakes(self) -> bool:
+        return False
+
     def check_integrity(self) -> None:
         ages = [(self._entries[key].since_s, key) for key in self._order]
         if [since_s for since_s, _ in ages] != sorted(entry.since_s for entry in self._entries.values()):

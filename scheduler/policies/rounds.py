@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import accumulate, islice, takewhile
+from dataclasses import replace
+from itertools import accumulate, takewhile
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.errors import AccountingError
@@ -29,7 +30,7 @@ from alignedserve.scheduler.policies.aligned import AlignedPolicy
 from alignedserve.scheduler.policies.base import BatchLimits, Entry, InstanceState, as_many_as_fit
 
 LATE_S = 10.0  # requests that arrived so soon after a round began may join late while its members wait
-LEAST_BUBBLE = 0.1  # share of an iteration's time that unequal lengths must cost for a round in order of length
+LEAST_BUBBLE = 0.05  # share of an iteration's time that unequal lengths must cost for a round in order of length
 
 
 class RoundsPolicy(AlignedPolicy):
@@ -58,6 +59,8 @@ class RoundsPolicy(AlignedPolicy):
         self._instance = instance
 
     def insert(self, entry: Entry) -> None:
+        if entry.evicted and self._members and self.tree.leaf_of(entry.tokens) >= self._leaf:
+            entry = replace(entry, since_s=min(entry.since_s, self._begun_s))
         super().insert(entry)
         self._ages.add(entry.key, entry.since_s)
         self._members += self._is_member(entry)
@@ -74,6 +77,9 @@ class RoundsPolicy(AlignedPolicy):
 
     def matches(self, tokens: int, shortest_tokens: int, longest_tokens: int) -> bool:
         return self._in_order_of_age or super().matches(tokens, shortest_tokens, longest_tokens)
+
+    def overtakes(self) -> bool:
+        return not self._in_order_of_age
 
     def check_integrity(self) -> None:
         super().check_integrity()
@@ -124,7 +130,7 @@ class RoundsPolicy(AlignedPolicy):
         return True
 
     def _latest_s(self) -> float:
-        return self._begun_s + LATE_S if self._members else math.inf
+        return self._begun_s + LATE_S
 
     def _is_member(self, entry: Entry) -> bool:
         return entry.since_s <= self._begun_s
@@ -133,13 +139,23 @@ class RoundsPolicy(AlignedPolicy):
         return (self.tree.entry(key) for key in self._ages)
 
     def _pays(self, limits: BatchLimits) -> bool:
-        """Whether a round in order of length can save time: by what an iteration of the oldest requests that fill the
-        cache loses to unequal lengths. True if that is not known."""
+        """Whether a round in order of length can save time: by what an iteration of waiting requests of all lengths that
+        fill the cache loses to unequal lengths. True if that is not known."""
         if self._cost is None:
             return True
-        room = self._instance.cache_tokens if self._instance is not None else 0
-        oldest = [entry.tokens for entry in islice(self._oldest(), limits.max_requests)]
-        fit = bisect_right(list(accumulate(oldest)), room) if room else len(oldest)
-        lengths = oldest[: max(1, fit)]
+        lengths = self._sample(limits.max_requests)
+        if len(lengths) == len(self.tree):  # they all fit, in any order
+            return False
         step_s = self._cost.step_s((), lengths)
         return step_s - self._cost.balanced_step_s((), lengths) >= LEAST_BUBBLE * step_s
+
+    def _sample(self, most: int) -> list[int]:
+        """Quantiles of the waiting lengths, as many as fit into the cache and `most`. Each counts as its leaf's middle."""
+        tree = self.tree
+        counts, width = tree.requests[tree.depth], tree.leaf_tokens
+        waiting = [(counts[leaf], leaf * width + (width + 1) // 2) for leaf in tree.leaves_below((0, 0))]
+        mean_tokens = sum(count * tokens for count, tokens in waiting) / len(tree)
+        room = self._instance.cache_tokens if self._instance is not None else 0
+        fit = max(1, min(most, len(tree), int(room / mean_tokens) if room else most))
+        ends = list(accumulate(count for count, _ in waiting))
+        return [waiting[bisect_right(ends, (2 * place + 1) * len(tree) // (2 * fit))][1] for place in range(fit)]
