@@ -119,7 +119,8 @@ class TreeAgainstList(RuleBasedStateMachine):
         ages = sorted(e.since_s for e in self.entries.values() if self.tree.leaf_of(e.tokens) == leaf)
         assert [e.since_s for e in self.tree.oldest(leaf)] == ages
         assert [e.since_s for e in self.tree.take(leaf, most)] == ages[:most]
-        assert [e.since_s for e in self.tree.take(leaf, most, float(until_s))] == ages[: min(most, bisect_right(ages, until_s))]
+        old_enough = ages[: bisect_right(ages, until_s)]
+        assert [e.since_s for e in self.tree.take(leaf, most, float(until_s))] == old_enough[:most]
         assert all(self.entries[e.key] is e for e in self.tree.oldest(leaf))
 
     @invariant()
