@@ -1,7 +1,8 @@
 """The scheduler at scale: a million waiting requests in the quad-tree, a full running batch, and the core.
 
-Every figure is printed with its bound from issue 5. Times are CPU times of the thread, because the machine may be
-shared; `--wall` measures the wall clock instead. All random values depend on `--seed`.
+Every figure is printed with its bound from issue 5, batches also against ten thousand waiting requests. Times are CPU
+times of the thread, because the machine may be shared; `--wall` measures the wall clock instead. All random values
+depend on `--seed`.
 
     python benchmarks/scheduler_scale.py --requests 1000000 --json scheduler_scale.json
 """
@@ -28,9 +29,11 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.instance.plan import BufferKind, Candidate
 from alignedserve.scheduler.quad_tree import Entry, QuadTree
+from alignedserve.scheduler.systems import WAITING_RULES, make_policy
 
 BLOCK = 16
 BATCH = 256
+FEW = 10_000
 LIMITS = {"short": BatchLimits(60_000, BATCH, BATCH), "no range is enough": BatchLimits(1650, BATCH, BATCH)}
 
 
@@ -61,11 +64,15 @@ def draw_length(rng: random.Random) -> int:
     return min(65536, int(rng.lognormvariate(6.5, 1.4)) + 1) if rng.random() < 0.7 else rng.randint(1, 65536)
 
 
+def draw_entry(number: int, rng: random.Random) -> Entry:
+    tokens = draw_length(rng)
+    return Entry(RequestKey(f"request-{number}"), tokens, -(-tokens // BLOCK), number * 1e-4)
+
+
 def fill(tree: QuadTree, requests: int, rng: random.Random) -> list[Entry]:
     entries = []
     for number in range(requests):
-        tokens = draw_length(rng)
-        entry = Entry(RequestKey(f"request-{number}"), tokens, -(-tokens // BLOCK), number * 1e-4)
+        entry = draw_entry(number, rng)
         tree.insert(entry)
         entries.append(entry)
     return entries
@@ -93,14 +100,17 @@ def measure_tree(requests: int, seed: int, clock: Callable[[], int]) -> list[Fig
         Figure(f"remove and insert, {requests} in the tree, mean", mean_us, "us", 20.0),
         Figure(f"memory of a waiting request in the tree ({requests})", held, "bytes"),
     ]
+    begun = clock()
+    gc.collect()
+    figures.append(Figure(f"full garbage collection, {requests} in the tree", (clock() - begun) / 1e6, "ms"))
     small = QuadTree(65536, 16)
-    fill(small, 10_000, rng)
+    fill(small, FEW, rng)
     for name, limits in LIMITS.items():
         many, batch = time_batches(tree, limits, clock)
         few, _ = time_batches(small, limits, clock)
         figures += [
             Figure(f"batch of {batch} of {requests}, P99 ({name})", percentile(many, 0.99) / 1e6, "ms", 1.0),
-            Figure(f"  against 10,000 in the tree ({name})", percentile(many, 0.99) / percentile(few, 0.99), "x", 2.0),
+            Figure(f"  against {FEW} in the tree ({name})", percentile(many, 0.99) / percentile(few, 0.99), "x", 2.0),
         ]
         scan = time_scan(list(entries), limits, clock)
         figures.append(Figure(f"  faster than sort and scan ({name})", scan / percentile(many, 0.5), "x", 100.0, True))
@@ -126,6 +136,55 @@ def time_batches(
         for entry in batch:
             tree.insert(Entry(entry.key, entry.tokens, entry.blocks, 1000.0 + number))
     return seconds, len(batch)
+
+
+def measure_rules(requests: int, seed: int, clock: Callable[[], int]) -> list[Figure]:
+    """Batches and late matches of each waiting rule. Only the number of requests limits them: all have the same."""
+    rng = random.Random(seed)
+    many, few = ([draw_entry(number, rng) for number in range(count)] for count in (requests, FEW))
+    figures = []
+    for rule in WAITING_RULES:
+        times = time_rule(rule, many, clock), time_rule(rule, few, clock)
+        for what, of_many, of_few in zip(("batch", "late matches"), *times, strict=True):
+            p99_ms = percentile(of_many, 0.99) / 1e6
+            figures.append(Figure(f"{what}, {BATCH} of {requests}, P99 ({rule})", p99_ms, "ms", 1.0))
+            for name, share in ("P50", 0.5), ("P99", 0.99):
+                ratio = percentile(of_many, share) / percentile(of_few, share)
+                figures.append(Figure(f"  against {FEW} waiting, {name} ({rule})", ratio, "x", 2.0))
+    return figures
+
+
+def time_rule(
+    rule: str, entries: Sequence[Entry], clock: Callable[[], int], rounds: int = 400
+) -> tuple[list[float], list[float]]:
+    """Nanoseconds of each batch, and of late matches to a running batch of some length.
+
+    All return at once. Under `overdue` every second batch is formed around an overdue request; under `paper` no subtree
+    is overdue.
+    """
+    policy = make_policy(SchedulerConfig(waiting_rule=rule, starvation_after_s=1e6))
+    for entry in entries:
+        policy.insert(entry)
+    rng = random.Random(len(entries))
+    limits = BatchLimits(1 << 22, BATCH, BATCH)
+    times: tuple[list[float], list[float]] = ([], [])
+    taken: list[Entry] = []
+    for number in range(2 * rounds):
+        tokens, now_s = draw_length(rng), 1000.0 + number
+        seed = rng.choice(entries).key if policy.OVERDUE and number % 4 else None
+        taken = []  # free the last ones' replaced entries here, not while the next are chosen
+        begun = clock()
+        if number % 2:
+            taken = policy.matching(tokens * 3 // 4, tokens * 5 // 4, limits)
+        else:
+            taken = policy.form(limits, seed, now_s)
+        times[number % 2].append(float(clock() - begun))
+        for entry in taken:
+            policy.remove(entry.key)
+        for entry in taken:
+            policy.insert(Entry(entry.key, entry.tokens, entry.blocks, now_s))
+    policy.check_integrity()
+    return times
 
 
 def time_scan(entries: list[Entry], limits: BatchLimits, clock: Callable[[], int]) -> float:
@@ -309,7 +368,7 @@ def main() -> int:
     parser.add_argument("--core-requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--wall", action="store_true", help="wall clock, not the thread's processor time")
-    parser.add_argument("--only", choices=("tree", "plan", "core"))
+    parser.add_argument("--only", choices=("tree", "plan", "core", "rules"))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     clock = time.perf_counter_ns if given.wall else time.thread_time_ns
@@ -320,6 +379,7 @@ def main() -> int:
             *measure_plan(19_500, "cache full", given.seed, clock),
         ],
         "tree": lambda: measure_tree(given.requests, given.seed, clock),
+        "rules": lambda: measure_rules(given.requests, given.seed, clock),
     }
     figures: list[Figure] = []
     for name, part in parts.items():

@@ -1,135 +1,117 @@
-"""Requests ordered by the time since which they wait.
+"""Items ordered by the time since which they wait, in chunks.
 
-Insertion is O(1) for nearly all, because most arrive in order.
+A chunk is an array of times and a list of items, both contiguous in memory, so that the oldest n are read as slices.
+That matters when a million items exceed the processor's caches: one that is passed over is not read. Chunks and places
+in them are found by bisecting; a change moves at most a chunk.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import OrderedDict
+import math
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from heapq import merge
-from typing import TYPE_CHECKING, Generic, TypeVar
-
-from alignedserve.request import RequestKey
-
-if TYPE_CHECKING:
-    from alignedserve.scheduler.quad_tree import Entry
+from itertools import chain
+from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
-SLACK = 64  # removed places that a dict may keep; it is rebuilt when it has more than this and more than its live items
-FEW_GONE = 4096  # removed places that are cheap to skip: microseconds
-ANEW = 8  # rebuilding a dict takes about this many times as long as skipping as many removed places
+CHUNK = 512  # items that a chunk gets in order; items added late may double it
 
 
-class _ByAge(Generic[Item]):
-    """Items by key, oldest first.
+class AgeOrder(Generic[Item]):
+    """Items by `since_s`, oldest first; of equals, the one added first.
 
-    The few that are added late (older than the last one) are kept in a sorted side list.
+    Adding in order, which nearly all items are, and reading the first are O(1).
     """
 
-    __slots__ = ("_early", "_in_order", "_last_s")
+    __slots__ = ("_ages", "_items", "_starts")
 
-    def __init__(self, in_order: dict[RequestKey, Item]) -> None:
-        self._in_order = in_order
-        self._early: list[tuple[float, RequestKey, Item]] = []
-        self._last_s = 0.0
+    def __init__(self) -> None:
+        """At least one chunk; the only one may be empty."""
+        self._ages = [array("d")]
+        self._items: list[list[Item]] = [[]]
+        self._starts = [-math.inf]  # of each chunk: at most its first age, at least the last age of the chunk before
 
     def __len__(self) -> int:
-        return len(self._in_order) + len(self._early)
+        """O(chunks); whether there are any is O(1)."""
+        return sum(map(len, self._items))
 
-    def _add(self, key: RequestKey, since_s: float, item: Item) -> None:
-        if self._in_order and since_s < self._last_s:
-            insort(self._early, (since_s, key, item), key=_place)
+    def __bool__(self) -> bool:
+        return bool(self._items[0])
+
+    def __iter__(self) -> Iterator[Item]:
+        """Oldest first. Must not be changed during iteration."""
+        return chain.from_iterable(self._items)
+
+    def first(self) -> tuple[float, Item] | None:
+        """(since_s, item) of the oldest; None if empty."""
+        items = self._items[0]
+        return (self._ages[0][0], items[0]) if items else None
+
+    def oldest(self, most: int, until_s: float = math.inf) -> list[Item]:
+        """The oldest `most`, without those that wait since after `until_s`."""
+        found: list[Item] = []
+        for ages, items in zip(self._ages, self._items, strict=True):
+            count = min(most - len(found), len(items))
+            if until_s < math.inf:
+                count = bisect_right(ages, until_s, 0, count)
+            found += items[:count]
+            if count < len(items):
+                break
+        return found
+
+    def add(self, item: Item, since_s: float) -> None:
+        ages = self._ages[-1]
+        if ages and since_s < ages[-1]:
+            self._add_late(item, since_s)
+        elif len(ages) < CHUNK:
+            ages.append(since_s)
+            self._items[-1].append(item)
         else:
-            self._in_order[key] = item
-            self._last_s = since_s
+            self._ages.append(array("d", (since_s,)))
+            self._items.append([item])
+            self._starts.append(since_s)
 
-    def _remove(self, key: RequestKey, since_s: float) -> bool:
-        """Remove the key. Returns whether it was in `_in_order` (else it was in the side list)."""
-        if self._in_order.pop(key, None) is not None:
-            return True
-        del self._early[bisect_left(self._early, (since_s, key), key=_place)]
-        return False
+    def remove(self, item: Item, since_s: float) -> None:
+        """Remove an item. `since_s` is the value it was added with; the item must be present."""
+        chunk = bisect_left(self._starts, since_s, 1) - 1  # the first that may hold it
+        while True:
+            ages, items = self._ages[chunk], self._items[chunk]
+            place = bisect_left(ages, since_s)
+            if place == len(items) or items[place] is not item:
+                place = _place(items, item, place, bisect_right(ages, since_s, place))
+            if place >= 0:
+                break
+            chunk += 1
+        del ages[place], items[place]
+        if len(self._starts) > 1 and 2 * len(items) < CHUNK:
+            self._merge(chunk)
 
+    def _add_late(self, item: Item, since_s: float) -> None:
+        chunk = bisect_right(self._starts, since_s, 1) - 1
+        ages, items = self._ages[chunk], self._items[chunk]
+        place = bisect_right(ages, since_s)
+        ages.insert(place, since_s)
+        items.insert(place, item)
+        if len(items) > 2 * CHUNK:
+            self._ages.insert(chunk + 1, ages[CHUNK:])
+            self._items.insert(chunk + 1, items[CHUNK:])
+            self._starts.insert(chunk + 1, ages[CHUNK])
+            del ages[CHUNK:], items[CHUNK:]
 
-class AgeOrder(_ByAge[float]):
-    """Keys by `since_s`, oldest first.
-
-    The first is read at every event, in O(1) however many were removed before it.
-    """
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(OrderedDict())
-
-    def __iter__(self) -> Iterator[RequestKey]:
-        """Oldest first. Must not be changed during iteration."""
-        if not self._early:
-            return iter(self._in_order)
-        ordered = ((since_s, key) for key, since_s in self._in_order.items())
-        return (key for _, key in merge(map(_place, self._early), ordered, key=_since))
-
-    def add(self, key: RequestKey, since_s: float) -> None:
-        self._add(key, since_s, since_s)
-
-    def remove(self, key: RequestKey, since_s: float) -> None:
-        """Remove a key. `since_s` is the value it was added with; the key must be present."""
-        self._remove(key, since_s)
-
-    def first(self) -> tuple[float, RequestKey] | None:
-        """(since_s, key) of the oldest key; None if empty."""
-        oldest = next(iter(self._in_order), None)
-        if oldest is None:
-            return _place(self._early[0]) if self._early else None
-        place = (self._in_order[oldest], oldest)
-        return min(place, _place(self._early[0])) if self._early else place
+    def _merge(self, chunk: int) -> None:
+        """Merge a short chunk with one beside it, if they fit into one. An empty one always does."""
+        for left in range(max(chunk - 1, 0), min(chunk + 1, len(self._items) - 1)):
+            if len(self._items[left]) + len(self._items[left + 1]) <= 2 * CHUNK:
+                self._ages[left] += self._ages.pop(left + 1)
+                self._items[left] += self._items.pop(left + 1)
+                del self._starts[left + 1]
+                return
 
 
-class EntryOrder(_ByAge["Entry"]):
-    """Entries, oldest first.
-
-    They are in a plain dict because its items are contiguous in memory, which matters when a million of them exceed the
-    processor's caches. A dict keeps the places of removed items, and reading from the front passes over them. It is
-    rebuilt, preferably at a removal, when as many places have been passed over as a rebuild costs.
-    """
-
-    __slots__ = ("_gone", "_passed")
-
-    def __init__(self) -> None:
-        super().__init__({})
-        self._gone = 0  # removed from the dict since it was made
-        self._passed = 0  # removed places that iterations passed over, at most; counted only above FEW_GONE
-
-    def __iter__(self) -> Iterator[Entry]:
-        """Oldest first. Must not be changed during iteration."""
-        if self._gone > FEW_GONE:
-            self._passed += self._gone
-            if self._passed > 2 * ANEW * len(self._in_order):  # for the case without removals
-                self._make_anew()
-        if not self._early:
-            return iter(self._in_order.values())
-        early = (entry for _, _, entry in self._early)
-        return merge(early, self._in_order.values(), key=lambda entry: entry.since_s)
-
-    def add(self, entry: Entry) -> None:
-        self._add(entry.key, entry.since_s, entry)
-
-    def remove(self, entry: Entry) -> None:
-        """Remove an entry; it must be present."""
-        self._gone += self._remove(entry.key, entry.since_s)
-        if self._gone > len(self._in_order) + SLACK or self._passed > ANEW * len(self._in_order):
-            self._make_anew()
-
-    def _make_anew(self) -> None:
-        self._in_order = dict(self._in_order)
-        self._gone = self._passed = 0
-
-
-def _place(early: tuple[float, RequestKey, object]) -> tuple[float, RequestKey]:
-    return early[:2]
-
-
-def _since(place: tuple[float, RequestKey]) -> float:
-    return place[0]
+def _place(items: list[Item], item: Item, begin: int, end: int) -> int:
+    """The place of an item among equally old ones; -1 if it is not there."""
+    for place in range(begin, end):
+        if items[place] is item:  # an entry compares slowly
+            return place
+    return items.index(item, begin, end) if item in items[begin:end] else -1

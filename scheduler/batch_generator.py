@@ -14,10 +14,10 @@ larger than K is a batch alone.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from itertools import accumulate, islice
+from itertools import accumulate, chain
 from operator import attrgetter
 
 from alignedserve.request import RequestKey
@@ -57,21 +57,27 @@ class Selection:
         self.requests += requests
         self.blocks += blocks
 
-    def add_part(self, entries: Iterable[Entry], leaf: int, blocks_each: int = 0) -> None:
-        """Add as many entries as fit, in their order. If nothing is selected yet, the first may be larger than K.
+    def room(self, blocks_each: int = 0) -> int:
+        """How many requests more fit. If nothing is selected yet at least one, which may be larger than K.
 
-        `blocks_each`: the number of blocks of every entry, or 0 if they differ. If it is known, no entry has to be
-        read: of a million entries most are not in the processor's caches.
+        `blocks_each`: the number of blocks of every request; 0: they differ, and only the requests are limited.
         """
         least = int(not self.requests)
-        most = max(self.limits.max_requests - self.requests, least)
+        most = self.limits.max_requests - self.requests
         if blocks_each:
-            most = min(most, max((self.limits.max_blocks - self.blocks) // blocks_each, least))
-        found = list(islice(entries, most))
+            most = min(most, (self.limits.max_blocks - self.blocks) // blocks_each)
+        return max(most, least)
+
+    def add_part(self, entries: Sequence[Entry], leaf: int, blocks_each: int = 0) -> bool:
+        """Add as many entries of a leaf as fit, in their order. Returns whether all of them did.
+
+        If `blocks_each` is known, no entry has to be read: of a million entries most are not in the processor's caches.
+        """
+        found = entries[: self.room(blocks_each)]
         count, blocks = len(found), self.blocks + blocks_each * len(found)
         if not blocks_each:
             sums = list(accumulate(map(attrgetter("blocks"), found), initial=self.blocks))
-            count = max(bisect_right(sums, self.limits.max_blocks) - 1, min(least, count))
+            count = max(bisect_right(sums, self.limits.max_blocks) - 1, min(int(not self.requests), count))
             blocks = sums[count]
         if count > 0:
             self.parts += found[:count]
@@ -79,6 +85,7 @@ class Selection:
             self.blocks = blocks
             self.runs += 1
             self.cut.append(leaf)
+        return count == len(entries)
 
 
 class BatchGenerator:
@@ -114,8 +121,7 @@ class BatchGenerator:
 
     def entries(self, selection: Selection) -> list[Entry]:
         """The entries of a selection, oldest first."""
-        oldest = self._tree.oldest
-        entries = [entry for leaf in selection.leaves for entry in oldest(leaf)] + selection.parts
+        entries = [*chain.from_iterable(map(self._tree.oldest, selection.leaves)), *selection.parts]
         if len(selection.leaves) + selection.runs > 1:  # each leaf and each part is in order
             entries.sort(key=attrgetter("since_s"))
         return entries
@@ -187,15 +193,16 @@ class BatchGenerator:
         if selection.fits(requests, blocks):
             selection.add((leaf,), requests, blocks)
             return True
-        selection.add_part(tree.oldest(leaf), leaf, tree.blocks_each[leaf])
+        each = tree.blocks_each[leaf]
+        selection.add_part(tree.take(leaf, selection.room(each)), leaf, each)
         return False
 
     def _cut_leaf(self, limits: BatchLimits, leaf: int, seed: Entry | None = None) -> Selection:
-        selection, entries, blocks_each = Selection(limits), self._tree.oldest(leaf), self._tree.blocks_each[leaf]
+        tree, selection, each = self._tree, Selection(limits), self._tree.blocks_each[leaf]
         if seed is not None:
             selection.add_part((seed,), leaf)
-            entries = (entry for entry in entries if entry is not seed)
-        selection.add_part(entries, leaf, blocks_each)
+        entries = tree.take(leaf, selection.room(each) + 1)
+        selection.add_part([entry for entry in entries if entry is not seed], leaf, each)
         return selection
 
     def _shortest(self, limits: BatchLimits) -> Selection:

@@ -65,7 +65,7 @@ class WaitingClock:
         self._objective_s = objective_s
         self._most_late = late_share
         self._waits: dict[RequestKey, _Wait] = {}
-        self._in_time: dict[float, AgeOrder] = {}  # by objective
+        self._in_time: dict[float, AgeOrder[RequestKey]] = {}  # by objective
         self._overdue_in_pool = Deadlines[RequestKey]()
         self._look_again_s = -math.inf
         self._overdue = 0
@@ -95,7 +95,7 @@ class WaitingClock:
         if not wait.overdue:
             order = self._in_time[wait.objective_s]
             order.remove(key, wait.since_s)
-            if not len(order):
+            if not order:
                 del self._in_time[wait.objective_s]
         elif wait.in_pool:
             self._overdue_in_pool.discard(key)
@@ -142,7 +142,7 @@ class WaitingClock:
                 if wait.in_pool:
                     self._overdue_in_pool.set(key, wait.due_s)
                 found.append((wait.due_s, key))
-            if not len(order):
+            if not order:
                 del self._in_time[objective_s]
         return [key for _, key in sorted(found)]
 

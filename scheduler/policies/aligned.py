@@ -52,19 +52,19 @@ class AlignedPolicy(BatchPolicy):
         middle = (first + last) // 2
         left, right = tree.leaves_between(first, middle, leftwards=True), tree.leaves_between(middle + 1, last)
         leaves = merge(left, right, key=lambda leaf: abs(2 * leaf - first - last))
-        found: list[Entry] = []
-        blocks, latest_s = 0, self._latest_s()
+        selection, latest_s = Selection(limits), self._latest_s()
         for leaf in leaves:
-            at_end = leaf in (first, last)
-            for entry in islice(tree.oldest(leaf), MOST_LOOKED_AT) if at_end else tree.oldest(leaf):
-                if len(found) >= limits.max_requests or blocks + entry.blocks > limits.max_blocks:
-                    return found  # also for entries outside the range: the leaf may hold thousands of them
-                if entry.since_s > latest_s:
-                    break
-                if not at_end or shortest_tokens <= entry.tokens <= longest_tokens:
-                    found.append(entry)
-                    blocks += entry.blocks
-        return found
+            each = tree.blocks_each[leaf]
+            some = selection.room(each) + 1  # one more than fit
+            if leaf in (first, last):
+                looked_at = tree.take(leaf, MOST_LOOKED_AT, latest_s)
+                matching = (entry for entry in looked_at if shortest_tokens <= entry.tokens <= longest_tokens)
+                entries = list(islice(matching, some))
+            else:
+                entries = tree.take(leaf, some, latest_s)
+            if not selection.add_part(entries, leaf, each) or selection.requests >= limits.max_requests:
+                break
+        return selection.parts if selection.fits(0, 0) else []  # a single one may be too large
 
     def _latest_s(self) -> float:
         """Since when a request may wait at most to join late."""

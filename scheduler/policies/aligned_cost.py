@@ -42,7 +42,7 @@ class AlignedCostPolicy(AlignedPolicy):
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
         self._objective_s = config.tpot_objective_s
-        self._ages = AgeOrder()
+        self._ages = AgeOrder[Entry]()
         self._instance: InstanceState | None = None
         self._cost: StepCost | None = None
         self._learns = True  # whether instances learn by how much their iterations differ from `_cost`
@@ -67,11 +67,11 @@ class AlignedCostPolicy(AlignedPolicy):
 
     def insert(self, entry: Entry) -> None:
         super().insert(entry)
-        self._ages.add(entry.key, entry.since_s)
+        self._ages.add(entry, entry.since_s)
 
     def remove(self, key: RequestKey) -> None:
         entry = self.tree.remove(key)
-        self._ages.remove(key, entry.since_s)
+        self._ages.remove(entry, entry.since_s)
 
     def form(self, limits: BatchLimits, seed: RequestKey | None, now_s: float) -> list[Entry]:
         first = self._generator.select(limits, seed)
@@ -113,7 +113,7 @@ class AlignedCostPolicy(AlignedPolicy):
             found.append(tree.leaves_between(tree.leaf_of(running.mean_tokens), last))
         leaves = [next(some, None) for some in found]
         if oldest is not None:
-            leaves.append(tree.leaf_of(tree.entry(oldest[1]).tokens))
+            leaves.append(tree.leaf_of(oldest[1].tokens))
         return (leaf for leaf in dict.fromkeys(leaves) if leaf is not None and leaf not in taken)
 
     # in arrears
@@ -161,8 +161,7 @@ class AlignedCostPolicy(AlignedPolicy):
     def _oldest(self, seed: Entry, limits: BatchLimits) -> Selection:
         """The oldest requests in order of arrival, up to the first that does not fit."""
         found = Selection(limits)
-        for key in self._ages:
-            entry = self.tree.entry(key)
+        for entry in self._ages:
             if entry is seed:
                 continue
             if not found.fits(1, entry.blocks):
@@ -240,5 +239,5 @@ class AlignedCostPolicy(AlignedPolicy):
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        if len(self._ages) != len(self.tree) or any(key not in self.tree for key in self._ages):
+        if len(self._ages) != len(self.tree) or any(entry.key not in self.tree for entry in self._ages):
             raise AccountingError("the order of age does not match the waiting requests")

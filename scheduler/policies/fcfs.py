@@ -17,21 +17,21 @@ class FcfsPolicy(BatchPolicy):
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._entries: dict[RequestKey, Entry] = {}
-        self._order = AgeOrder()
+        self._order = AgeOrder[Entry]()
         self._blocks = 0
 
     def insert(self, entry: Entry) -> None:
         if entry.key in self._entries:
             raise AccountingError(f"{entry.key} is already waiting", request_id=entry.key.request_id)
         self._entries[entry.key] = entry
-        self._order.add(entry.key, entry.since_s)
+        self._order.add(entry, entry.since_s)
         self._blocks += entry.blocks
 
     def remove(self, key: RequestKey) -> None:
         entry = self._entries.pop(key, None)
         if entry is None:
             raise AccountingError(f"{key} is not waiting", request_id=key.request_id)
-        self._order.remove(key, entry.since_s)
+        self._order.remove(entry, entry.since_s)
         self._blocks -= entry.blocks
 
     def totals(self) -> tuple[int, int]:
@@ -42,7 +42,7 @@ class FcfsPolicy(BatchPolicy):
         oldest = self._order.first()
         if oldest is None:
             return []
-        return self._oldest(limits, seed) or [self._entries[seed or oldest[1]]]
+        return self._oldest(limits, seed) or [oldest[1] if seed is None else self._entries[seed]]
 
     def matches(self, tokens: int, shortest_tokens: int, longest_tokens: int) -> bool:
         """Every prefix length matches."""
@@ -55,12 +55,11 @@ class FcfsPolicy(BatchPolicy):
         return False
 
     def check_integrity(self) -> None:
-        ages = [(self._entries[key].since_s, key) for key in self._order]
-        if [since_s for since_s, _ in ages] != sorted(entry.since_s for entry in self._entries.values()):
+        if [entry.since_s for entry in self._order] != sorted(entry.since_s for entry in self._entries.values()):
             raise AccountingError("the order of arrival does not match the requests")
         if self._blocks != sum(entry.blocks for entry in self._entries.values()):
             raise AccountingError("the waiting blocks do not match a recount")
 
     def _oldest(self, limits: BatchLimits, seed: RequestKey | None = None) -> list[Entry]:
-        order = chain((seed,) if seed is not None else (), (key for key in self._order if key != seed))
-        return as_many_as_fit((self._entries[key] for key in order), limits)
+        first = () if seed is None else (self._entries[seed],)
+        return as_many_as_fit(chain(first, (entry for entry in self._order if entry.key != seed)), limits)
