@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -117,7 +118,8 @@ class InstanceMemory:
         planned = self._planned = plan.devices[self._role]
         weights = self._meter.allocated()
         cache = plan.decode_cache if self._role == DECODE else plan.prefill_cache
-        activations = self._largest_pass(loaded, plan.block_size, cache, make_runner)
+        config = replace(self._config, decode=self._config.decode.running(plan.max_running))
+        activations = self._largest_pass(config, loaded, plan.block_size, cache, make_runner)
         found = {"weights": weights, "activations": activations}
         for name, size in found.items():
             log = logger.warning if size > planned.parts[name] else logger.info
@@ -135,6 +137,7 @@ class InstanceMemory:
 
     def _largest_pass(
         self,
+        config: Config,
         loaded: LoadedModel,
         block_size: int,
         cache_blocks: int,
@@ -146,7 +149,7 @@ class InstanceMemory:
         """
         assert self._meter is not None
         geometry = loaded.info.geometry(block_size)
-        passes = largest_passes(self._config, self._role, loaded.info.max_positions, block_size)
+        passes = largest_passes(config, self._role, loaded.info.max_positions, block_size)
         blocks = 1 + max(block for items in passes for item in items for block in item.block_ids)
         blocks = max(blocks, min(cache_blocks // 2, TRIAL_BYTES // geometry.block_bytes))
         store = allocate_cache(geometry, blocks, loaded.device)

@@ -190,7 +190,7 @@ class PrefetchPlanner:
         config = self._config.scheduler
         most = config.max_batch_blocks or max(1, int(config.max_batch_share * decode.cache_blocks))
         most = most if room is None else min(most, room)
-        most_requests = self._config.decode.max_running
+        most_requests = decode.max_running(self._config)
         return BatchLimits(most, min(config.min_batch_requests, most_requests), most_requests)
 
     def _takes_few(self, decode: DecodeView, blocks: int, now_s: float) -> bool:
@@ -265,7 +265,7 @@ class PrefetchPlanner:
         if lengths is None:
             return
         for prefill, room in self._buffers(decode, BufferKind.REQUESTS):
-            slots = self._config.decode.max_running - len(decode.candidates[BufferKind.REQUESTS])
+            slots = decode.max_running(self._config) - len(decode.candidates[BufferKind.REQUESTS])
             if room < least_room or slots <= 0:
                 continue
             records = self._fitting(decode, self._policy.matching(*lengths, BatchLimits(room, 1, slots)))

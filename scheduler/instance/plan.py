@@ -94,3 +94,28 @@ class IterationPlan:
     stalled: int  # running requests that skip this iteration for lack of a block
     switching: bool
     batch_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class IterationStatus:
+    """`running` includes requests whose copy in is in flight. Lengths are KV tokens, 0 if nothing runs.
+
+    `batch_shortest_tokens`, `batch_longest_tokens`: of the requests that the running batch was formed from, without
+    late joins. `max_running`: the most requests in an iteration; with a TPOT objective as many as ran when it last kept
+    a candidate from joining, or more since. `held_iterations`: those at whose boundary it did.
+    """
+
+    running: int
+    shortest_tokens: int
+    longest_tokens: int
+    batch_shortest_tokens: int
+    batch_longest_tokens: int
+    batch_id: int
+    switching: bool
+    batch_buffer_requests: int
+    requests_buffer_requests: int
+    iterations: int
+    switch_iterations: int
+    held_iterations: int
+    evictions: int
+    max_running: int

@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from alignedserve.batch_size import LEAST, MOST, automatic_max_running
 from alignedserve.errors import ConfigError
 from alignedserve.graph_sizes import graph_sizes
 from alignedserve.resources import parse_resources
@@ -117,7 +118,12 @@ class PrefillConfig:
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     cache_blocks: int = _key(0, "KV blocks of an instance's decode cache; 0: from the model and free memory", low=0)
-    max_running: int = _key(256, "maximum requests in one iteration", low=1, high=65536)
+    max_running: int = _key(
+        0,
+        f"maximum requests in one iteration; 0: from the cache's size, {LEAST} to {MOST}, {LEAST} on a CPU",
+        low=0,
+        high=65536,
+    )
     watermark_blocks: int = _key(0, "a request is evicted if fewer blocks are free; 0: one per running request", low=0)
     overlap: str = _key(
         "auto",
@@ -125,10 +131,17 @@ class DecodeConfig:
         choices=("auto", "on", "off"),
     )
     graphs: str = _key("auto", "decode with CUDA graphs; auto: if attention can be captured", choices=("auto", "off"))
-    graph_sizes: str = _key("", "batch sizes to capture, such as 1,8,64; empty: up to decode.max_running")
+    graph_sizes: str = _key("", "batch sizes to capture, such as 1,8,64; empty: up to decode.max_running, at most 1024")
     join_iterations: int = _key(
         8, "a join requires free blocks for this many iterations of the whole batch (hysteresis)", low=1
     )
+
+    def for_cache(self, tokens: int) -> DecodeConfig:
+        """With an automatic `max_running` replaced by that of a cache of this many tokens."""
+        return self if self.max_running else self.running(automatic_max_running(tokens))
+
+    def running(self, most: int) -> DecodeConfig:
+        return replace(self, max_running=most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +295,7 @@ class Config:
                 check_value(f"{section.name}.{key.name}", getattr(value, key.name), key.metadata)
         for role in ("prefill", "decode"):
             parse_resources(getattr(self.cluster, f"{role}_resources"), f"cluster.{role}_resources")
-        graph_sizes(self.decode.graph_sizes, self.decode.max_running)
+        graph_sizes(self.decode.graph_sizes, self.decode.max_running or MOST)
         limits = self.supervisor
         if limits.fence_after_s < 2 * limits.heartbeat_s:
             raise ConfigError(
