@@ -234,7 +234,9 @@ class PrefetchPlanner:
         for other in self._instances.open_decode():
             if other.report is None or other.idle or other.candidates[BufferKind.BATCH]:
                 continue
-            if other.distance(tokens) < nearest and total <= self._limits(other).max_blocks:
+            most = self._limits(other)
+            fits = total <= most.max_blocks and len(records) <= most.max_requests
+            if other.distance(tokens) < nearest and fits:
                 buffer, room = self._choose_buffer(other, BufferKind.BATCH, total)
                 if total <= room and len(self._fitting(other, records)) == len(records):
                     best, best_prefill, nearest = other, buffer, other.distance(tokens)

@@ -77,7 +77,7 @@ class IterationScheduler:
         self._config = config = config.for_cache(allocator.capacity * block_size)
         self._pace = pace
         self._most = config.max_running  # that has run with the pace since it last kept a candidate from joining
-        self._held = False  # as of the last plan: it did
+        self._held = False  # it has kept a candidate from joining, and none has joined since
         self._batch = RunningBatch(allocator, block_size)  # by key: joining, running, or leaving until copied out
         self._allocator = allocator  # of the instance's cache: who owns which block
         self._starvation_after_s = starvation_after_s
@@ -254,7 +254,7 @@ class IterationScheduler:
         self._mark_overdue(now_s)
         evictions = self._leave(now_s) if self._draining else self._relieve(now_s)
         run, stalled = self._cover_next_tokens()
-        self._held = False
+        self._held = self._held and len(self._waiting) > 0
         joins = [] if self._draining else self._join(now_s, evictions)
         if evictions:  # requests evicted to make room for an overdue candidate do not run
             run = [item for item in run if item.key in self._batch.running]
@@ -434,7 +434,7 @@ class IterationScheduler:
         for candidate in taken:
             self._waiting.remove(candidate.key)
             self._deadlines.discard(candidate.key)
-        self._held = room.held
+        self._held = room.held or (self._held and not joins)
         self._most = max(self._batch.size, 0 if room.held else self._most)
         return blocked
 

@@ -102,7 +102,7 @@ class IterationStatus:
 
     `batch_shortest_tokens`, `batch_longest_tokens`: of the requests that the running batch was formed from, without
     late joins. `max_running`: the most requests in an iteration; with a TPOT objective as many as ran when it last kept
-    a candidate from joining, or more since. `held_iterations`: those at whose boundary it did.
+    a candidate from joining, or more since. `held_iterations`: those after it did, until one joined.
     """
 
     running: int

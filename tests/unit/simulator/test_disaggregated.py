@@ -73,6 +73,7 @@ def cells(draw: st.DrawFn) -> tuple[Workload, System, Config, Hardware, dict[str
         starvation_after_s=draw(st.sampled_from([0.05, 0.5, 5.0])),
         max_batch_share=draw(st.sampled_from([0.1, 0.4, 1.0])),
         join_window=draw(st.sampled_from([0.0, 0.25, 1.0])),
+        tpot_objective_s=draw(st.sampled_from([0.0, 0.0, 1e-3, 6e-3, 9e-3])),
     )
     machine = hardware(
         kv_tokens=draw(st.sampled_from([320, 480, 640, 4000])),
