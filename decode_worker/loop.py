@@ -25,8 +25,16 @@ from alignedserve.errors import TransferError
 from alignedserve.metrics import Page
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, Stage
-from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler
-from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Evict, IterationPlan, IterationStatus, Join
+from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.plan import (
+    BufferKind,
+    CancelOutcome,
+    Candidate,
+    Evict,
+    IterationPlan,
+    IterationStatus,
+    Join,
+)
 from alignedserve.text import Tokenizer
 from alignedserve.transfer.completion import Completion
 

@@ -20,9 +20,9 @@ from alignedserve.scheduler.core.events import Finished, Joined
 from alignedserve.scheduler.cost.pass_model import Passes
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
-from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler
+from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.instance.pace import Pace
-from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Evict, IterationPlan, Join
+from alignedserve.scheduler.instance.plan import BufferKind, CancelOutcome, Candidate, Evict, IterationPlan, Join
 from alignedserve.scheduler.systems import default_objective_s
 from alignedserve.simulator.buffers import decode_report
 from alignedserve.simulator.clock import Event

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from alignedserve.batch_size import LEAST
 from alignedserve.config import Config
 from alignedserve.device_memory import DECODE, DeviceMemory, RoleMemory, advice, fixed_parts
 from alignedserve.engine.model.loader import LoadedModel
@@ -180,7 +181,7 @@ def largest_passes(config: Config, role: str, max_positions: int, block_size: in
     Decode rows all read block 0, and what they write there is discarded.
     """
     if role == DECODE:
-        return [[ForwardItem([0], block_size - 1, [0]) for _ in range(config.decode.max_running)]]
+        return [[ForwardItem([0], block_size - 1, [0]) for _ in range(config.decode.max_running or LEAST)]]
     budget = config.prefill.pass_tokens
     prompts = min(config.prefill.max_requests, max(1, budget // 2))
     few = -(-budget // max_positions)

@@ -3,8 +3,8 @@
 There are two marks. The watermark is the number of blocks that must stay free: one for each request that can still
 grow, since aligned requests cross block boundaries together, or a configured number. A join requires that the watermark
 still holds after `join_iterations` iterations of the whole batch. So a join does not cause an eviction right away, and
-an evicted request does not return at once. With a TPOT objective a join also requires that an iteration with it, and
-with all members grown by `GROWTH` tokens, meets the objective.
+an evicted request does not return at once. With a TPOT objective a join also requires that an iteration with it meets
+the objective, counting each member with half of the growth that is expected of it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from alignedserve.config import DecodeConfig
 from alignedserve.scheduler.instance.pace import Pace
 from alignedserve.scheduler.instance.plan import Candidate
 from alignedserve.scheduler.instance.running_batch import RunningBatch, RunningRequest
-
-GROWTH = 64  # tokens that members grow by before others have ended in their place
 
 
 class Shortfall:
@@ -67,7 +65,7 @@ class Shortfall:
 class CacheRoom:
     """The room left for joins in one plan. If there is plenty, it is found without looking at every request."""
 
-    def __init__(self, batch: RunningBatch, config: DecodeConfig, pace: Pace | None = None) -> None:
+    def __init__(self, batch: RunningBatch, config: DecodeConfig, max_running: int, pace: Pace | None) -> None:
         self.held = False  # a candidate with room for it was kept from joining by the pace
         self._pace = pace
         self._lengths: list[int] = []  # of present members, grown; filled when first needed
@@ -77,7 +75,7 @@ class CacheRoom:
         self._watermark_blocks = config.watermark_blocks  # 0: one for each request that can still grow
         self._available = batch.allocator.available_blocks
         self._size = batch.size
-        self.slots = config.max_running - batch.size
+        self.slots = max_running - batch.size
         # The most that one request can need within `join_iterations`, and one block for the watermark.
         self._most_growth = -(-config.join_iterations // self._block_size) + 1
         self._measured = False
@@ -124,8 +122,8 @@ class CacheRoom:
     def _keeps_pace(self, pace: Pace, candidate: Candidate) -> bool:
         """Whether the objective is met with the candidate, which is then counted as a member."""
         if self._size and not self._lengths:
-            self._lengths = [_grown(member) for member in self._batch.present()]
-        self._lengths.append(_grown(candidate))
+            self._lengths = [_grown(member, pace.growth(member.iterations)) for member in self._batch.present()]
+        self._lengths.append(_grown(candidate, pace.growth(0)))
         if len(self._lengths) == 1 or pace.meets(self._lengths):
             return True
         self._lengths.pop()
@@ -134,12 +132,15 @@ class CacheRoom:
     def _victims_of(self, pace: Pace, candidate: Candidate, victims: Sequence[RunningRequest]) -> int:
         """How many of `victims`, from the front, must go for the candidate to keep pace; more than all if none help."""
         leave = {member.key: place for place, member in enumerate(victims)}
-        members = [(leave.get(member.key, len(victims)), _grown(member)) for member in self._batch.present()]
-        of_candidate = _grown(candidate)
+        own = _grown(candidate, pace.growth(0))
+        members = [
+            (leave.get(member.key, len(victims)), _grown(member, pace.growth(member.iterations)))
+            for member in self._batch.present()
+        ]
 
         def meets(count: int) -> bool:
             lengths = [length for place, length in members if place >= count]
-            return not lengths or pace.meets([*lengths, of_candidate])
+            return not lengths or pace.meets([*lengths, own])
 
         return bisect_left(range(len(victims) + 1), True, key=meets)
 
@@ -193,5 +194,5 @@ class CacheRoom:
         return -(-tokens // self._block_size)
 
 
-def _grown(request: Candidate | RunningRequest) -> int:
-    return min(request.kv_tokens + GROWTH, request.max_total_tokens)
+def _grown(request: Candidate | RunningRequest, growth: int) -> int:
+    return min(request.kv_tokens + growth, request.max_total_tokens)

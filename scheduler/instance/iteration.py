@@ -9,12 +9,12 @@ It runs in the decode worker and decides alone: no I/O, no clock, no call to ano
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from alignedserve.batch_size import automatic_max_running
 from alignedserve.config import Config, DecodeConfig
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
@@ -25,6 +25,7 @@ from alignedserve.scheduler.instance.candidates import CandidateBuffers
 from alignedserve.scheduler.instance.pace import Pace
 from alignedserve.scheduler.instance.plan import (
     BufferKind,
+    CancelOutcome,
     Candidate,
     Evict,
     GiveBack,
@@ -39,15 +40,6 @@ from alignedserve.scheduler.instance.skip_ahead import count_blocked, count_quie
 # Candidates that are skipped in one plan because they do not fit, in favour of smaller ones behind them
 MOST_MISFITS = 8
 PAST_BATCHES = 8  # earlier batches that are remembered: their late candidates do not begin a switch back
-
-
-class CancelOutcome(enum.Enum):
-    """Where a cancelled request was. Only WAITING leaves work for the caller: tell the candidate's source."""
-
-    NOT_HERE = "not_here"
-    WAITING = "waiting"  # was a candidate, and was removed
-    RUNNING = "running"  # its blocks are free now
-    COPYING = "copying"  # its blocks are free when the copy in flight has ended
 
 
 class IterationScheduler:
@@ -74,9 +66,10 @@ class IterationScheduler:
         join_window: float | None = None,
         pace: Pace | None = None,
     ) -> None:
-        self._config = config = config.for_cache(allocator.capacity * block_size)
+        self._config = config
+        self._max_running = config.max_running or automatic_max_running(allocator.capacity * block_size)
         self._pace = pace
-        self._most = config.max_running  # that has run with the pace since it last kept a candidate from joining
+        self._most = self._max_running  # that has run with the pace since it last kept a candidate from joining
         self._held = False  # it has kept a candidate from joining, and none has joined since
         self._batch = RunningBatch(allocator, block_size)  # by key: joining, running, or leaving until copied out
         self._allocator = allocator  # of the instance's cache: who owns which block
@@ -221,6 +214,7 @@ class IterationScheduler:
             if member is None:
                 continue
             if finished:
+                self._note_end(member.iterations + 1)
                 self._batch.remove(member)
             else:
                 member.kv_tokens += 1
@@ -245,6 +239,7 @@ class IterationScheduler:
             self._evictions -= 1
             if not member.to_pool:
                 self._lease_blocks += self._batch.blocks_for(member.kv_tokens)
+        self._note_end(member.iterations)
         self._batch.remove(member)
 
     # decisions for the worker
@@ -273,7 +268,8 @@ class IterationScheduler:
         Valid while no event arrives, no request finishes, and it is before `deadline_s`. See `skip_ahead.py`.
         """
         waiting = len(self._waiting)
-        if self._draining or self._sweep or self._giving_back or (waiting and self._decided):
+        crowded = len(self._batch.running) > self._max_running  # after a failed copy out
+        if crowded or self._draining or self._sweep or self._giving_back or (waiting and self._decided):
             return 0
         most = count_quiet(self._batch, self._config, most)
         if waiting and most:
@@ -323,6 +319,10 @@ class IterationScheduler:
 
     # how it decides
 
+    def _note_end(self, iterations: int) -> None:
+        if self._pace is not None:
+            self._pace.ended(iterations)
+
     def _count(self, iterations: int) -> None:
         self._iterations += iterations
         self._switch_iterations += iterations * self._switching
@@ -349,7 +349,7 @@ class IterationScheduler:
         shortfall = Shortfall(self._batch, self._config.watermark_blocks)
         victims: list[RunningRequest] | None = None
         while len(running) > 1:
-            crowded = len(running) > self._config.max_running  # after a failed copy out
+            crowded = len(running) > self._max_running  # after a failed copy out
             if not crowded and shortfall.blocks() <= 0:
                 break
             if victims is None:
@@ -397,7 +397,7 @@ class IterationScheduler:
         waiting = self._waiting
         if not len(waiting):
             return joins
-        room = CacheRoom(self._batch, self._config, self._pace)
+        room = CacheRoom(self._batch, self._config, self._max_running, self._pace)
         overdue_in_batch = waiting.has_overdue(BufferKind.BATCH)
         blocked = self._take(waiting.overdue(), room, joins)
         if blocked is not None:

@@ -8,6 +8,8 @@ from alignedserve.config import Config
 from alignedserve.scheduler.cost.pass_model import EXTRAPOLATION, FEW_REQUESTS, MOST_MARGIN, CostModel, Passes
 from alignedserve.scheduler.cost.prior import cost_model_factory
 
+FIRST_STAY = 256.0  # iterations that a member is expected to stay for, until some have ended
+STAY_GAIN = 0.05  # about the last twenty that ended
 OBSERVED_S = 0.1  # passes are observed together for this long: single ones are noisy
 
 
@@ -17,10 +19,19 @@ class Pace:
     def __init__(self, objective_s: float, iteration_s: Callable[[Sequence[int]], float]) -> None:
         self._objective_s = objective_s
         self._iteration_s = iteration_s
+        self._stay = FIRST_STAY
 
     def meets(self, lengths: Sequence[int]) -> bool:
         """Whether an iteration of these lengths is predicted to meet the objective."""
         return self._iteration_s(lengths) <= self._objective_s
+
+    def growth(self, iterations: int) -> int:
+        """Half of the tokens that a member after so many iterations is expected to grow by: its mean growth."""
+        return max(0, int(self._stay) - iterations) // 2
+
+    def ended(self, iterations: int) -> None:
+        """A member has ended after so many iterations."""
+        self._stay += STAY_GAIN * (iterations - self._stay)
 
     def observe(self, requests: int, tokens: int, seconds: float) -> None:
         """An iteration of `requests` requests with `tokens` tokens of KV took this long."""

@@ -40,6 +40,15 @@ class Candidate:
         return self.due_s < math.inf
 
 
+class CancelOutcome(enum.Enum):
+    """Where a cancelled request was. Only WAITING leaves work for the caller: tell the candidate's source."""
+
+    NOT_HERE = "not_here"
+    WAITING = "waiting"  # was a candidate, and was removed
+    RUNNING = "running"  # its blocks are free now
+    COPYING = "copying"  # its blocks are free when the copy in flight has ended
+
+
 @dataclass(frozen=True, slots=True)
 class Join:
     """Copy the candidate's KV into `block_ids` of the decode cache; it enters the iteration after the copy.

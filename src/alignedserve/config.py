@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from alignedserve.batch_size import LEAST, MOST, automatic_max_running
+from alignedserve.batch_size import LEAST, MOST
 from alignedserve.errors import ConfigError
 from alignedserve.graph_sizes import graph_sizes
 from alignedserve.resources import parse_resources
@@ -136,11 +136,8 @@ class DecodeConfig:
         8, "a join requires free blocks for this many iterations of the whole batch (hysteresis)", low=1
     )
 
-    def for_cache(self, tokens: int) -> DecodeConfig:
-        """With an automatic `max_running` replaced by that of a cache of this many tokens."""
-        return self if self.max_running else self.running(automatic_max_running(tokens))
-
     def running(self, most: int) -> DecodeConfig:
+        """With `max_running` decided."""
         return replace(self, max_running=most)
 
 

@@ -141,7 +141,7 @@ def _plan_on_cpu(config: Config, geometry: KvGeometry, longest: int, pool: int, 
         decode_cache=decode_cache,
         batch_buffer=batch_buffer,
         requests_buffer=requests_buffer,
-        max_running=config.decode.max_running or LEAST,  # beyond that a CPU's iterations only grow longer
+        max_running=config.decode.max_running or LEAST,  # its iterations are long enough
     )
 
 

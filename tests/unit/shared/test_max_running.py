@@ -49,8 +49,7 @@ def test_a_larger_cache_never_has_fewer(one: int, other: int) -> None:
 def test_each_request_has_a_share_of_the_cache() -> None:
     assert automatic_max_running(REQUEST_TOKENS * (LEAST + STEP) - 1) == LEAST
     assert automatic_max_running(REQUEST_TOKENS * (LEAST + STEP)) == LEAST + STEP
-    assert DecodeConfig().for_cache(572_608).max_running == 704
-    assert DecodeConfig(max_running=5).for_cache(572_608).max_running == 5
+    assert automatic_max_running(572_608) == 704
 
 
 @pytest.mark.parametrize("gib", [24, 40, 80, 96, 141, 180])

@@ -12,9 +12,9 @@ from alignedserve.config import DecodeConfig
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
-from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler
+from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.instance.pace import Pace
-from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Evict, IterationPlan, Join
+from alignedserve.scheduler.instance.plan import BufferKind, CancelOutcome, Candidate, Evict, IterationPlan, Join
 from support.machines import machine_settings
 
 NUMBERS = st.integers(0, 9)

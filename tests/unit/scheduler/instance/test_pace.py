@@ -37,8 +37,8 @@ def test_members_join_as_long_as_the_objective_is_met_and_when_others_have_ended
 
 def test_a_join_leaves_room_for_growth_up_to_what_a_request_may_grow_to() -> None:
     assert len(worker_of(150.0, most=12).step().joins) == 12  # 12 tokens each at most
-    assert len(worker_of(150.0, most=1000).step().joins) == 2  # 10 and 64 more
-    assert len(worker_of(147.0, most=1000).step().joins) == 1
+    assert len(worker_of(276.0, most=1000).step().joins) == 2  # 10 and half of 256 more
+    assert len(worker_of(275.0, most=1000).step().joins) == 1
 
 
 def worker_of(objective_s: float, most: int) -> Worker:
@@ -59,14 +59,22 @@ def test_a_request_that_misses_the_objective_alone_runs_alone() -> None:
 
 
 def test_growing_past_the_objective_evicts_nobody() -> None:
-    cell = worker(160.0)
+    cell = worker(280.0)
     cell.offer("a", 10, 400)
     cell.offer("b", 10, 400)
     cell.step()
     for _ in range(200):
         assert cell.step().evictions == ()
     assert running(cell) == ["a", "b"]
-    assert sum(member.kv_tokens for member in cell.scheduler._batch.running.values()) > 160
+    assert sum(member.kv_tokens for member in cell.scheduler._batch.running.values()) > 280
+
+
+def test_members_that_have_run_for_long_are_expected_to_grow_less() -> None:
+    pace = Pace(1.0, sum)
+    assert [pace.growth(iterations) for iterations in (0, 56, 256, 1000)] == [128, 100, 0, 0]
+    for _ in range(200):
+        pace.ended(40)
+    assert pace.growth(0) in (19, 20)
 
 
 def test_what_does_not_fit_is_passed_by_a_smaller_one_until_it_is_overdue() -> None:
