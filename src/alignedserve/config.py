@@ -196,7 +196,7 @@ class SchedulerConfig:
     refuse_for_load: bool = _key(True, "refuse requests predicted to wait too long or miss an objective")
     ttft_objective_s: float = _key(0.0, "TTFT objective in seconds: refuse predicted misses; 0: no objective", low=0.0)
     tpot_objective_s: float = _key(
-        0.0, "TPOT objective in seconds: refuse predicted misses; aligned-cost plans for it; 0: none", low=0.0
+        0.0, "TPOT objective in seconds: refuse predicted misses, join only within it; 0: no objective", low=0.0
     )
     max_wait_s: float = _key(300.0, "refuse requests predicted to wait longer (s) for room in pool and batch", low=1.0)
     tick_s: float = _key(0.1, "seconds between the scheduler's periodic checks", low=0.001, high=60.0)
