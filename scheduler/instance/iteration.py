@@ -435,7 +435,7 @@ class IterationScheduler:
             self._waiting.remove(candidate.key)
             self._deadlines.discard(candidate.key)
         self._held = room.held or (self._held and not joins)
-        self._most = max(self._batch.size, 0 if room.held else self._most)
+        self._most = min(self._max_running, max(self._batch.size, 0 if room.held else self._most))
         return blocked
 
     def _enter_batch(self, candidate: Candidate) -> None:

@@ -137,8 +137,8 @@ class DecodeConfig:
     )
 
     def running(self, most: int) -> DecodeConfig:
-        """With `max_running` decided."""
-        return replace(self, max_running=most)
+        """With an automatic `max_running` decided."""
+        return self if self.max_running else replace(self, max_running=most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,6 +233,8 @@ class IterationMachine(RuleBasedStateMachine):
         status = self.scheduler.status()
         assert status.running == len(self.where("running", "entering"))
         assert status.batch_buffer_requests + status.requests_buffer_requests == len(self.where("candidate"))
+        assert 1 <= status.max_running <= self.max_running
+        assert status.max_running == self.max_running or self.objective_s is not None
         assert self.scheduler.holds_nothing() == (not self.known)
         copying = self.where("running", "entering", "leaving")
         assert bool(self.allocator.owned_blocks) == bool(copying)
