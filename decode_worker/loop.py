@@ -106,7 +106,8 @@ class DecodeLoop(ComputeThread[[Outcome]]):
     def show_metrics(self, page: Page) -> None:
         status = self.status
         page.gauge("decode_running", "requests in the running batch", status.running)
-        page.gauge("decode_max_running", "the most requests in an iteration", status.max_running)
+        meaning = "the most requests in an iteration; fewer while the TPOT objective keeps candidates from joining"
+        page.gauge("decode_max_running", meaning, status.max_running)
         page.counter("decode_iterations_total", "iterations", status.iterations)
         meaning = "iterations that a candidate did not join, to keep the TPOT objective"
         page.counter("decode_held_iterations_total", meaning, status.held_iterations)
