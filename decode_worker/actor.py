@@ -269,6 +269,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
                 "iterations",
                 "switch_iterations",
                 "evictions",
+                "max_running",
             ):
                 setattr(description, name, getattr(status, name))
         return description

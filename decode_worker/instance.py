@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 
 from alignedserve.config import Config
@@ -31,6 +32,7 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.pace import LearningPace
 from alignedserve.scheduler.systems import default_objective_s
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore
@@ -107,6 +109,7 @@ class DecodeInstance:
         report()
         loaded, tokenizer = await host.load(config, self.model, settings.device)
         plan = await self._pool.plan
+        config = replace(config, decode=config.decode.running(plan.max_running))
         make_runner = partial(ModelRunner, loaded, backend=config.engine.attention)
         await asyncio.to_thread(self.memory.check, loaded, plan, make_runner)
         geometry = self.model.geometry(plan.block_size)
@@ -123,7 +126,11 @@ class DecodeInstance:
         self.handover = Handover(self.copier, self._pool.reader(from_pool), to_pool, writer, plan.block_size)
         runner = await asyncio.to_thread(make_runner, tensor)
         scheduler = IterationScheduler.configured(
-            config, self.cache, plan.block_size, default_objective_s(config.scheduler)
+            config,
+            self.cache,
+            plan.block_size,
+            default_objective_s(config.scheduler),
+            LearningPace.configured(config),
         )
         meter = IterationMeter(configured_cost(config.scheduler))
         pull, overlap = self.handover.pull, OVERLAP[config.decode.overlap]

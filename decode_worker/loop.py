@@ -25,8 +25,16 @@ from alignedserve.errors import TransferError
 from alignedserve.metrics import Page
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, Stage
-from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler, IterationStatus
-from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Evict, IterationPlan, Join
+from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.plan import (
+    BufferKind,
+    CancelOutcome,
+    Candidate,
+    Evict,
+    IterationPlan,
+    IterationStatus,
+    Join,
+)
 from alignedserve.text import Tokenizer
 from alignedserve.transfer.completion import Completion
 
@@ -98,7 +106,11 @@ class DecodeLoop(ComputeThread[[Outcome]]):
     def show_metrics(self, page: Page) -> None:
         status = self.status
         page.gauge("decode_running", "requests in the running batch", status.running)
+        meaning = "the most requests in an iteration; fewer while the TPOT objective keeps candidates from joining"
+        page.gauge("decode_max_running", meaning, status.max_running)
         page.counter("decode_iterations_total", "iterations", status.iterations)
+        meaning = "iterations that a candidate did not join, to keep the TPOT objective"
+        page.counter("decode_held_iterations_total", meaning, status.held_iterations)
         meaning = "iterations with requests of two batches"
         page.counter("decode_switch_iterations_total", meaning, status.switch_iterations)
         page.counter("decode_seconds_total", "seconds in iterations", self.pass_meter.total_s)
@@ -205,7 +217,9 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         self._flights.take(flight, following, outcome)
         now_s = time.perf_counter()
         if self._passes_since_s is not None:
-            self.pass_meter.add(len(flight.lives), sum(flight.lengths), now_s - self._passes_since_s)
+            took = len(flight.lives), sum(flight.lengths), now_s - self._passes_since_s
+            self.pass_meter.add(*took)
+            self._scheduler.observe(*took)
         self._passes_since_s = now_s
 
     def _sleep_limit_s(self) -> float | None:

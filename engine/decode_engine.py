@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from alignedserve.batch_size import LEAST
 from alignedserve.config import Config
 from alignedserve.engine.decoding import DecodeEngine
 from alignedserve.engine.eager import EagerDecode
@@ -28,7 +29,7 @@ def decode_engine(runner: ModelRunner, config: Config, progress: Callable[[int, 
     from alignedserve.engine.graphs.decode import GraphDecode
     from alignedserve.engine.graphs.device import CudaGraphs
 
-    sizes = graph_sizes(config.decode.graph_sizes, config.decode.max_running)
+    sizes = graph_sizes(config.decode.graph_sizes, config.decode.max_running or LEAST)
     graphs = CudaGraphs(device)
 
     def tune() -> None:

@@ -6,8 +6,7 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.core.events import DecodeReported, PrefillReported
 from alignedserve.scheduler.cost.pass_model import Passes
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
-from alignedserve.scheduler.instance.iteration import IterationStatus
-from alignedserve.scheduler.instance.plan import BufferKind
+from alignedserve.scheduler.instance.plan import BufferKind, IterationStatus
 
 
 class SimulatedBuffers:
@@ -89,4 +88,5 @@ def decode_report(
         measured,
         status.batch_shortest_tokens,
         status.batch_longest_tokens,
+        status.max_running,
     )

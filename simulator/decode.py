@@ -20,11 +20,13 @@ from alignedserve.scheduler.core.events import Finished, Joined
 from alignedserve.scheduler.cost.pass_model import Passes
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
-from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler
-from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Evict, IterationPlan, Join
+from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.pace import Pace
+from alignedserve.scheduler.instance.plan import BufferKind, CancelOutcome, Candidate, Evict, IterationPlan, Join
 from alignedserve.scheduler.systems import default_objective_s
 from alignedserve.simulator.buffers import decode_report
 from alignedserve.simulator.clock import Event
+from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.leap import Leap
 from alignedserve.simulator.links import transfer
 from alignedserve.simulator.pool import Write
@@ -50,7 +52,11 @@ class SimulatedDecode:
         self.cache = BlockAllocator(cell.sizes.decode_cache, f"{name}/cache")
         config = cell.config
         self.scheduler = IterationScheduler.configured(
-            config, self.cache, cell.block_size, default_objective_s(config.scheduler)
+            config,
+            self.cache,
+            cell.block_size,
+            default_objective_s(config.scheduler),
+            _pace(config.scheduler.tpot_objective_s, cost, cell.hardware, gap_s),
         )
         self.from_pool, self.to_pool = cell.pool_link(), cell.pool_link()
         self.to_peers, self.from_peers = cell.peer_link(), cell.peer_link()
@@ -380,3 +386,11 @@ class SimulatedDecode:
 
     def holds_nothing(self) -> bool:
         return self.scheduler.holds_nothing() and not self._begun and not self._source
+
+
+def _pace(objective_s: float, cost: StepCost, hardware: Hardware, gap_s: float) -> Pace | None:
+    """Predicts with the simulated times themselves, as of an instance beside one that computes."""
+    if not objective_s:
+        return None
+    slowed = SlowedCost.of(cost, max(hardware.decode_slowdown, hardware.decode_slowdown_beside))
+    return Pace(objective_s, lambda lengths: slowed.step_s((), lengths) + gap_s)

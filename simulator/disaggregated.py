@@ -109,6 +109,7 @@ def _counters(cell: Cell) -> dict[str, float]:
     statuses = [decode.scheduler.status() for decode in cell.decodes.values()]
     counters["iterations"] = sum(status.iterations for status in statuses)
     counters["switch_iterations"] = sum(status.switch_iterations for status in statuses)
+    counters["held_iterations"] = sum(status.held_iterations for status in statuses)
     counters["evictions"] = sum(status.evictions for status in statuses)
     counters["prefill_passes"] = sum(len(prefill.steps) for prefill in cell.prefills.values())
     counters["core_events"] = cell.core.events_handled

@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--slo-tpot",
         type=float,
         metavar="S",
-        help="TPOT objective for goodput and for aligned-cost, in seconds",
+        help="TPOT objective for goodput and for joins of disaggregated policies, in seconds",
     )
     add("--seed", type=int, metavar="N", default=0, help="seed of random lengths and arrivals (default 0)")
     add("--seeds", metavar="N|A,B,…", help="several seeds: N from --seed on, or a list; adds confidence intervals")

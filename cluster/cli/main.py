@@ -57,7 +57,11 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "--tpot-objective": (
         "scheduler.tpot_objective_s",
-        {"type": float, "metavar": "SECONDS", "help": "refuse requests whose TPOT is predicted to exceed this"},
+        {
+            "type": float,
+            "metavar": "SECONDS",
+            "help": "refuse requests, and hold joins back, if TPOT is predicted to exceed this",
+        },
     ),
     "--log-format": ("log.format", {"metavar": "text|json", "help": "format of log records"}),
     "--log-dir": ("log.dir", {"metavar": "DIR", "help": "folder for one log file per process"}),

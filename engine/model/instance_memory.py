@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
+from alignedserve.batch_size import LEAST
 from alignedserve.config import Config
 from alignedserve.device_memory import DECODE, DeviceMemory, RoleMemory, advice, fixed_parts
 from alignedserve.engine.model.loader import LoadedModel
@@ -117,7 +119,8 @@ class InstanceMemory:
         planned = self._planned = plan.devices[self._role]
         weights = self._meter.allocated()
         cache = plan.decode_cache if self._role == DECODE else plan.prefill_cache
-        activations = self._largest_pass(loaded, plan.block_size, cache, make_runner)
+        config = replace(self._config, decode=self._config.decode.running(plan.max_running))
+        activations = self._largest_pass(config, loaded, plan.block_size, cache, make_runner)
         found = {"weights": weights, "activations": activations}
         for name, size in found.items():
             log = logger.warning if size > planned.parts[name] else logger.info
@@ -135,6 +138,7 @@ class InstanceMemory:
 
     def _largest_pass(
         self,
+        config: Config,
         loaded: LoadedModel,
         block_size: int,
         cache_blocks: int,
@@ -146,7 +150,7 @@ class InstanceMemory:
         """
         assert self._meter is not None
         geometry = loaded.info.geometry(block_size)
-        passes = largest_passes(self._config, self._role, loaded.info.max_positions, block_size)
+        passes = largest_passes(config, self._role, loaded.info.max_positions, block_size)
         blocks = 1 + max(block for items in passes for item in items for block in item.block_ids)
         blocks = max(blocks, min(cache_blocks // 2, TRIAL_BYTES // geometry.block_bytes))
         store = allocate_cache(geometry, blocks, loaded.device)
@@ -177,7 +181,7 @@ def largest_passes(config: Config, role: str, max_positions: int, block_size: in
     Decode rows all read block 0, and what they write there is discarded.
     """
     if role == DECODE:
-        return [[ForwardItem([0], block_size - 1, [0]) for _ in range(config.decode.max_running)]]
+        return [[ForwardItem([0], block_size - 1, [0]) for _ in range(config.decode.max_running or LEAST)]]
     budget = config.prefill.pass_tokens
     prompts = min(config.prefill.max_requests, max(1, budget // 2))
     few = -(-budget // max_positions)

@@ -131,7 +131,8 @@ class DecodeReported:
     """`pool_wait_blocks`: pool blocks that its evictions (and returns) wait for, because the pool has none free.
 
     `measured`: iterations since its last report of them. `batch_shortest_tokens`, `batch_longest_tokens`: prefix
-    lengths of the requests that its running batch was formed from; 0 if none of them are left.
+    lengths of the requests that its running batch was formed from; 0 if none of them are left. `max_running`: as in
+    `IterationStatus`; 0: as configured.
     """
 
     decode_id: str
@@ -147,6 +148,7 @@ class DecodeReported:
     measured: Passes | None = None
     batch_shortest_tokens: int = 0
     batch_longest_tokens: int = 0
+    max_running: int = 0
 
 
 @dataclass(frozen=True, slots=True)

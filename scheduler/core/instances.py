@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from itertools import chain
 
+from alignedserve.batch_size import LEAST
 from alignedserve.config import Config
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.core.events import DecodeReported, PrefillReported
@@ -114,6 +115,11 @@ class DecodeView:
     def cache_blocks(self) -> int:
         return 0 if self.report is None else self.report.cache_blocks
 
+    def max_running(self, config: Config) -> int:
+        """The most requests that it runs, as it reports them."""
+        reported = 0 if self.report is None else self.report.max_running
+        return reported or config.decode.max_running or LEAST
+
     def batch_lengths(self) -> tuple[int, int] | None:
         """(shortest, longest) prefix length that the running batch was formed from.
 
@@ -177,7 +183,7 @@ class DecodeView:
 
     def has_room(self, config: Config, block_size: int, blocks: int) -> bool:
         """Whether a request of `blocks` blocks could join after all requests that are on their way here."""
-        return self.size < config.decode.max_running and self.free_blocks(config, block_size) >= blocks
+        return self.size < self.max_running(config) and self.free_blocks(config, block_size) >= blocks
 
 
 @dataclass(slots=True)

@@ -18,14 +18,11 @@ from alignedserve.scheduler.core.events import RequestMeta
 from alignedserve.scheduler.core.instances import DecodeView
 from alignedserve.scheduler.core.request_table import Record, RequestState
 from alignedserve.scheduler.core.state import CoreState
-from alignedserve.scheduler.cost.pass_model import RunningQuantile
+from alignedserve.scheduler.cost.pass_model import EXTRAPOLATION, FEW_REQUESTS, MOST_MARGIN, RunningQuantile
 
 MOST_ROOM = 64  # requests: with room for this many, no request is held back
 GAIN = 0.1
-EXTRAPOLATION = 2  # a batch may be this many times as large as the largest measured before the fit is mistrusted
-FEW_REQUESTS = 8  # a batch of this size is always within the fit
 ROUNDS = 3  # of the search for how many requests decode, and how long
-MOST_MARGIN = 0.3  # of an objective: lateness with other causes than load is not cured by refusing more
 LEAST_RETRY_S = 0.01
 
 
@@ -207,7 +204,8 @@ class Overload:
         views = [view for view in self._state.instances.decode.values() if view.cache_blocks]
         length = max((view.mean_tokens for view in views if view.mean_tokens), default=max(1, tokens))
         blocks = min(view.cache_blocks for view in views)
-        fits = max(1, min(self._state.config.decode.max_running, blocks // self._state.blocks_for(length)))
+        most = min(view.max_running(self._state.config) for view in views)
+        fits = max(1, min(most, blocks // self._state.blocks_for(length)))
         decode_s = math.inf
         running = -1
         for _ in range(ROUNDS):

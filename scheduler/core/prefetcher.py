@@ -190,7 +190,7 @@ class PrefetchPlanner:
         config = self._config.scheduler
         most = config.max_batch_blocks or max(1, int(config.max_batch_share * decode.cache_blocks))
         most = most if room is None else min(most, room)
-        most_requests = self._config.decode.max_running
+        most_requests = decode.max_running(self._config)
         return BatchLimits(most, min(config.min_batch_requests, most_requests), most_requests)
 
     def _takes_few(self, decode: DecodeView, blocks: int, now_s: float) -> bool:
@@ -234,7 +234,9 @@ class PrefetchPlanner:
         for other in self._instances.open_decode():
             if other.report is None or other.idle or other.candidates[BufferKind.BATCH]:
                 continue
-            if other.distance(tokens) < nearest and total <= self._limits(other).max_blocks:
+            most = self._limits(other)
+            fits = total <= most.max_blocks and len(records) <= most.max_requests
+            if other.distance(tokens) < nearest and fits:
                 buffer, room = self._choose_buffer(other, BufferKind.BATCH, total)
                 if total <= room and len(self._fitting(other, records)) == len(records):
                     best, best_prefill, nearest = other, buffer, other.distance(tokens)
@@ -267,7 +269,7 @@ class PrefetchPlanner:
         if lengths is None:
             return
         for prefill, room in self._buffers(decode, BufferKind.REQUESTS):
-            slots = self._config.decode.max_running - len(decode.candidates[BufferKind.REQUESTS])
+            slots = decode.max_running(self._config) - len(decode.candidates[BufferKind.REQUESTS])
             if room < least_room or slots <= 0:
                 continue
             records = self._fitting(decode, self._policy.matching(*lengths, BatchLimits(room, 1, slots)))

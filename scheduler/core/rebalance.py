@@ -29,12 +29,12 @@ class Rebalancer:
         """The pool has nothing for this instance: recall candidates that wait for full instances."""
         if decode.idle:
             self._halve_batches(now_s)
-        if len(self._instances.decode) < 2 or decode.size >= self._config.decode.max_running:
+        if len(self._instances.decode) < 2 or decode.size >= decode.max_running(self._config):
             return
         if any(decode.candidates.values()):
             return
         pending = [record for record in decode.asked_back if record.recalled and record.state is PREFETCHED]
-        slots = self._config.decode.max_running - decode.size - len(pending)
+        slots = decode.max_running(self._config) - decode.size - len(pending)
         room = decode.free_blocks(self._config, self._block_size) - sum(record.blocks for record in pending)
         found: list[Record] = []
         for full in self._instances.open_decode():
@@ -50,7 +50,7 @@ class Rebalancer:
         """Recall half of each candidate batch that waits for an instance without free slots or blocks."""
         for full in self._instances.open_decode():
             waiting = [*full.candidates[BufferKind.BATCH].values()]
-            crowded = full.size > self._config.decode.max_running
+            crowded = full.size > full.max_running(self._config)
             if waiting and (crowded or full.free_blocks(self._config, self._block_size) < 0):
                 self._state.recall([record for record in waiting[len(waiting) // 2 :] if self._settled(record, now_s)])
 
@@ -67,7 +67,7 @@ class Rebalancer:
         late = full.candidates[BufferKind.REQUESTS]
         if not late:
             return []
-        too_many = len(full.decoding) + len(late) - self._config.decode.max_running
+        too_many = len(full.decoding) + len(late) - full.max_running(self._config)
         # Late candidates join before the batch, so the batch takes no room from them.
         free = full.free_blocks(self._config, self._block_size) + full.candidate_blocks[BufferKind.BATCH]
         found = []

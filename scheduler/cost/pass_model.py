@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from operator import mul
 
 RIDGE = 1e-4  # weight of the prior, in observations of typical size
+EXTRAPOLATION = 2  # a batch may be this many times as large as the largest measured before the fit is mistrusted
+FEW_REQUESTS = 8  # a batch of this size is always within the fit
+MOST_MARGIN = 0.3  # of an objective: lateness with other causes than load is not cured by taking fewer
 OUTLIER = 4.0  # a pass longer than this multiple of its prediction counts as this multiple: the machine had stalled
 
 

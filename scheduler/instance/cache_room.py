@@ -1,16 +1,19 @@
-"""How much room a decode cache has: for growth (when to evict) and for another request (when to join).
+"""How much room a decode instance has: for growth (when to evict) and for another request (when to join).
 
 There are two marks. The watermark is the number of blocks that must stay free: one for each request that can still
 grow, since aligned requests cross block boundaries together, or a configured number. A join requires that the watermark
 still holds after `join_iterations` iterations of the whole batch. So a join does not cause an eviction right away, and
-an evicted request does not return at once.
+an evicted request does not return at once. With a TPOT objective a join also requires that an iteration with it meets
+the objective, counting each member with half of the growth that is expected of it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from alignedserve.config import DecodeConfig
+from alignedserve.scheduler.instance.pace import Pace
 from alignedserve.scheduler.instance.plan import Candidate
 from alignedserve.scheduler.instance.running_batch import RunningBatch, RunningRequest
 
@@ -62,14 +65,17 @@ class Shortfall:
 class CacheRoom:
     """The room left for joins in one plan. If there is plenty, it is found without looking at every request."""
 
-    def __init__(self, batch: RunningBatch, config: DecodeConfig) -> None:
+    def __init__(self, batch: RunningBatch, config: DecodeConfig, max_running: int, pace: Pace | None) -> None:
+        self.held = False  # a candidate with room for it was kept from joining by the pace
+        self._pace = pace
+        self._lengths: list[int] = []  # of present members, grown; filled when first needed
         self._batch = batch
         self._block_size = batch.block_size
         self._join_iterations = config.join_iterations
         self._watermark_blocks = config.watermark_blocks  # 0: one for each request that can still grow
         self._available = batch.allocator.available_blocks
         self._size = batch.size
-        self.slots = config.max_running - batch.size
+        self.slots = max_running - batch.size
         # The most that one request can need within `join_iterations`, and one block for the watermark.
         self._most_growth = -(-config.join_iterations // self._block_size) + 1
         self._measured = False
@@ -79,6 +85,9 @@ class CacheRoom:
     def take(self, candidate: Candidate, resident_blocks: int) -> bool:
         """Account for the candidate as joined. Returns False, unchanged, if there is no room for it."""
         if self.slots <= 0 or self._missing(candidate, resident_blocks) > 0:
+            return False
+        if self._pace is not None and not self._keeps_pace(self._pace, candidate):
+            self.held = True
             return False
         need = self._blocks_for(candidate.kv_tokens + 1)
         self._available -= need - resident_blocks
@@ -96,6 +105,7 @@ class CacheRoom:
     def victims_needed(self, candidate: Candidate, victims: Sequence[RunningRequest]) -> int:
         """How many of `victims`, from the front, must go to make room for the candidate; 0 if all are too few."""
         self._measure()
+        least = 0 if self._pace is None else self._victims_of(self._pace, candidate, victims)
         missing_slots = 1 - self.slots - len(self._batch.leaving)
         freed = self._batch.leaving_blocks()
         for count in range(len(victims) + 1):
@@ -105,9 +115,34 @@ class CacheRoom:
                 missing_slots -= 1
                 self._size -= 1
                 self._grow(member.kv_tokens, len(member.block_ids), member.max_total_tokens, -1)
-            if missing_slots <= 0 and self._missing(candidate, 0) <= freed:
+            if count >= least and missing_slots <= 0 and self._missing(candidate, 0) <= freed:
                 return count
         return 0
+
+    def _keeps_pace(self, pace: Pace, candidate: Candidate) -> bool:
+        """Whether the objective is met with the candidate, which is then counted as a member."""
+        if self._size and not self._lengths:
+            self._lengths = [_grown(member, pace.growth(member.iterations)) for member in self._batch.present()]
+        self._lengths.append(_grown(candidate, pace.growth(0)))
+        if len(self._lengths) == 1 or pace.meets(self._lengths):
+            return True
+        self._lengths.pop()
+        return False
+
+    def _victims_of(self, pace: Pace, candidate: Candidate, victims: Sequence[RunningRequest]) -> int:
+        """How many of `victims`, from the front, must go for the candidate to keep pace; more than all if none help."""
+        leave = {member.key: place for place, member in enumerate(victims)}
+        own = _grown(candidate, pace.growth(0))
+        members = [
+            (leave.get(member.key, len(victims)), _grown(member, pace.growth(member.iterations)))
+            for member in self._batch.present()
+        ]
+
+        def meets(count: int) -> bool:
+            lengths = [length for place, length in members if place >= count]
+            return not lengths or pace.meets([*lengths, own])
+
+        return bisect_left(range(len(victims) + 1), True, key=meets)
 
     def _missing(self, candidate: Candidate, resident_blocks: int) -> int:
         """Blocks that are missing for the candidate to join; 0 or less if none are."""
@@ -157,3 +192,7 @@ class CacheRoom:
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
+
+
+def _grown(request: Candidate | RunningRequest, growth: int) -> int:
+    return min(request.kv_tokens + growth, request.max_total_tokens)

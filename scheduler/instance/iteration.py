@@ -9,12 +9,12 @@ It runs in the decode worker and decides alone: no I/O, no clock, no call to ano
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from alignedserve.batch_size import automatic_max_running
 from alignedserve.config import Config, DecodeConfig
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
@@ -22,44 +22,24 @@ from alignedserve.scheduler.deadlines import Deadlines
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.cache_room import CacheRoom, Shortfall
 from alignedserve.scheduler.instance.candidates import CandidateBuffers
-from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Evict, GiveBack, IterationPlan, Join, RunItem
+from alignedserve.scheduler.instance.pace import Pace
+from alignedserve.scheduler.instance.plan import (
+    BufferKind,
+    CancelOutcome,
+    Candidate,
+    Evict,
+    GiveBack,
+    IterationPlan,
+    IterationStatus,
+    Join,
+    RunItem,
+)
 from alignedserve.scheduler.instance.running_batch import Phase, RunningBatch, RunningRequest, join_range
 from alignedserve.scheduler.instance.skip_ahead import count_blocked, count_quiet, pass_iterations
 
 # Candidates that are skipped in one plan because they do not fit, in favour of smaller ones behind them
 MOST_MISFITS = 8
 PAST_BATCHES = 8  # earlier batches that are remembered: their late candidates do not begin a switch back
-
-
-class CancelOutcome(enum.Enum):
-    """Where a cancelled request was. Only WAITING leaves work for the caller: tell the candidate's source."""
-
-    NOT_HERE = "not_here"
-    WAITING = "waiting"  # was a candidate, and was removed
-    RUNNING = "running"  # its blocks are free now
-    COPYING = "copying"  # its blocks are free when the copy in flight has ended
-
-
-@dataclass(frozen=True, slots=True)
-class IterationStatus:
-    """`running` includes requests whose copy in is in flight. Lengths are KV tokens, 0 if nothing runs.
-
-    `batch_shortest_tokens`, `batch_longest_tokens`: of the requests that the running batch was formed from, without
-    late joins.
-    """
-
-    running: int
-    shortest_tokens: int
-    longest_tokens: int
-    batch_shortest_tokens: int
-    batch_longest_tokens: int
-    batch_id: int
-    switching: bool
-    batch_buffer_requests: int
-    requests_buffer_requests: int
-    iterations: int
-    switch_iterations: int
-    evictions: int
 
 
 class IterationScheduler:
@@ -72,8 +52,8 @@ class IterationScheduler:
     `max_total_tokens` must fit in the cache (others are returned at once). `starvation_after_s`: a candidate without
     its own wait objective that has waited here for this long gets priority even if no mark from the scheduler came.
     `join_window`: running requests within this share of a new batch's prefix lengths belong to that batch from then on.
-    So not every new batch is a switch, and a switch ends sooner. None: every new batch is a switch from all running
-    requests.
+    So a switch ends sooner, if there is one. None: every new batch is a switch from all running requests. `pace`: with
+    it a join must keep the TPOT objective, unless nothing else runs. No request is evicted for growing past it.
     """
 
     def __init__(
@@ -84,8 +64,13 @@ class IterationScheduler:
         *,
         starvation_after_s: float = math.inf,
         join_window: float | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._config = config
+        self._max_running = config.max_running or automatic_max_running(allocator.capacity * block_size)
+        self._pace = pace
+        self._most = self._max_running  # that has run with the pace since it last kept a candidate from joining
+        self._held = False  # it has kept a candidate from joining, and none has joined since
         self._batch = RunningBatch(allocator, block_size)  # by key: joining, running, or leaving until copied out
         self._allocator = allocator  # of the instance's cache: who owns which block
         self._starvation_after_s = starvation_after_s
@@ -100,15 +85,15 @@ class IterationScheduler:
         self._switching = False  # as of the last plan: members of another batch run, too
         self._draining = False  # all leaves, and no candidate joins; for good
         self._decided = True  # the last plan did something, or there was none yet
-        self._iterations = self._switch_iterations = self._evictions = 0  # since the start
+        self._iterations = self._switch_iterations = self._held_iterations = self._evictions = 0  # since the start
 
     @classmethod
     def configured(
-        cls, config: Config, allocator: BlockAllocator, block_size: int, objective_s: float
+        cls, config: Config, allocator: BlockAllocator, block_size: int, objective_s: float, pace: Pace | None = None
     ) -> IterationScheduler:
         """The scheduler of a decode instance. `objective_s`: wait objective of requests that set none."""
         window = config.scheduler.join_window
-        return cls(config.decode, allocator, block_size, starvation_after_s=objective_s, join_window=window)
+        return cls(config.decode, allocator, block_size, starvation_after_s=objective_s, join_window=window, pace=pace)
 
     # events from the worker
 
@@ -229,13 +214,18 @@ class IterationScheduler:
             if member is None:
                 continue
             if finished:
+                self._note_end(member.iterations + 1)
                 self._batch.remove(member)
             else:
                 member.kv_tokens += 1
                 member.iterations += 1
         if ran:
-            self._iterations += 1
-            self._switch_iterations += self._switching
+            self._count(1)
+
+    def observe(self, requests: int, tokens: int, seconds: float) -> None:
+        """How long an iteration of `requests` requests with `tokens` tokens of KV took, for a pace that learns."""
+        if self._pace is not None:
+            self._pace.observe(requests, tokens, seconds)
 
     def ended(self, key: RequestKey) -> None:
         """The request has ended with an iteration after which `advance` assumed that it continues. Its blocks are free.
@@ -249,6 +239,7 @@ class IterationScheduler:
             self._evictions -= 1
             if not member.to_pool:
                 self._lease_blocks += self._batch.blocks_for(member.kv_tokens)
+        self._note_end(member.iterations)
         self._batch.remove(member)
 
     # decisions for the worker
@@ -258,6 +249,7 @@ class IterationScheduler:
         self._mark_overdue(now_s)
         evictions = self._leave(now_s) if self._draining else self._relieve(now_s)
         run, stalled = self._cover_next_tokens()
+        self._held = self._held and len(self._waiting) > 0
         joins = [] if self._draining else self._join(now_s, evictions)
         if evictions:  # requests evicted to make room for an overdue candidate do not run
             run = [item for item in run if item.key in self._batch.running]
@@ -276,7 +268,8 @@ class IterationScheduler:
         Valid while no event arrives, no request finishes, and it is before `deadline_s`. See `skip_ahead.py`.
         """
         waiting = len(self._waiting)
-        if self._draining or self._sweep or self._giving_back or (waiting and self._decided):
+        crowded = len(self._batch.running) > self._max_running  # after a failed copy out
+        if crowded or self._draining or self._sweep or self._giving_back or (waiting and self._decided):
             return 0
         most = count_quiet(self._batch, self._config, most)
         if waiting and most:
@@ -290,8 +283,7 @@ class IterationScheduler:
     def pass_quietly(self, iterations: int) -> None:
         """Do the work of `iterations` rounds of `advance` and `plan`, at most the number of `quiet_iterations`."""
         pass_iterations(self._batch, iterations)
-        self._iterations += iterations
-        self._switch_iterations += iterations * self._switching
+        self._count(iterations)
 
     def status(self) -> IterationStatus:
         lengths = [member.kv_tokens for member in self._batch.present()]
@@ -308,7 +300,9 @@ class IterationScheduler:
             requests_buffer_requests=self._waiting.count(BufferKind.REQUESTS),
             iterations=self._iterations,
             switch_iterations=self._switch_iterations,
+            held_iterations=self._held_iterations,
             evictions=self._evictions,
+            max_running=self._most,
         )
 
     def holds_nothing(self) -> bool:
@@ -324,6 +318,15 @@ class IterationScheduler:
         self._batch.check_integrity()
 
     # how it decides
+
+    def _note_end(self, iterations: int) -> None:
+        if self._pace is not None:
+            self._pace.ended(iterations)
+
+    def _count(self, iterations: int) -> None:
+        self._iterations += iterations
+        self._switch_iterations += iterations * self._switching
+        self._held_iterations += iterations * self._held
 
     def _mark_overdue(self, now_s: float) -> None:
         for due_s, key in self._deadlines.pop_due(now_s):
@@ -346,7 +349,7 @@ class IterationScheduler:
         shortfall = Shortfall(self._batch, self._config.watermark_blocks)
         victims: list[RunningRequest] | None = None
         while len(running) > 1:
-            crowded = len(running) > self._config.max_running  # after a failed copy out
+            crowded = len(running) > self._max_running  # after a failed copy out
             if not crowded and shortfall.blocks() <= 0:
                 break
             if victims is None:
@@ -394,7 +397,7 @@ class IterationScheduler:
         waiting = self._waiting
         if not len(waiting):
             return joins
-        room = CacheRoom(self._batch, self._config)
+        room = CacheRoom(self._batch, self._config, self._max_running, self._pace)
         overdue_in_batch = waiting.has_overdue(BufferKind.BATCH)
         blocked = self._take(waiting.overdue(), room, joins)
         if blocked is not None:
@@ -431,6 +434,8 @@ class IterationScheduler:
         for candidate in taken:
             self._waiting.remove(candidate.key)
             self._deadlines.discard(candidate.key)
+        self._held = room.held or (self._held and not joins)
+        self._most = min(self._max_running, max(self._batch.size, 0 if room.held else self._most))
         return blocked
 
     def _enter_batch(self, candidate: Candidate) -> None:

@@ -40,6 +40,15 @@ class Candidate:
         return self.due_s < math.inf
 
 
+class CancelOutcome(enum.Enum):
+    """Where a cancelled request was. Only WAITING leaves work for the caller: tell the candidate's source."""
+
+    NOT_HERE = "not_here"
+    WAITING = "waiting"  # was a candidate, and was removed
+    RUNNING = "running"  # its blocks are free now
+    COPYING = "copying"  # its blocks are free when the copy in flight has ended
+
+
 @dataclass(frozen=True, slots=True)
 class Join:
     """Copy the candidate's KV into `block_ids` of the decode cache; it enters the iteration after the copy.
@@ -94,3 +103,28 @@ class IterationPlan:
     stalled: int  # running requests that skip this iteration for lack of a block
     switching: bool
     batch_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class IterationStatus:
+    """`running` includes requests whose copy in is in flight. Lengths are KV tokens, 0 if nothing runs.
+
+    `batch_shortest_tokens`, `batch_longest_tokens`: of the requests that the running batch was formed from, without
+    late joins. `max_running`: the most requests in an iteration; with a TPOT objective as many as ran when it last kept
+    a candidate from joining, or more since. `held_iterations`: those after it did, until one joined.
+    """
+
+    running: int
+    shortest_tokens: int
+    longest_tokens: int
+    batch_shortest_tokens: int
+    batch_longest_tokens: int
+    batch_id: int
+    switching: bool
+    batch_buffer_requests: int
+    requests_buffer_requests: int
+    iterations: int
+    switch_iterations: int
+    held_iterations: int
+    evictions: int
+    max_running: int

@@ -14,8 +14,6 @@ from alignedserve.scheduler.instance.running_batch import RunningBatch, RunningR
 def count_quiet(batch: RunningBatch, config: DecodeConfig, most: int) -> int:
     """Iterations, at most `most`, that the batch can grow through without an eviction or a stalled request."""
     running = batch.running
-    if len(running) > config.max_running:
-        return 0
     growth = _growth(batch, most)
     available = batch.allocator.available_blocks
     spare = available

@@ -143,6 +143,7 @@ def decode_reported(decode_id: str, message: dw.DecodeDescription) -> DecodeRepo
         _passes(message.measured),
         message.batch_shortest_tokens,
         message.batch_longest_tokens,
+        message.max_running,
     )
 
 

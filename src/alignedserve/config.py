@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from alignedserve.batch_size import LEAST, MOST
 from alignedserve.errors import ConfigError
 from alignedserve.graph_sizes import graph_sizes
 from alignedserve.resources import parse_resources
@@ -117,7 +118,12 @@ class PrefillConfig:
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     cache_blocks: int = _key(0, "KV blocks of an instance's decode cache; 0: from the model and free memory", low=0)
-    max_running: int = _key(256, "maximum requests in one iteration", low=1, high=65536)
+    max_running: int = _key(
+        0,
+        f"maximum requests in one iteration; 0: from the cache's size, {LEAST} to {MOST}, {LEAST} on a CPU",
+        low=0,
+        high=65536,
+    )
     watermark_blocks: int = _key(0, "a request is evicted if fewer blocks are free; 0: one per running request", low=0)
     overlap: str = _key(
         "auto",
@@ -125,10 +131,14 @@ class DecodeConfig:
         choices=("auto", "on", "off"),
     )
     graphs: str = _key("auto", "decode with CUDA graphs; auto: if attention can be captured", choices=("auto", "off"))
-    graph_sizes: str = _key("", "batch sizes to capture, such as 1,8,64; empty: up to decode.max_running")
+    graph_sizes: str = _key("", "batch sizes to capture, such as 1,8,64; empty: up to decode.max_running, at most 1024")
     join_iterations: int = _key(
         8, "a join requires free blocks for this many iterations of the whole batch (hysteresis)", low=1
     )
+
+    def running(self, most: int) -> DecodeConfig:
+        """With an automatic `max_running` decided."""
+        return self if self.max_running else replace(self, max_running=most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +196,7 @@ class SchedulerConfig:
     refuse_for_load: bool = _key(True, "refuse requests predicted to wait too long or miss an objective")
     ttft_objective_s: float = _key(0.0, "TTFT objective in seconds: refuse predicted misses; 0: no objective", low=0.0)
     tpot_objective_s: float = _key(
-        0.0, "TPOT objective in seconds: refuse predicted misses; aligned-cost plans for it; 0: none", low=0.0
+        0.0, "TPOT objective in seconds: refuse predicted misses, join only within it; 0: no objective", low=0.0
     )
     max_wait_s: float = _key(300.0, "refuse requests predicted to wait longer (s) for room in pool and batch", low=1.0)
     tick_s: float = _key(0.1, "seconds between the scheduler's periodic checks", low=0.001, high=60.0)
@@ -282,7 +292,7 @@ class Config:
                 check_value(f"{section.name}.{key.name}", getattr(value, key.name), key.metadata)
         for role in ("prefill", "decode"):
             parse_resources(getattr(self.cluster, f"{role}_resources"), f"cluster.{role}_resources")
-        graph_sizes(self.decode.graph_sizes, self.decode.max_running)
+        graph_sizes(self.decode.graph_sizes, self.decode.max_running or MOST)
         limits = self.supervisor
         if limits.fence_after_s < 2 * limits.heartbeat_s:
             raise ConfigError(

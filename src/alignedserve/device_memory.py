@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from alignedserve.batch_size import LEAST, automatic_max_running, choices
 from alignedserve.config import Config
 from alignedserve.errors import ResourceError
 from alignedserve.geometry import DTYPE_BYTES
@@ -82,12 +83,13 @@ class RoleMemory:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """Blocks of each store on a device, and the memory of each role's instances."""
+    """Blocks of each store on a device, and the memory of each role's instances. `max_running`: of decode instances."""
 
     prefill_cache: int
     decode_cache: int
     batch_buffer: int
     requests_buffer: int
+    max_running: int
     roles: dict[str, RoleMemory]
 
 
@@ -122,16 +124,16 @@ def activation_bytes(model: ModelInfo, tokens: int, rows: int) -> int:
 
 
 def fixed_parts(config: Config, model: ModelInfo, role: str) -> dict[str, int]:
-    """All memory of an instance except its KV blocks: bytes by part."""
+    """All memory of an instance except its KV blocks: bytes by part. An automatic `decode.max_running` is the least."""
     if role == PREFILL:
         tokens = config.prefill.pass_tokens
         rows = min(config.prefill.max_requests, tokens)
     else:
-        tokens = rows = config.decode.max_running
+        tokens = rows = config.decode.max_running or LEAST
     activations = activation_bytes(model, tokens, rows)
     parts = {"weights": model.weight_bytes, "activations": activations}
     if role == DECODE and config.decode.graphs != "off":  # their memory is a pool of its own
-        graphs = len(graph_sizes(config.decode.graph_sizes, config.decode.max_running))
+        graphs = len(graph_sizes(config.decode.graph_sizes, rows))
         parts["CUDA graphs"] = activations + graphs * model.layers * GRAPH_LAYER_BYTES
     others = config.cluster.decode if role == PREFILL else config.cluster.prefill
     parts["transfer buffers"] = STAGING_BYTES + (others * PAIR_BYTES if config.cluster.channel in NCCL_CHANNELS else 0)
@@ -142,7 +144,8 @@ def fixed_parts(config: Config, model: ModelInfo, role: str) -> dict[str, int]:
 def plan_devices(config: Config, model: ModelInfo, memories: Sequence[tuple[str, DeviceMemory]]) -> DevicePlan:
     """Blocks of every store on devices. `memories`: a role and the memory of an instance of it; both roles occur.
 
-    The stores of a role are equal, so its smallest device decides their size.
+    The stores of a role are equal, so its smallest device decides their size. An automatic `decode.max_running` takes
+    memory from the cache that it depends on: it is the largest that the cache beside it still justifies.
     Raises ResourceError, which lists the parts of every instance that lacks memory, how much is missing, and the
     settings to change.
     """
@@ -159,6 +162,8 @@ def plan_devices(config: Config, model: ModelInfo, memories: Sequence[tuple[str,
     for role, memory in memories:
         if role not in tightest or budgets[memory.instance] < budgets[tightest[role].instance]:
             tightest[role] = memory
+    decode_budget = budgets[tightest[DECODE].instance]
+    config = replace(config, decode=config.decode.running(_max_running(config, model, wanted, decode_budget)))
     roles: dict[str, RoleMemory] = {}
     stores: dict[str, dict[str, int]] = {}
     for role in (DECODE, PREFILL):
@@ -182,6 +187,7 @@ def plan_devices(config: Config, model: ModelInfo, memories: Sequence[tuple[str,
         decode_cache=stores[DECODE]["cache"],
         batch_buffer=stores[PREFILL]["batch buffer"],
         requests_buffer=stores[PREFILL]["requests buffer"],
+        max_running=config.decode.max_running,
         roles=roles,
     )
 
@@ -241,6 +247,19 @@ def _budgets(config: Config, memories: Sequence[tuple[str, DeviceMemory]]) -> di
         # Divided as on the fullest device, so that the cluster can grow without a change of any instance's share.
         found |= {memory.instance: first.budget(config, most) for memory in sharers}
     return found
+
+
+def _max_running(config: Config, model: ModelInfo, wanted: Wanted, budget: int) -> int:
+    """`decode.max_running`, or the largest automatic value that fits `budget` bytes with the cache that it is for."""
+    if config.decode.max_running:
+        return config.decode.max_running
+    for most in choices():
+        tried = replace(config, decode=config.decode.running(most))
+        rest = (budget - sum(fixed_parts(tried, model, DECODE).values())) // wanted.block_bytes
+        cache = _decode_blocks(tried, wanted, rest)["cache"]
+        if cache <= rest and automatic_max_running(cache * config.kv_pool.block_size) >= most:
+            return most
+    return LEAST
 
 
 def _decode_blocks(config: Config, wanted: Wanted, rest: int) -> dict[str, int]:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from alignedserve.errors import ConfigError
 
-_LARGEST = 512  # with more rows, launching kernels one by one costs little of the pass
+_LARGEST = 1024  # with more rows, launching kernels one by one costs little of the pass
 
 
 def graph_sizes(configured: str, max_running: int) -> tuple[int, ...]:
     """Batch sizes in ascending order: those in `configured`, comma-separated, or those of a rule if it is empty.
 
-    The rule covers every batch up to `max_running` rows, at most 512. Beyond 8 rows it pads a batch by at most a
+    The rule covers every batch up to `max_running` rows, at most 1,024. Beyond 8 rows it pads a batch by at most a
     seventh. Raises ConfigError for invalid sizes.
     """
     if not configured.strip():
@@ -28,7 +28,7 @@ def graph_sizes(configured: str, max_running: int) -> tuple[int, ...]:
 
 
 def _rule(largest: int) -> tuple[int, ...]:
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, _LARGEST + 1, 32)]
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, _LARGEST + 1, 64)]
     return (*(size for size in sizes if size < largest), largest)
 
 

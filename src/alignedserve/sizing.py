@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
+from alignedserve.batch_size import LEAST
 from alignedserve.config import Config
 from alignedserve.device_memory import DeviceMemory, RoleMemory, plan_devices
 from alignedserve.errors import ResourceError
@@ -34,8 +35,9 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """Capacities of the stores in blocks. `pool` is the capacity of each shard. `devices` holds the GPU memory of the
-    instances of each role; it is empty on CPUs."""
+    """Capacities of the stores in blocks. `pool` is the capacity of each shard. `max_running`: the most requests in an
+    iteration of a decode instance. `devices` holds the GPU memory of the instances of each role; it is empty on CPUs.
+    """
 
     block_size: int
     pool: int
@@ -43,6 +45,7 @@ class StorePlan:
     decode_cache: int
     batch_buffer: int
     requests_buffer: int
+    max_running: int = LEAST
     devices: dict[str, RoleMemory] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -87,6 +90,7 @@ def plan_stores(
             decode_cache=found.decode_cache,
             batch_buffer=found.batch_buffer,
             requests_buffer=found.requests_buffer,
+            max_running=found.max_running,
             devices=found.roles,
         )
     else:
@@ -137,6 +141,7 @@ def _plan_on_cpu(config: Config, geometry: KvGeometry, longest: int, pool: int, 
         decode_cache=decode_cache,
         batch_buffer=batch_buffer,
         requests_buffer=requests_buffer,
+        max_running=config.decode.max_running or LEAST,  # its iterations are long enough
     )
 
 

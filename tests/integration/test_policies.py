@@ -159,3 +159,18 @@ def test_a_class_beside_the_command_that_names_it(
 
     check(served, aligned)
     assert served.classes == {"my_shortest_first:ShortestFirst"}
+
+
+def test_with_an_objective_that_only_one_request_meets_they_run_one_after_the_other(
+    aligned: Served, tmp_path: Path
+) -> None:
+    never = {"scheduler.tpot_objective_s": 1e-6, "scheduler.refuse_for_load": False}
+    served = serve("aligned", tmp_path, **never)
+    check(served, aligned)
+    iterations, most = "alignedserve_decode_iterations_total", "alignedserve_decode_max_running"
+    assert value(served.metrics, iterations) == len(LENGTHS) * (NEW_TOKENS - 1)
+    assert value(served.metrics, "alignedserve_decode_held_iterations_total") > 0
+    assert value(served.metrics, most) == 1
+    assert value(aligned.metrics, iterations) < len(LENGTHS) * (NEW_TOKENS - 1)
+    assert value(aligned.metrics, "alignedserve_decode_held_iterations_total") == 0
+    assert value(aligned.metrics, most) == 256

@@ -56,6 +56,7 @@ class CoreModel:
         self.instances: dict[str, set[str]] = {"prefill": set(), "decode": set(), "kv_pool": set()}
         self.pools: tuple[str, ...] = ()  # named shards; empty: there is one shard
         self.homes: dict[str, str] = {}
+        self.max_running: dict[str, int] = {}  # as decode instances reported it
         self.history: list[str] = []
         self.ended: Counter[str] = Counter()
 
@@ -114,8 +115,11 @@ class CoreModel:
                 self._shards_changed(pool_ids, dict(homes), turn)
             case ev.InstanceJoined(role, instance_id):
                 self.instances[role].add(instance_id)
+            case ev.DecodeReported(decode_id) if event.max_running and decode_id in self.instances["decode"]:
+                self.max_running[decode_id] = event.max_running
             case ev.InstanceLost(role, instance_id):
                 self.instances[role].discard(instance_id)
+                self.max_running.pop(instance_id, None)
                 turn.must_end |= {key for key, e in self.open.items() if self._was_behind(e, role, instance_id)}
 
     def _is_named(self, pool_id: str) -> bool:
@@ -214,6 +218,7 @@ class CoreModel:
                 self._move(keys, ("queued",), "prefilling", prefill_id, "")
             case act.Prefetch(decode_id, prefill_id, _, _, keys):
                 assert decode_id in self.instances["decode"]
+                assert len(keys) <= self.max_running.get(decode_id, len(keys))
                 assert prefill_id is None or prefill_id in self.instances["prefill"]
                 self._move(keys, ("waiting",), "prefetched", prefill_id or "", decode_id)
             case act.Recall(decode_id, keys) | act.MarkUrgent(decode_id, keys):

@@ -9,6 +9,7 @@ from typing import Any
 from alignedserve.config import DecodeConfig
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.pace import Pace
 from alignedserve.scheduler.instance.plan import BufferKind, Candidate, IterationPlan
 from support.core_cell import key
 
@@ -33,12 +34,18 @@ class Worker:
         lease: int = 1000,
         starvation_after_s: float = float("inf"),
         window: float | None = None,
+        pace: Pace | None = None,
         **config: Any,
     ) -> None:
         self.allocator = BlockAllocator(capacity, "decode-0")
         self.config = DecodeConfig(**{"join_iterations": 2, **config})
         self.scheduler = IterationScheduler(
-            self.config, self.allocator, block_size, starvation_after_s=starvation_after_s, join_window=window
+            self.config,
+            self.allocator,
+            block_size,
+            starvation_after_s=starvation_after_s,
+            join_window=window,
+            pace=pace,
         )
         self.scheduler.set_requests_buffer_lease(lease)
         self.now_s = 0.0

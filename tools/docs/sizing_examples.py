@@ -44,6 +44,7 @@ def gpus() -> str:
         lines += [f"{role.capitalize()} instance, {memory.budget / GIB:.1f} of 80 GiB to divide:", ""]
         rows = [(name, f"{size / GIB:.2f}") for name, size in memory.parts.items()]
         lines += table(("part", "GiB"), [*rows, ("together", f"{memory.used / GIB:.2f}")])
+    lines += ["", f"The decode instance runs at most {plan.max_running} requests at once.", ""]
     return "\n".join([*lines, *_stores(config, EIGHT_B, plan)])
 
 

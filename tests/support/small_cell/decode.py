@@ -10,8 +10,16 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.core.actions import Prefetch
 from alignedserve.scheduler.core.events import Finished, Joined, Lost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
-from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler, IterationStatus
-from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Evict, IterationPlan, RunItem
+from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.plan import (
+    BufferKind,
+    CancelOutcome,
+    Candidate,
+    Evict,
+    IterationPlan,
+    IterationStatus,
+    RunItem,
+)
 from alignedserve.scheduler.systems import default_objective_s
 from alignedserve.simulator.buffers import decode_report
 from support.small_cell import times

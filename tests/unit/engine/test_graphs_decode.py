@@ -456,7 +456,7 @@ def test_what_was_compiled_decodes_from_graphs_in_bf16(tmp_path: Path) -> None:
     engine = decode_engine(runner_of(loaded, "triton"), Config(), lambda done, count: None)
     assert isinstance(engine, GraphDecode)
     engine.warm_up()
-    assert engine.sizes[-1] == Config().decode.max_running
+    assert engine.sizes[-1] == 256  # as long as the cache has not decided
     requests = open_requests(engine._runner, [GREEDY] * 9)
     decode(engine, requests, random.Random(1), most=9)
     assert engine.counts.eager == 0

@@ -110,13 +110,13 @@ def test_the_kernel_compiles_for_a_gpu() -> None:
 
 def test_sizes_cover_every_batch_and_pad_it_little() -> None:
     assert graph_sizes("", 20) == (1, 2, 4, 8, 16, 20)
-    sizes = graph_sizes("", DecodeConfig().max_running)
+    sizes = graph_sizes("", 256)
     assert sizes[-1] == 256
     for rows in range(9, 257):
         size = size_for(sizes, rows)
         assert size is not None
         assert rows <= size < rows + max(8, size // 4 if rows > 256 else 16)
-    assert graph_sizes("", 60000)[-1] == 512
+    assert graph_sizes("", 60000)[-1] == 1024
     assert size_for(sizes, 257) is None
     assert graph_sizes("8, 1,8", 4) == (1, 8)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -46,6 +48,7 @@ class CoreMachine(RuleBasedStateMachine):
         starvation_after_s=st.sampled_from((0.5, 5.0)),
         drain=st.booleans(),
         shards=st.sampled_from((0, 0, 1, 2, 3)),
+        reported=st.sampled_from((0, 0, 1, 2)),
     )
     def start(
         self,
@@ -61,6 +64,7 @@ class CoreMachine(RuleBasedStateMachine):
         starvation_after_s: float,
         drain: bool,
         shards: int,
+        reported: int,
     ) -> None:
         config = Config(
             cluster=ClusterConfig(prefetch=prefetch),
@@ -79,6 +83,7 @@ class CoreMachine(RuleBasedStateMachine):
         )
         self.model = CoreModel(SchedulerCore(config, BLOCK))
         self.prefetch, self.pool_blocks, self.max_running, self.drain = prefetch, pool, max_running, drain
+        self.reported = reported  # `max_running` of healthy instances; 0: as configured
         self.named = shards  # number of named shards; 0: one unnamed shard
         self.pools = [f"pool-{number}" for number in range(shards)] or ["pool"]
         self.pools_ever = len(self.pools)
@@ -208,6 +213,7 @@ class CoreMachine(RuleBasedStateMachine):
         lengths=st.tuples(TOKENS, TOKENS),
         batch_id=st.integers(0, 3),
         waits=st.sampled_from((0, 0, 3)),
+        most=st.sampled_from((0, 1, 3)),
     )
     def decode_reports(
         self,
@@ -217,10 +223,11 @@ class CoreMachine(RuleBasedStateMachine):
         lengths: tuple[int, int],
         batch_id: int,
         waits: int,
+        most: int,
     ) -> None:
         shortest, longest = sorted(lengths) if running else (0, 0)
         report = ev.DecodeReported(f"d{instance}", CACHE, free, running, shortest, longest, batch_id, 0, 0, waits)
-        self.do(report)
+        self.do(replace(report, max_running=most))
 
     @rule(free=BLOCKS, pool=POOLS)
     def pool_reports(self, free: int, pool: int) -> None:
@@ -324,7 +331,8 @@ class CoreMachine(RuleBasedStateMachine):
             running = [e.kv_tokens for e in entries if e.state == "decoding" and e.decode_id == name]
             free_blocks = max(0, CACHE - sum(map(blocks_of, running)))
             lengths = min(running, default=0), max(running, default=0)
-            self.do(ev.DecodeReported(name, CACHE, free_blocks, len(running), *lengths, 1, 0, 0))
+            report = ev.DecodeReported(name, CACHE, free_blocks, len(running), *lengths, 1, 0, 0)
+            self.do(replace(report, max_running=self.reported))
         for pool_id in self.pools:
             mine = [e for e in self.model.open.values() if e.pool_id == pool_id or not self.named]
             held = sum(blocks_of(e.kv_tokens) for e in mine if e.state in ("waiting", "prefetched", "decoding"))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from collections.abc import Mapping
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +20,7 @@ from alignedserve.simulator.disaggregated import as_run, configured, simulate
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.report.results import RunResult
 from alignedserve.simulator.report.steps import StepRecorder
+from alignedserve.simulator.report.summary import Objectives, measure
 from alignedserve.simulator.workload import Arrival, Workload
 from alignedserve.testing.linear_cost import LinearStepCost
 
@@ -73,6 +76,7 @@ def cells(draw: st.DrawFn) -> tuple[Workload, System, Config, Hardware, dict[str
         starvation_after_s=draw(st.sampled_from([0.05, 0.5, 5.0])),
         max_batch_share=draw(st.sampled_from([0.1, 0.4, 1.0])),
         join_window=draw(st.sampled_from([0.0, 0.25, 1.0])),
+        tpot_objective_s=draw(st.sampled_from([0.0, 0.0, 1e-3, 6e-3, 9e-3])),
     )
     machine = hardware(
         kv_tokens=draw(st.sampled_from([320, 480, 640, 4000])),
@@ -282,3 +286,35 @@ def test_no_request_waits_for_a_full_instance_while_another_has_room() -> None:
     instances = {"prefill_instances": 2, "decode_instances": 2}
     result = run(workload(*first, *late), SYSTEMS["aligned"], config, machine, **instances)
     assert max(request.pool_wait_s for request in result.requests) < 0.5  # the long ones run for more than 4 s
+
+
+@pytest.mark.parametrize("system", ALL_SYSTEMS, ids=lambda system: f"{system.name}{'-direct' * bool(system.settings)}")
+def test_with_a_tpot_objective_iterations_meet_it_under_overload_at_the_cost_of_throughput(system: System) -> None:
+    objective_s = 7e-3
+    load = workload(*((0.0, 20 + 37 * number % 180, 200 + 17 * number % 60) for number in range(160)))
+    machine = hardware(kv_tokens=40_000, pool_tokens=80_000)
+
+    def served(wanted_s: float) -> tuple[RunResult, Mapping[str, Any]]:
+        config = replace(small_config(tpot_objective_s=wanted_s), decode=DecodeConfig(max_running=128))
+        result = run(load, system, config, machine, prefill_instances=6)
+        return result, measure(result, Objectives()).metrics
+
+    (freely, free), (bounded, within) = served(0.0), served(objective_s)
+    assert free["tpot_without_pool_wait_p50_s"] > objective_s
+    assert within["tpot_without_pool_wait_p99_s"] <= objective_s
+    assert within["iteration_p99_s"] <= 1.02 * objective_s  # members grow, and none is evicted for it
+    assert 0.4 * free["decode_throughput_tokens_per_s"] < within["decode_throughput_tokens_per_s"]
+    assert within["decode_throughput_tokens_per_s"] < 0.95 * free["decode_throughput_tokens_per_s"]
+    assert bounded.counters["held_iterations"] > 0
+    assert freely.counters["held_iterations"] == 0
+    hopeless, _ = served(1e-9)  # one after the other
+    assert max(hopeless.steps.decodes) == 1
+    assert all(len(request.token_s) == request.arrival.output_tokens for request in hopeless.requests)
+
+
+def test_without_a_configured_maximum_the_cache_decides() -> None:
+    load = workload(*((0.0, 1, 300) for _ in range(400)))
+    for kv_tokens, most in ((40_000, 256), (768 * 320, 320)):
+        machine = hardware(kv_tokens=kv_tokens, pool_tokens=400_000)
+        config = replace(small_config(), decode=DecodeConfig())
+        assert max(run(load, SYSTEMS["fcfs"], config, machine).steps.decodes) == most

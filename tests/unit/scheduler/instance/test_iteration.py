@@ -5,8 +5,7 @@ import math
 import pytest
 
 from alignedserve.errors import AccountingError
-from alignedserve.scheduler.instance.iteration import CancelOutcome
-from alignedserve.scheduler.instance.plan import BufferKind
+from alignedserve.scheduler.instance.plan import BufferKind, CancelOutcome
 from support.core_cell import key
 from support.iterations import Worker, names
 

@@ -12,8 +12,9 @@ from alignedserve.config import DecodeConfig
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
-from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler
-from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Evict, IterationPlan, Join
+from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.pace import Pace
+from alignedserve.scheduler.instance.plan import BufferKind, CancelOutcome, Candidate, Evict, IterationPlan, Join
 from support.machines import machine_settings
 
 NUMBERS = st.integers(0, 9)
@@ -37,6 +38,10 @@ class Known:
     cancelled: bool = False
 
 
+def most_tokens(known: Known) -> int:
+    return known.candidate.max_total_tokens
+
+
 class IterationMachine(RuleBasedStateMachine):
     @initialize(
         capacity=st.integers(3, 24),
@@ -47,6 +52,7 @@ class IterationMachine(RuleBasedStateMachine):
         starvation_after_s=st.sampled_from((2.0, 20.0, float("inf"))),
         join_window=st.sampled_from((None, 0.0, 0.25)),
         prompts=st.lists(st.integers(1, 30), min_size=4, max_size=4),
+        objective_s=st.sampled_from((None, None, 1.0, 150.0, 300.0)),
     )
     def start(
         self,
@@ -58,12 +64,20 @@ class IterationMachine(RuleBasedStateMachine):
         starvation_after_s: float,
         join_window: float | None,
         prompts: list[int],
+        objective_s: float | None,
     ) -> None:
+        """With an objective a token takes a second in an iteration; joins count each member with all its growth."""
         self.allocator = BlockAllocator(capacity, "decode-0")
         self.block_size, self.capacity, self.max_running, self.prompts = block_size, capacity, max_running, prompts
         config = DecodeConfig(max_running=max_running, watermark_blocks=watermark, join_iterations=join_iterations)
+        self.objective_s = objective_s
         self.scheduler = IterationScheduler(
-            config, self.allocator, block_size, starvation_after_s=starvation_after_s, join_window=join_window
+            config,
+            self.allocator,
+            block_size,
+            starvation_after_s=starvation_after_s,
+            join_window=join_window,
+            pace=None if objective_s is None else Pace(objective_s, sum),
         )
         self.known: dict[RequestKey, Known] = {}
         self.failed_out = 0  # failed copies out: as many requests may run beyond `max_running`
@@ -199,6 +213,9 @@ class IterationMachine(RuleBasedStateMachine):
             for block in join.block_ids[join.resident_blocks :]:
                 assert self.allocator.holders(block) == (join.key,)  # no other request's KV is overwritten
             known.where, known.copy = "entering", join
+        if plan.joins and self.objective_s is not None:
+            members = self.where("running", "entering")
+            assert len(members) == 1 or sum(map(most_tokens, members)) <= self.objective_s
         for item in plan.run:
             known = self.known[item.key]
             assert (known.where, known.tokens) == ("running", item.kv_tokens)  # its copy has completed
@@ -216,6 +233,8 @@ class IterationMachine(RuleBasedStateMachine):
         status = self.scheduler.status()
         assert status.running == len(self.where("running", "entering"))
         assert status.batch_buffer_requests + status.requests_buffer_requests == len(self.where("candidate"))
+        assert 1 <= status.max_running <= self.max_running
+        assert status.max_running == self.max_running or self.objective_s is not None
         assert self.scheduler.holds_nothing() == (not self.known)
         copying = self.where("running", "entering", "leaving")
         assert bool(self.allocator.owned_blocks) == bool(copying)

@@ -7,8 +7,8 @@ import pytest
 from alignedserve.config import DecodeConfig
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
-from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler
-from alignedserve.scheduler.instance.plan import BufferKind, Candidate
+from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.plan import BufferKind, CancelOutcome, Candidate
 
 
 class World:

@@ -11,13 +11,17 @@ from alignedserve.config import DecodeConfig
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.pace import Pace
 from alignedserve.scheduler.instance.plan import BufferKind, Candidate, IterationPlan
 
 BLOCK = 4
 
 
-def scheduler(blocks: int, config: DecodeConfig) -> IterationScheduler:
-    made = IterationScheduler(config, BlockAllocator(blocks, "cache"), BLOCK, starvation_after_s=50.0, join_window=0.25)
+def scheduler(blocks: int, config: DecodeConfig, objective_s: float | None = None) -> IterationScheduler:
+    """With an objective a token takes a second in an iteration."""
+    pace = None if objective_s is None else Pace(objective_s, sum)
+    cache = BlockAllocator(blocks, "cache")
+    made = IterationScheduler(config, cache, BLOCK, starvation_after_s=50.0, join_window=0.25, pace=pace)
     made.set_requests_buffer_lease(6)
     return made
 
@@ -29,8 +33,8 @@ def candidate(number: int, tokens: int, most: int, kind: BufferKind, batch_id: i
 class Pair:
     """Two schedulers with the same input, one of which leaps."""
 
-    def __init__(self, blocks: int, config: DecodeConfig) -> None:
-        self.both = [scheduler(blocks, config) for _ in range(2)]
+    def __init__(self, blocks: int, config: DecodeConfig, objective_s: float | None = None) -> None:
+        self.both = [scheduler(blocks, config, objective_s) for _ in range(2)]
         self.now_s = 0.0
         self.leapt = 0
 
@@ -89,7 +93,7 @@ def test_counting_iterations_leaves_what_planning_them_does(seed: int) -> None:
         watermark_blocks=rng.choice([0, 0, 3]),
         join_iterations=rng.choice([1, 4, 8]),
     )
-    pair = Pair(rng.choice([24, 60, 200]), config)
+    pair = Pair(rng.choice([24, 60, 200]), config, rng.choice([None, None, 150.0, 400.0]))
     number, batch = 0, 1
     for _ in range(40):
         if rng.random() < 0.5:
