@@ -20,6 +20,7 @@ from alignedserve.scheduler.core.instances import DecodeView, PrefillView
 from alignedserve.scheduler.core.prefetch_paths import PrefetchPath, PrefetchPaths
 from alignedserve.scheduler.core.rebalance import Rebalancer
 from alignedserve.scheduler.core.request_table import Record, RequestState
+from alignedserve.scheduler.core.sharing import Share
 from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.scheduler.instance.running_batch import join_range
@@ -37,7 +38,7 @@ class PrefetchPlanner:
         self._config = state.config
         self._block_size = state.block_size
         self._instances = state.instances
-        self._policy = state.policy
+        self._sharing = state.sharing
         self._clock = state.clock
         self._rebalancer = Rebalancer(state)
         self._paths = PrefetchPaths(state)
@@ -51,12 +52,14 @@ class PrefetchPlanner:
                 return
         if record.state is not RequestState.WAITING:
             return
-        nearest = self._nearest(decodes, record.kv_tokens)
+        nearest = self._sharing.order(decodes, record.kv_tokens)
         if record.moved:  # it was recalled from a full instance, and must not go to another full one
             nearest = [decode for decode in nearest if decode.has_room(self._config, self._block_size, record.blocks)]
         for decode in nearest:
             lengths = self._range(decode)
-            if lengths is None or not self._policy.matches(record.kv_tokens, *lengths):
+            if lengths is None or not self._sharing.takes(decode, record.key):
+                continue
+            if not self._sharing.share_of(decode).policy.matches(record.kv_tokens, *lengths):
                 continue
             if self._takes_late(decode):
                 self._late_matches(decode, now_s, record.blocks)
@@ -70,7 +73,7 @@ class PrefetchPlanner:
         """The state of the decode instance has changed: fill its candidate buffers."""
         if decode.report is None or decode.decode_id in self._instances.draining:
             return
-        if not self._policy.totals()[0]:
+        if not self._sharing.totals()[0]:
             self._rebalancer.ask_back(decode, now_s)
             return
         if self._takes_late(decode):
@@ -98,21 +101,6 @@ class PrefetchPlanner:
             due_in_s = tuple(due_s - now_s for due_s in due.values())
             self._state.actions.append(MarkUrgent(decode_id, tuple(due), due_in_s))
 
-    def _nearest(self, decodes: Sequence[DecodeView], tokens: int) -> list[DecodeView]:
-        """Decode instances for a request of this prefix length, nearest mean length first: so instances specialise.
-
-        Instances loaded much more than the least loaded one come last, by load.
-        """
-        if len(decodes) < 2:
-            return list(decodes)
-        loads = [decode.load_s() for decode in decodes]
-        most_s = min(loads) * (1.0 + self._config.scheduler.balance_slack) if self._policy.BY_LENGTH else 0.0
-        order = sorted(
-            range(len(decodes)),
-            key=lambda i: (0, decodes[i].distance(tokens)) if loads[i] <= most_s else (1, loads[i]),
-        )
-        return [decodes[i] for i in order]
-
     # the next candidate batch
 
     def _next_batch(self, decode: DecodeView, now_s: float) -> bool:
@@ -120,18 +108,20 @@ class PrefetchPlanner:
 
         Returns whether one was sent.
         """
-        requests, blocks = self._policy.totals()
+        share = self._share(decode)
+        requests, blocks = share.policy.totals()
         if decode.report is None or not requests:
             return False
-        seed = self._clock.oldest_overdue_in_pool()
+        seed, limits = share.seed(), self._limits(decode)
+        if share is not self._sharing.share_of(decode) and not decode.idle:
+            return self._takes_few(decode, -(-blocks // requests), now_s) and self._help(decode, share, limits, now_s)
         if decode.candidates[BufferKind.BATCH]:
             return seed is not None and self._send_overdue(decode, seed, now_s)
-        limits = self._limits(decode)
         enough = requests >= limits.min_requests or blocks >= limits.max_blocks
         if seed is None and not enough:
             if not self._takes_few(decode, -(-blocks // requests), now_s):
                 return False
-            if not decode.idle and self._send_few(decode, limits, now_s):
+            if not decode.idle and self._send_few(decode, share, limits, now_s):
                 return True
         least = min(limits.max_blocks, -(-blocks * min(limits.min_requests, requests) // requests))  # N of mean length
         prefill, room = self._choose_buffer(decode, BufferKind.BATCH, least)
@@ -140,8 +130,8 @@ class PrefetchPlanner:
             prefill, room = None, limits.max_blocks  # the buffers are full: bypass them
         if room <= 0:
             return False
-        self._policy.look_at(_decode_state(decode, self._block_size))
-        entries = self._policy.form(self._limits(decode, room), seed, now_s)
+        share.policy.look_at(_decode_state(decode, self._block_size))
+        entries = share.policy.form(self._limits(decode, room), seed, now_s)
         records = self._fitting(decode, entries)
         total = sum(record.blocks for record in records)
         if not records:
@@ -161,7 +151,7 @@ class PrefetchPlanner:
         return True
 
     def _send_overdue(self, decode: DecodeView, key: RequestKey, now_s: float) -> bool:
-        """Send an overdue request alone if every instance has a candidate batch and nothing sent here is due before it.
+        """Send an overdue request alone if every taker has a candidate batch and nothing sent here is due before it.
 
         Only one at a time: until it has joined, nothing else is sent late except requests that are due before it.
         """
@@ -169,7 +159,7 @@ class PrefetchPlanner:
         due_s = self._clock.due_s(key)
         if due_s >= min(decode.overdue.values(), default=math.inf):
             return False
-        if not all(view.candidates[BufferKind.BATCH] for view in self._instances.open_decode()):
+        if not all(view.candidates[BufferKind.BATCH] for view in self._sharing.takers(decode)):
             return False
         if not self._fitting(decode, [record]):
             return False
@@ -200,17 +190,33 @@ class PrefetchPlanner:
             and decode.has_room(self._config, self._block_size, blocks)
         )
 
-    def _send_few(self, decode: DecodeView, limits: BatchLimits, now_s: float) -> bool:
+    def _share(self, decode: DecodeView) -> Share:
+        """What the instance takes from now: its own share, or if that is empty and it has room, another one's."""
+        own = self._sharing.share_of(decode)
+        other = None if own.policy.totals()[0] else self._sharing.helps(decode)
+        if other is None:
+            return own
+        requests, blocks = other.policy.totals()
+        has_room = decode.idle or decode.has_room(self._config, self._block_size, -(-blocks // requests))
+        return other if has_room else own
+
+    def _help(self, decode: DecodeView, share: Share, limits: BatchLimits, now_s: float) -> bool:
+        """Send requests of another share, no more than can join at once: its own may come soon."""
+        blocks = min(limits.max_blocks, decode.free_blocks(self._config, self._block_size))
+        slots = self._config.decode.max_running - decode.size
+        return self._send_few(decode, share, replace(limits, max_blocks=blocks, max_requests=slots), now_s)
+
+    def _send_few(self, decode: DecodeView, share: Share, limits: BatchLimits, now_s: float) -> bool:
         """Send all waiting requests, too few for a batch, to join the running batch.
 
         Returns False if the candidate request buffer cannot hold them.
         """
-        waiting = self._policy.totals()[1]
+        waiting = share.policy.totals()[1]
         prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS, waiting)
         if room <= 0 or decode.bounced:
             return False
-        self._policy.look_at(_decode_state(decode, self._block_size))
-        entries = self._policy.form(replace(limits, max_blocks=min(limits.max_blocks, room)), None, now_s)
+        share.policy.look_at(_decode_state(decode, self._block_size))
+        entries = share.policy.form(replace(limits, max_blocks=min(limits.max_blocks, room)), None, now_s)
         records = self._fitting(decode, entries)
         total = sum(record.blocks for record in records)
         prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS, total)
@@ -227,7 +233,7 @@ class PrefetchPlanner:
 
         An idle instance keeps the batch it asked for: waiting costs it more than mixed lengths.
         """
-        if asking.idle or len(self._instances.decode) == 1 or not self._policy.BY_LENGTH:
+        if asking.idle or len(self._instances.decode) == 1 or not self._sharing.REDIRECTS:
             return asking, prefill
         tokens = sum(record.kv_tokens for record in records) // len(records)
         best, best_prefill, nearest = asking, prefill, asking.distance(tokens)
@@ -250,7 +256,7 @@ class PrefetchPlanner:
         """
         if decode.report is None or decode.overdue or decode.bounced:
             return False
-        return self._clock.oldest_overdue_in_pool() is None
+        return self._sharing.share_of(decode).seed() is None
 
     def _range(self, decode: DecodeView) -> tuple[int, int] | None:
         lengths = decode.batch_lengths()
@@ -261,14 +267,14 @@ class PrefetchPlanner:
 
         `least_room`: blocks below which the search is skipped (the other waiting requests did not fit before, either).
         """
-        lengths = self._range(decode)
+        lengths, policy = self._range(decode), self._sharing.share_of(decode).policy
         if lengths is None:
             return
         for prefill, room in self._buffers(decode, BufferKind.REQUESTS):
             slots = self._config.decode.max_running - len(decode.candidates[BufferKind.REQUESTS])
             if room < least_room or slots <= 0:
                 continue
-            records = self._fitting(decode, self._policy.matching(*lengths, BatchLimits(room, 1, slots)))
+            records = self._fitting(decode, policy.matching(*lengths, BatchLimits(room, 1, slots)))
             if records:
                 self._send(decode, prefill, BufferKind.REQUESTS, decode.running_batch_id(), records, now_s)
 
