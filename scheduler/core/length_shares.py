@@ -83,6 +83,7 @@ class LengthShares(Sharing):
         self._shares = {COMMON: RangeShare(new_policy())}  # by decode instance
         self._at: dict[RequestKey, tuple[RangeShare, int]] = {}  # of every waiting request: its share and cell
         self._members: list[DecodeView] = []  # instances by range, shortest first
+        self._places: dict[str, int] = {}  # of the members: which range each has
         self._firsts: list[int] = []  # the first cells of their ranges but the first
         self._stale: dict[tuple[str, int], None] = {}  # (share, cell) whose requests belong elsewhere
         self._lengths = CostOfLengths(config, cost)
@@ -99,7 +100,8 @@ class LengthShares(Sharing):
         if entry.key in self._at:
             raise AccountingError(f"{entry.key} is already waiting", request_id=entry.key.request_id)
         if max_total_tokens > self._longest_tokens:
-            self._longest_tokens, self._changed = max_total_tokens, True
+            self._longest_tokens = max_total_tokens
+            self._changed |= self._sharing and not self._all_can_hold_it()
         cell = cell_of(entry.tokens)
         share = self._shares[self._owner(cell)]
         share.insert(entry, cell)
@@ -120,39 +122,37 @@ class LengthShares(Sharing):
     # which instance takes what
 
     def share_of(self, decode: DecodeView) -> Share:
-        return self._shares[decode.decode_id if self._takes_own(decode) else COMMON]
+        return self._shares[decode.decode_id if self.takes_own(decode) else COMMON]
 
     def takes(self, decode: DecodeView, key: RequestKey) -> bool:
         return self._at[key][0] is self.share_of(decode)
 
     def helps(self, decode: DecodeView) -> Share | None:
-        """For an idle instance the share with the most blocks, else the nearest one."""
+        """The share with the most blocks; unless the instance is idle, of its neighbours'."""
         own = self.share_of(decode)
         waiting = [share for share in self._shares.values() if share is not own and len(share)]
-        if not waiting or own.policy.totals()[0]:
-            return None
-        if len(waiting) > 1 and not decode.idle and self._takes_own(decode):
-            return min(waiting, key=lambda share: self._steps(decode, share))
-        return max(waiting, key=lambda share: share.policy.totals()[1])
+        if not decode.idle and self.takes_own(decode):
+            waiting = [share for share in waiting if self._steps(decode, share) <= 1]
+        return max(waiting, key=lambda share: share.policy.totals()[1], default=None)
 
     def takers(self, decode: DecodeView) -> Sequence[DecodeView]:
-        return [decode] if self._takes_own(decode) else self._instances.open_decode()
+        return [decode] if self.takes_own(decode) else self._instances.open_decode()
 
     def order(self, decodes: Sequence[DecodeView], tokens: int) -> list[DecodeView]:
         """The instance of its range first, then its neighbours; those with much more load last."""
         if not self._sharing:
             return sorted(decodes, key=DecodeView.load_s) if len(decodes) > 1 else list(decodes)
         own = self._place(cell_of(tokens))
-        places = {view.decode_id: abs(place - own) for place, view in enumerate(self._members)}
-        steps = [places.get(decode.decode_id, len(places)) for decode in decodes]
+        last = len(self._places)
+        steps = [abs(self._places.get(decode.decode_id, last + own) - own) for decode in decodes]
         return by_place(decodes, steps, self._config.scheduler.balance_slack)
 
-    def _takes_own(self, decode: DecodeView) -> bool:
-        return self._sharing and decode.decode_id in self._shares and decode in self._members
+    def takes_own(self, decode: DecodeView) -> bool:
+        return self._sharing and decode.decode_id in self._places
 
     def _steps(self, decode: DecodeView, share: RangeShare) -> int:
         """Between the range of the instance and the shortest length that waits in the share."""
-        return abs(self._members.index(decode) - self._place(min(share.cells)))
+        return abs(self._places[decode.decode_id] - self._place(min(share.cells)))
 
     def _place(self, cell: int) -> int:
         """The range that the cell is in."""
@@ -176,9 +176,8 @@ class LengthShares(Sharing):
         """Compute the ranges anew, and note which waiting requests have to follow."""
         self._next_s = now_s + REFRESH_S * max(1.0, len(self._members) / 16)
         self._line_up()
-        able = [view for view in self._members if view.cache_blocks * self._block_size >= self._longest_tokens]
         self._sharing = False
-        if len(self._members) > 1 and len(able) == len(self._members):
+        if len(self._members) > 1 and self._all_can_hold_it():
             held = [
                 (cell_of(record.kv_tokens), record.kv_tokens + _grown(view, record))
                 for view in self._members
@@ -196,11 +195,16 @@ class LengthShares(Sharing):
                 if self._owner(cell) != name:
                     self._stale[name, cell] = None
 
+    def _all_can_hold_it(self) -> bool:
+        """Whether each instance's cache can hold the longest request that has waited."""
+        return all(view.cache_blocks * self._block_size >= self._longest_tokens for view in self._members)
+
     def _line_up(self) -> None:
         """The instances that have a range, by the mean length that they hold; shares of others end when empty."""
         views = [view for view in self._instances.open_decode() if view.report is not None]
-        if {view.decode_id for view in views} != {view.decode_id for view in self._members} or self._changed:
+        if {view.decode_id for view in views} != self._places.keys() or self._changed:
             self._members = sorted(views, key=DecodeView.mean_held)
+            self._places = {view.decode_id: place for place, view in enumerate(self._members)}
         for view in views:
             if view.decode_id not in self._shares and len(views) > 1:
                 policy = self._new_policy()

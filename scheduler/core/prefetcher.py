@@ -108,13 +108,11 @@ class PrefetchPlanner:
 
         Returns whether one was sent.
         """
-        share = self._share(decode)
+        share, limits = self._taking(decode)
         requests, blocks = share.policy.totals()
         if decode.report is None or not requests:
             return False
-        seed, limits = share.seed(), self._limits(decode)
-        if share is not self._sharing.share_of(decode) and not decode.idle:
-            return self._takes_few(decode, -(-blocks // requests), now_s) and self._help(decode, share, limits, now_s)
+        seed = self._seed(decode, share, limits)
         if decode.candidates[BufferKind.BATCH]:
             return seed is not None and self._send_overdue(decode, seed, now_s)
         enough = requests >= limits.min_requests or blocks >= limits.max_blocks
@@ -123,6 +121,13 @@ class PrefetchPlanner:
                 return False
             if not decode.idle and self._send_few(decode, share, limits, now_s):
                 return True
+        return self._send_batch(decode, share, limits, seed, now_s)
+
+    def _send_batch(
+        self, decode: DecodeView, share: Share, limits: BatchLimits, seed: RequestKey | None, now_s: float
+    ) -> bool:
+        """Form a candidate batch and send it, if a buffer can hold it. Returns whether one was sent."""
+        requests, blocks = share.policy.totals()
         least = min(limits.max_blocks, -(-blocks * min(limits.min_requests, requests) // requests))  # N of mean length
         prefill, room = self._choose_buffer(decode, BufferKind.BATCH, least)
         at_once = decode.idle or seed is not None
@@ -131,10 +136,10 @@ class PrefetchPlanner:
         if room <= 0:
             return False
         share.policy.look_at(_decode_state(decode, self._block_size))
-        entries = share.policy.form(self._limits(decode, room), seed, now_s)
+        entries = share.policy.form(replace(limits, max_blocks=min(limits.max_blocks, room)), seed, now_s)
         records = self._fitting(decode, entries)
         total = sum(record.blocks for record in records)
-        if not records:
+        if not records or (total > limits.max_blocks and self._only_helps(decode, share)):
             return False
         if prefill is not None:  # now that its size is known
             prefill, room = self._choose_buffer(decode, BufferKind.BATCH, total)
@@ -190,21 +195,34 @@ class PrefetchPlanner:
             and decode.has_room(self._config, self._block_size, blocks)
         )
 
-    def _share(self, decode: DecodeView) -> Share:
-        """What the instance takes from now: its own share, or if that is empty and it has room, another one's."""
-        own = self._sharing.share_of(decode)
-        other = None if own.policy.totals()[0] else self._sharing.helps(decode)
-        if other is None:
-            return own
-        requests, blocks = other.policy.totals()
-        has_room = decode.idle or decode.has_room(self._config, self._block_size, -(-blocks // requests))
-        return other if has_room else own
+    def _taking(self, decode: DecodeView) -> tuple[Share, BatchLimits]:
+        """What the instance takes from now, and how much at a time.
 
-    def _help(self, decode: DecodeView, share: Share, limits: BatchLimits, now_s: float) -> bool:
-        """Send requests of another share, no more than can join at once: its own may come soon."""
-        blocks = min(limits.max_blocks, decode.free_blocks(self._config, self._block_size))
-        slots = self._config.decode.max_running - decode.size
-        return self._send_few(decode, share, replace(limits, max_blocks=blocks, max_requests=slots), now_s)
+        That is its own share. If that is empty, it is another one that has something for its room; if it is not idle,
+        no more than can join at once, for its own lengths may come soon.
+        """
+        own, limits = self._sharing.share_of(decode), self._limits(decode)
+        other = None if own.policy.totals()[0] or decode.report is None else self._sharing.helps(decode)
+        if other is None:
+            return own, limits
+        if decode.idle:
+            return other, limits
+        requests, blocks = other.policy.totals()
+        if not decode.has_room(self._config, self._block_size, -(-blocks // requests)):
+            return own, limits
+        room, slots = decode.free_blocks(self._config, self._block_size), self._config.decode.max_running - decode.size
+        return other, replace(limits, max_blocks=min(limits.max_blocks, room), max_requests=slots)
+
+    def _seed(self, decode: DecodeView, share: Share, limits: BatchLimits) -> RequestKey | None:
+        """The share's overdue request with the earliest deadline, unless it is too large for an instance that helps."""
+        seed = share.seed()
+        if seed is None or not self._only_helps(decode, share):
+            return seed
+        return seed if self._state.record(seed).blocks <= limits.max_blocks else None
+
+    def _only_helps(self, decode: DecodeView, share: Share) -> bool:
+        """Whether the share is another one's, and the instance busy with its own lengths."""
+        return not decode.idle and share is not self._sharing.share_of(decode)
 
     def _send_few(self, decode: DecodeView, share: Share, limits: BatchLimits, now_s: float) -> bool:
         """Send all waiting requests, too few for a batch, to join the running batch.
@@ -220,7 +238,7 @@ class PrefetchPlanner:
         records = self._fitting(decode, entries)
         total = sum(record.blocks for record in records)
         prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS, total)
-        if not records or total > room:
+        if not records or total > min(room, limits.max_blocks):
             return False
         decode.batch_sent_s = now_s
         self._send(decode, prefill, BufferKind.REQUESTS, decode.running_batch_id(), records, now_s)
@@ -255,6 +273,8 @@ class PrefetchPlanner:
         one batch again.
         """
         if decode.report is None or decode.overdue or decode.bounced:
+            return False
+        if self._sharing.takes_own(decode) and decode.candidates[BufferKind.BATCH]:
             return False
         return self._sharing.share_of(decode).seed() is None
 

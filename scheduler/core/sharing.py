@@ -53,6 +53,10 @@ class Sharing(ABC):
     def share_of(self, decode: DecodeView) -> Share:
         """What the instance takes from first."""
 
+    def takes_own(self, decode: DecodeView) -> bool:
+        """Whether the instance has a share of its own."""
+        return False
+
     def takes(self, decode: DecodeView, key: RequestKey) -> bool:
         """Whether the request waits in this instance's share."""
         return True
