@@ -188,7 +188,7 @@ class LengthShares(Sharing):
             groups: list[list[int]] = [[] for _ in self._members]
             for cell, tokens in sorted(held):
                 groups[self._place(cell)].append(tokens)
-            self._sharing = self._lengths.pays(groups)
+            self._sharing = self._lengths.pays(groups, waiting=bool(self._at))
         self._changed = False
         for name, share in self._shares.items():
             for cell in share.cells:
