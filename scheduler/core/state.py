@@ -51,7 +51,7 @@ class CoreState:
         policy = make_policy(config)
         rule = config.sharing
         if rule == "auto":
-            rule = "nearest" if policy.BY_LENGTH else "none"
+            rule = "quantiles" if policy.BY_LENGTH else "none"
         if rule != "quantiles":
             kind = Nearest if rule == "nearest" else Pooled
             return kind(config, policy, self.instances, self.clock)

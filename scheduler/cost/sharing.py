@@ -8,7 +8,7 @@ from alignedserve.config import Config
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.cost.worth import TokenWorth
 
-LEAST_GAIN = 0.02  # share of the iterations' time that sharing must save; to go on, half of it
+LEAST_GAIN = 0.01  # share of the iterations' time that sharing must save; to go on, half of it
 FEW = 8  # requests an instance, below which they tell nothing
 SMOOTH = 0.1  # weight of the latest comparison: about the last ten
 RELEARN = 10  # uses of a learned cost
