@@ -24,8 +24,8 @@ def first_tokens(cell: int) -> int:
 def divide(costs: Sequence[float], parts: int) -> list[int]:
     """The first cells of the ranges 1 to `parts` - 1; range 0 begins at cell 0, and the last never ends.
 
-    `costs`: of each cell. Each boundary is the cell edge nearest to its share of the cost, so that the cost of each range
-    differs from an equal share by at most that of the most expensive cell.
+    `costs`: of each cell. Each boundary is the cell edge nearest to its share of the cost, so that the cost of each
+    range differs from an equal share by at most that of the most expensive cell.
     """
     sums = list(accumulate(costs, initial=0.0))
     found = []

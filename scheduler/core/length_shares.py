@@ -63,7 +63,7 @@ class RangeShare(Share):
 
 
 class LengthShares(Sharing):
-    """`new_policy`: makes an empty policy, for the common share and for each range. `cost`: of an iteration, if known."""
+    """`new_policy`: makes an empty policy, for the common share and each range. `cost`: of an iteration, if known."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Which decode instance takes which waiting requests (`scheduler.sharing`): the contract, and sharing without ranges.
 
-    none       one pool; a request that can join at once goes to the instance with the least load
-    nearest    one pool; requests and batches go to the instance whose mean prefix length is nearest
-    quantiles  each instance has a range of lengths with an equal share of the cost (`length_shares.py`)
+none       one pool; a request that can join at once goes to the instance with the least load
+nearest    one pool; requests and batches go to the instance whose mean prefix length is nearest
+quantiles  each instance has a range of lengths with an equal share of the cost (`length_shares.py`)
 """
 
 from __future__ import annotations
