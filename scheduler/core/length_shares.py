@@ -19,12 +19,12 @@ from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.core.decode_times import DecodeTimes
 from alignedserve.scheduler.core.instances import DecodeView, Instances
-from alignedserve.scheduler.core.length_ranges import cell_of, divide, first_tokens
 from alignedserve.scheduler.core.request_table import Record
 from alignedserve.scheduler.core.sharing import Prepare, Share, Sharing, by_place
-from alignedserve.scheduler.cost.sharing import CostOfLengths
+from alignedserve.scheduler.cost.cost_of_lengths import CostOfLengths
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.deadlines import Deadlines
+from alignedserve.scheduler.length_ranges import cell_of, divide, first_tokens
 from alignedserve.scheduler.policies.base import BatchPolicy, Entry
 
 REFRESH_S = 1.0  # between two computations of the ranges

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alignedserve.scheduler.core.length_ranges import cell_of, divide, first_tokens
+from alignedserve.scheduler.length_ranges import cell_of, divide, first_tokens
 
 TOKENS = st.integers(0, 1 << 24)
 COSTS = st.lists(st.floats(0.0, 1e6), min_size=1, max_size=60)

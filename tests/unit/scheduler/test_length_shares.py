@@ -18,7 +18,7 @@ from alignedserve.scheduler.core.events import RequestMeta
 from alignedserve.scheduler.core.instances import DecodeView, Instances
 from alignedserve.scheduler.core.length_shares import MOST_MOVES, REFRESH_S, LengthShares
 from alignedserve.scheduler.core.request_table import Record
-from alignedserve.scheduler.cost.sharing import FEW, CostOfLengths
+from alignedserve.scheduler.cost.cost_of_lengths import FEW, CostOfLengths
 from alignedserve.scheduler.cost.step import ChunkShape
 from alignedserve.scheduler.policies.base import Entry
 from alignedserve.scheduler.policies.fcfs import FcfsPolicy
