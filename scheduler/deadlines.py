@@ -37,6 +37,10 @@ class Deadlines(Generic[Key]):
                 self._heap = [(due_s, key) for key, due_s in self._due_s.items() if due_s < math.inf]
                 heapify(self._heap)
 
+    def get(self, key: Key) -> float | None:
+        """The deadline of a key; None if it has none here."""
+        return self._due_s.get(key)
+
     def discard(self, key: Key) -> None:
         self._due_s.pop(key, None)
 

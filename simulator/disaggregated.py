@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from alignedserve.config import SECTIONS, Config
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.core.guarded_policy import GuardedPolicy
 from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.policies.base import BatchPolicy
 from alignedserve.scheduler.policies.oracle import OraclePolicy
 from alignedserve.scheduler.systems import System, Topology
 from alignedserve.simulator.cell import Cell
@@ -49,14 +51,8 @@ def simulate(
         raise ConfigError(f"{system.name} is a {system.topology.value} system without prefill and decode instances")
     config = as_run(config, system, prefill_instances, decode_instances, refuse_for_load)
     cell = Cell(workload.arrivals, config, hardware, (prefill_cost, decode_cost), leap, iteration_gap_s)
-    policy = cell.core.policy
-    if isinstance(policy, GuardedPolicy):
-        policy.strict = True
-        policy = policy.inner
-    policy.use_cost(decode_cost)
-    if isinstance(policy, OraclePolicy):
-        ends = {arrival.request_id: arrival.input_tokens + arrival.output_tokens for arrival in workload.arrivals}
-        policy.reveal(ends)
+    cell.core.prepare_policies(partial(_prepare, workload=workload))
+    cell.core.use_cost(decode_cost)
     cell.run()
     cell.check_nothing_is_left()
     instances: list[SimulatedPrefill | SimulatedDecode] = [*cell.prefills.values(), *cell.decodes.values()]
@@ -77,6 +73,16 @@ def simulate(
             "iteration_gap_s": iteration_gap_s,
         },
     )
+
+
+def _prepare(policy: BatchPolicy, workload: Workload) -> None:
+    """A fault of the policy ends the simulation; an oracle is told output lengths, which no cluster knows."""
+    if isinstance(policy, GuardedPolicy):
+        policy.strict = True
+        policy = policy.inner
+    if isinstance(policy, OraclePolicy):
+        ends = {arrival.request_id: arrival.input_tokens + arrival.output_tokens for arrival in workload.arrivals}
+        policy.reveal(ends)
 
 
 def configured(config: Config, settings: Mapping[str, Any]) -> Config:

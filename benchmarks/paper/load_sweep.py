@@ -21,7 +21,7 @@ from evaluation.options import A100, Evaluation, arrivals, head, parser, run, wo
 from evaluation.runner import Runner
 from evaluation.runs import FCFS, Variant
 from evaluation.tables import gain, in_csv, number, ratios, table
-from evaluation.workloads import APPLICATIONS, SHARES, mixes, stand_ins, uniform_lengths
+from evaluation.workloads import APPLICATIONS, SHARES, Application, mixes, stand_ins, uniform_lengths
 
 from alignedserve.scheduler.systems import WAITING_RULES
 
@@ -42,12 +42,20 @@ COLUMNS = ("workload", "instances", "kernel_mode", "load", "metric")
 class Sweep:
     """All runs, executed on creation, and the tables made from them."""
 
-    def __init__(self, options: Evaluation, runner: Runner) -> None:
-        found, self.left_out = options.applications(APPLICATIONS)
-        shares = (0.95,) if options.quick else SHARES
+    def __init__(
+        self,
+        options: Evaluation,
+        runner: Runner,
+        variants: Sequence[Variant] = VARIANTS,
+        shares: tuple[float, ...] = SHARES,
+        applications: tuple[Application, ...] = APPLICATIONS,
+    ) -> None:
+        """`variants`: the first one is the base of every ratio."""
+        found, self.left_out = options.applications(applications)
+        shares = (0.95,) if options.quick else shares
         self.sources = [*options.limited([*mixes(shares), *uniform_lengths()[: 1 if options.quick else None]]), *found]
         self.grid = options.grid(runner)
-        self.variants = options.variants(VARIANTS)
+        self.variants = options.variants(variants)
         self.cases = options.cases(self.sources)
         self.grid.prepare(self.cases, self.variants)
 
@@ -60,14 +68,16 @@ class Sweep:
         return "\n\n".join(parts)
 
     def _table(self, cases: Sequence[Case], metric: str) -> str:
-        fcfs, *others = self.variants
+        first, *others = self.variants
         rows = []
         for case in cases:
-            base = self.grid.values(case, fcfs, metric)
+            base = self.grid.values(case, first, metric)
             found = [self.grid.values(case, other, metric) for other in others]
             compared = [gain(ratios(values, base)) if all(base) else "-" for values in found]
             rows.append([case.source.name, str(self.grid.topology(case)), number(statistics.fmean(base), 4), *compared])
-        return table(["workload", "prefill:decode", "fcfs", *(f"{other.label} / fcfs" for other in others)], rows)
+        return table(
+            ["workload", "prefill:decode", first.label, *(f"{other.label} / {first.label}" for other in others)], rows
+        )
 
     def write_figures(self, file: Path) -> None:
         """For each variant the mean and half the interval, in the simulator's units. `load` 0: all at time zero."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -130,8 +131,7 @@ class DecodeView:
             longest = self.report.batch_longest_tokens
             return (self.report.batch_shortest_tokens, longest) if longest else None
         if self._coming is None:
-            held = chain(self.decoding.values(), *(held.values() for held in self.candidates.values()))
-            coming = [record.kv_tokens for record in held]
+            coming = [record.kv_tokens for record in self.held()]
             self._coming = (min(coming), max(coming)) if coming else None
         return self._coming
 
@@ -146,6 +146,14 @@ class DecodeView:
         self.held_tokens -= tokens
         if self._coming is not None and tokens in self._coming:
             self._coming = None
+
+    def held(self) -> Iterator[Record]:
+        """The requests that are here or on their way. Must not be changed during iteration."""
+        return chain(self.decoding.values(), *(held.values() for held in self.candidates.values()))
+
+    def mean_held(self) -> float:
+        """The mean prefix length of those, when they were sent; infinite if there are none."""
+        return self.held_tokens / self.size if self.size else math.inf
 
     def distance(self, tokens: int) -> int:
         """Tokens between a prefix length and the mean of those here or on their way; 0 if there are none."""

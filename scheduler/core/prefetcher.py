@@ -20,6 +20,7 @@ from alignedserve.scheduler.core.instances import DecodeView, PrefillView
 from alignedserve.scheduler.core.prefetch_paths import PrefetchPath, PrefetchPaths
 from alignedserve.scheduler.core.rebalance import Rebalancer
 from alignedserve.scheduler.core.request_table import Record, RequestState
+from alignedserve.scheduler.core.sharing import Share
 from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.scheduler.instance.running_batch import join_range
@@ -37,7 +38,7 @@ class PrefetchPlanner:
         self._config = state.config
         self._block_size = state.block_size
         self._instances = state.instances
-        self._policy = state.policy
+        self._sharing = state.sharing
         self._clock = state.clock
         self._rebalancer = Rebalancer(state)
         self._paths = PrefetchPaths(state)
@@ -51,12 +52,14 @@ class PrefetchPlanner:
                 return
         if record.state is not RequestState.WAITING:
             return
-        nearest = self._nearest(decodes, record.kv_tokens)
+        nearest = self._sharing.order(decodes, record.kv_tokens)
         if record.moved:  # it was recalled from a full instance, and must not go to another full one
             nearest = [decode for decode in nearest if decode.has_room(self._config, self._block_size, record.blocks)]
         for decode in nearest:
             lengths = self._range(decode)
-            if lengths is None or not self._policy.matches(record.kv_tokens, *lengths):
+            if lengths is None or not self._sharing.takes(decode, record.key):
+                continue
+            if not self._sharing.share_of(decode).policy.matches(record.kv_tokens, *lengths):
                 continue
             if self._takes_late(decode):
                 self._late_matches(decode, now_s, record.blocks)
@@ -70,7 +73,7 @@ class PrefetchPlanner:
         """The state of the decode instance has changed: fill its candidate buffers."""
         if decode.report is None or decode.decode_id in self._instances.draining:
             return
-        if not self._policy.totals()[0]:
+        if not self._sharing.totals()[0]:
             self._rebalancer.ask_back(decode, now_s)
             return
         if self._takes_late(decode):
@@ -98,21 +101,6 @@ class PrefetchPlanner:
             due_in_s = tuple(due_s - now_s for due_s in due.values())
             self._state.actions.append(MarkUrgent(decode_id, tuple(due), due_in_s))
 
-    def _nearest(self, decodes: Sequence[DecodeView], tokens: int) -> list[DecodeView]:
-        """Decode instances for a request of this prefix length, nearest mean length first: so instances specialise.
-
-        Instances loaded much more than the least loaded one come last, by load.
-        """
-        if len(decodes) < 2:
-            return list(decodes)
-        loads = [decode.load_s() for decode in decodes]
-        most_s = min(loads) * (1.0 + self._config.scheduler.balance_slack) if self._policy.BY_LENGTH else 0.0
-        order = sorted(
-            range(len(decodes)),
-            key=lambda i: (0, decodes[i].distance(tokens)) if loads[i] <= most_s else (1, loads[i]),
-        )
-        return [decodes[i] for i in order]
-
     # the next candidate batch
 
     def _next_batch(self, decode: DecodeView, now_s: float) -> bool:
@@ -120,19 +108,26 @@ class PrefetchPlanner:
 
         Returns whether one was sent.
         """
-        requests, blocks = self._policy.totals()
+        share, limits = self._taking(decode)
+        requests, blocks = share.policy.totals()
         if decode.report is None or not requests:
             return False
-        seed = self._clock.oldest_overdue_in_pool()
+        seed = self._seed(decode, share, limits)
         if decode.candidates[BufferKind.BATCH]:
             return seed is not None and self._send_overdue(decode, seed, now_s)
-        limits = self._limits(decode)
         enough = requests >= limits.min_requests or blocks >= limits.max_blocks
         if seed is None and not enough:
             if not self._takes_few(decode, -(-blocks // requests), now_s):
                 return False
-            if not decode.idle and self._send_few(decode, limits, now_s):
+            if not decode.idle and self._send_few(decode, share, limits, now_s):
                 return True
+        return self._send_batch(decode, share, limits, seed, now_s)
+
+    def _send_batch(
+        self, decode: DecodeView, share: Share, limits: BatchLimits, seed: RequestKey | None, now_s: float
+    ) -> bool:
+        """Form a candidate batch and send it, if a buffer can hold it. Returns whether one was sent."""
+        requests, blocks = share.policy.totals()
         least = min(limits.max_blocks, -(-blocks * min(limits.min_requests, requests) // requests))  # N of mean length
         prefill, room = self._choose_buffer(decode, BufferKind.BATCH, least)
         at_once = decode.idle or seed is not None
@@ -140,11 +135,11 @@ class PrefetchPlanner:
             prefill, room = None, limits.max_blocks  # the buffers are full: bypass them
         if room <= 0:
             return False
-        self._policy.look_at(_decode_state(decode, self._block_size))
-        entries = self._policy.form(self._limits(decode, room), seed, now_s)
+        share.policy.look_at(_decode_state(decode, self._block_size))
+        entries = share.policy.form(replace(limits, max_blocks=min(limits.max_blocks, room)), seed, now_s)
         records = self._fitting(decode, entries)
         total = sum(record.blocks for record in records)
-        if not records:
+        if not records or (total > limits.max_blocks and self._only_helps(decode, share)):
             return False
         if prefill is not None:  # now that its size is known
             prefill, room = self._choose_buffer(decode, BufferKind.BATCH, total)
@@ -161,7 +156,7 @@ class PrefetchPlanner:
         return True
 
     def _send_overdue(self, decode: DecodeView, key: RequestKey, now_s: float) -> bool:
-        """Send an overdue request alone if every instance has a candidate batch and nothing sent here is due before it.
+        """Send an overdue request alone if every taker has a candidate batch and nothing sent here is due before it.
 
         Only one at a time: until it has joined, nothing else is sent late except requests that are due before it.
         """
@@ -169,7 +164,7 @@ class PrefetchPlanner:
         due_s = self._clock.due_s(key)
         if due_s >= min(decode.overdue.values(), default=math.inf):
             return False
-        if not all(view.candidates[BufferKind.BATCH] for view in self._instances.open_decode()):
+        if not all(view.candidates[BufferKind.BATCH] for view in self._sharing.takers(decode)):
             return False
         if not self._fitting(decode, [record]):
             return False
@@ -200,21 +195,50 @@ class PrefetchPlanner:
             and decode.has_room(self._config, self._block_size, blocks)
         )
 
-    def _send_few(self, decode: DecodeView, limits: BatchLimits, now_s: float) -> bool:
+    def _taking(self, decode: DecodeView) -> tuple[Share, BatchLimits]:
+        """What the instance takes from now, and how much at a time.
+
+        That is its own share. If that is empty, it is another one that has something for its room; if it is not idle,
+        no more than can join at once, for its own lengths may come soon.
+        """
+        own, limits = self._sharing.share_of(decode), self._limits(decode)
+        other = None if own.policy.totals()[0] or decode.report is None else self._sharing.helps(decode)
+        if other is None:
+            return own, limits
+        if decode.idle:
+            return other, limits
+        requests, blocks = other.policy.totals()
+        if not decode.has_room(self._config, self._block_size, -(-blocks // requests)):
+            return own, limits
+        room, slots = decode.free_blocks(self._config, self._block_size), self._config.decode.max_running - decode.size
+        return other, replace(limits, max_blocks=min(limits.max_blocks, room), max_requests=slots)
+
+    def _seed(self, decode: DecodeView, share: Share, limits: BatchLimits) -> RequestKey | None:
+        """The share's overdue request with the earliest deadline, unless it is too large for an instance that helps."""
+        seed = share.seed()
+        if seed is None or not self._only_helps(decode, share):
+            return seed
+        return seed if self._state.record(seed).blocks <= limits.max_blocks else None
+
+    def _only_helps(self, decode: DecodeView, share: Share) -> bool:
+        """Whether the share is another one's, and the instance busy with its own lengths."""
+        return not decode.idle and share is not self._sharing.share_of(decode)
+
+    def _send_few(self, decode: DecodeView, share: Share, limits: BatchLimits, now_s: float) -> bool:
         """Send all waiting requests, too few for a batch, to join the running batch.
 
         Returns False if the candidate request buffer cannot hold them.
         """
-        waiting = self._policy.totals()[1]
+        waiting = share.policy.totals()[1]
         prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS, waiting)
         if room <= 0 or decode.bounced:
             return False
-        self._policy.look_at(_decode_state(decode, self._block_size))
-        entries = self._policy.form(replace(limits, max_blocks=min(limits.max_blocks, room)), None, now_s)
+        share.policy.look_at(_decode_state(decode, self._block_size))
+        entries = share.policy.form(replace(limits, max_blocks=min(limits.max_blocks, room)), None, now_s)
         records = self._fitting(decode, entries)
         total = sum(record.blocks for record in records)
         prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS, total)
-        if not records or total > room:
+        if not records or total > min(room, limits.max_blocks):
             return False
         decode.batch_sent_s = now_s
         self._send(decode, prefill, BufferKind.REQUESTS, decode.running_batch_id(), records, now_s)
@@ -227,7 +251,7 @@ class PrefetchPlanner:
 
         An idle instance keeps the batch it asked for: waiting costs it more than mixed lengths.
         """
-        if asking.idle or len(self._instances.decode) == 1 or not self._policy.BY_LENGTH:
+        if asking.idle or len(self._instances.decode) == 1 or not self._sharing.REDIRECTS:
             return asking, prefill
         tokens = sum(record.kv_tokens for record in records) // len(records)
         best, best_prefill, nearest = asking, prefill, asking.distance(tokens)
@@ -252,9 +276,10 @@ class PrefetchPlanner:
         """
         if decode.report is None or decode.overdue or decode.bounced:
             return False
-        if decode.candidates[BufferKind.BATCH] and not self._policy.overtakes():
+        share = self._sharing.share_of(decode)
+        if decode.candidates[BufferKind.BATCH] and (self._sharing.takes_own(decode) or not share.policy.overtakes()):
             return False
-        return self._clock.oldest_overdue_in_pool() is None
+        return share.seed() is None
 
     def _range(self, decode: DecodeView) -> tuple[int, int] | None:
         lengths = decode.batch_lengths()
@@ -265,14 +290,14 @@ class PrefetchPlanner:
 
         `least_room`: blocks below which the search is skipped (the other waiting requests did not fit before, either).
         """
-        lengths = self._range(decode)
+        lengths, policy = self._range(decode), self._sharing.share_of(decode).policy
         if lengths is None:
             return
         for prefill, room in self._buffers(decode, BufferKind.REQUESTS):
             slots = decode.max_running(self._config) - len(decode.candidates[BufferKind.REQUESTS])
             if room < least_room or slots <= 0:
                 continue
-            records = self._fitting(decode, self._policy.matching(*lengths, BatchLimits(room, 1, slots)))
+            records = self._fitting(decode, policy.matching(*lengths, BatchLimits(room, 1, slots)))
             if records:
                 self._send(decode, prefill, BufferKind.REQUESTS, decode.running_batch_id(), records, now_s)
 

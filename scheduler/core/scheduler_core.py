@@ -27,6 +27,7 @@ from alignedserve.scheduler.core.request_table import Record, RequestState
 from alignedserve.scheduler.core.routing import PrefillLoad
 from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.cost.prior import cost_model_factory
+from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.policies.base import BatchPolicy
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class SchedulerCore:
         self._handlers[type(event)](event, now_s)
         self._find_overdue(now_s)
         self._dispatch.start(now_s)
+        self._state.sharing.update(now_s)
         changed, self._state.changed = self._state.changed, {}
         for decode_id in changed:
             decode = self._state.instances.decode.get(decode_id)
@@ -95,11 +97,16 @@ class SchedulerCore:
 
     @property
     def policy(self) -> BatchPolicy:
-        """The policy that forms batches.
+        """The policy that forms batches; where lengths are shared out, one of several of its class."""
+        return next(iter(self._state.sharing.policies()))
 
-        The simulator tells an oracle policy output lengths, which no cluster knows.
-        """
-        return self._state.policy
+    def prepare_policies(self, prepare: Callable[[BatchPolicy], None]) -> None:
+        """Call this with each policy, now and when lengths are shared out among more instances."""
+        self._state.sharing.prepare(prepare)
+
+    def use_cost(self, cost: StepCost) -> None:
+        """The simulator's measured cost of iterations, in place of `scheduler.cost_model`."""
+        self._state.sharing.use_cost(cost)
 
     def describe(self) -> dict[str, int]:
         """Open requests by state."""
@@ -122,8 +129,8 @@ class SchedulerCore:
 
         Raised if the last resort of a full pool was needed lately, or a user-defined policy lately broke its contract.
         """
-        policy = self._state.policy
-        alarms = self._relief.alarm(now_s), policy.alarm(now_s) if isinstance(policy, GuardedPolicy) else ""
+        guarded = [policy for policy in self._state.sharing.policies() if isinstance(policy, GuardedPolicy)]
+        alarms = [self._relief.alarm(now_s), *(policy.alarm(now_s) for policy in guarded)]
         return "; ".join(filter(None, alarms))
 
     @property
@@ -364,6 +371,7 @@ class SchedulerCore:
             decode = state.instances.decode.pop(event.instance_id, None)
             if decode is not None:
                 keys = [*decode.decoding, *(key for held in decode.candidates.values() for key in held)]
+                state.sharing.instances_changed()
         elif event.role == "kv_pool":  # its memory remains, and a successor takes it over: no data is lost
             state.ledger.lose(event.instance_id)
         state.place()
@@ -386,6 +394,8 @@ class SchedulerCore:
         decode = self._state.instances.decode.get(event.decode_id)
         if decode is not None:
             waited = decode.report is not None and decode.report.pool_wait_blocks
+            if decode.report is None or decode.report.cache_blocks != event.cache_blocks:
+                self._state.sharing.instances_changed()
             decode.take_report(event)
             self._prefetcher.learn_batch_id(event.batch_id)
             self._admission.sizes_changed()
@@ -457,6 +467,7 @@ class SchedulerCore:
 
     def _draining_changed(self, event: events.DrainingChanged, now_s: float) -> None:
         self._state.instances.draining = event.instance_ids
+        self._state.sharing.instances_changed()
         self._state.change_all()
 
     def _tick(self, event: events.Tick, now_s: float) -> None:
@@ -471,7 +482,10 @@ class SchedulerCore:
             return
         records = self._state.open(overdue)
         self._prefetcher.mark_overdue([record for record in records if record.state is RequestState.PREFETCHED], now_s)
-        if any(record.state is RequestState.WAITING for record in records):
+        waiting = [record for record in records if record.state is RequestState.WAITING]
+        for record in waiting:
+            self._state.sharing.mark_overdue(record.key, self._state.clock.due_s(record.key))
+        if waiting:
             self._state.change_all()
 
 

@@ -6,6 +6,7 @@ Actions are collected here in the order in which they are to be carried out.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import partial
 
 from alignedserve.config import Config
 from alignedserve.errors import AccountingError, AlignedServeError, CancelledError
@@ -14,10 +15,12 @@ from alignedserve.scheduler.core.actions import Action, CancelAt, Forget, Recall
 from alignedserve.scheduler.core.decode_times import DecodeTimes
 from alignedserve.scheduler.core.events import HeldRequest, RequestMeta
 from alignedserve.scheduler.core.instances import DecodeView, Instances
+from alignedserve.scheduler.core.length_shares import LengthShares
 from alignedserve.scheduler.core.pool_ledger import PoolLedger
 from alignedserve.scheduler.core.pool_shard import PoolShard
 from alignedserve.scheduler.core.prefill_queue import PrefillQueue
 from alignedserve.scheduler.core.request_table import Record, RequestState, RequestTable
+from alignedserve.scheduler.core.sharing import Nearest, Pooled, Sharing
 from alignedserve.scheduler.core.waiting import WaitingClock
 from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.scheduler.policies.base import Entry
@@ -34,14 +37,31 @@ class CoreState:
         self.instances = Instances()  # what is known of each instance, by id, while the view names it
         self.queue = PrefillQueue()  # keys of QUEUED requests, in the order in which they are to be prefilled
         self.ledger = PoolLedger()  # blocks of each shard by request, until the shard is told to release them
-        self.policy = make_policy(config.scheduler)  # entries of WAITING requests, by key
         # Since when each WAITING request waits, by key, and when it is overdue.
         self.clock = WaitingClock(default_objective_s(config.scheduler), config.scheduler.late_share)
         self.decode_times = DecodeTimes()  # how long answers decode, for predictions
+        self.sharing = self._make_sharing()  # entries of WAITING requests, by key
         self.changed: dict[str, None] = {}  # decode instances to look at again, by id, until they were
         self.actions: list[Action] = []  # in order, until `take_actions`; like the next two
         self._released: list[RequestKey] = []  # requests whose copies the pool may drop
         self._forgotten: list[RequestKey] = []  # ended requests, whose data the actor may drop
+
+    def _make_sharing(self) -> Sharing:
+        config = self.config.scheduler
+        policy = make_policy(config)
+        rule = config.sharing
+        if rule == "auto":
+            rule = "quantiles" if policy.BY_LENGTH else "none"
+        if rule != "quantiles":
+            kind = Nearest if rule == "nearest" else Pooled
+            return kind(config, policy, self.instances, self.clock)
+        cost = None
+        if config.cost_model:
+            from alignedserve.scheduler.cost.load import configured_cost  # imports numpy
+
+            cost = configured_cost(config)
+        new_policy = partial(make_policy, config)
+        return LengthShares(self.config, self.block_size, new_policy, self.instances, self.decode_times, cost)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -150,7 +170,7 @@ class CoreState:
         if shard is not None:
             shard.waiting[record.key] = record
         self.clock.start(record.key, since_s, record.meta.wait_objective_s)
-        self.policy.insert(Entry(record.key, kv_tokens, blocks, since_s, evicted))
+        self.sharing.insert(Entry(record.key, kv_tokens, blocks, since_s, evicted), record.meta.max_total_tokens)
 
     def prefetch(self, record: Record, decode_id: str, prefill_id: str, kind: BufferKind, now_s: float) -> None:
         """WAITING -> PREFETCHED: from here on `decode_id` decides."""
@@ -207,7 +227,7 @@ class CoreState:
                 if record.prefill_tokens:
                     prefill.load.drop(record.prefill_tokens)
             case RequestState.WAITING:
-                self.policy.remove(key)
+                self.sharing.remove(key)
                 if record.shard is not None:
                     del record.shard.waiting[key]
             case RequestState.PREFETCHED:
@@ -353,7 +373,7 @@ class CoreState:
 
     def check_integrity(self) -> None:
         """Recount everything. Raises AccountingError if two counts of the same thing differ."""
-        for part in (self.table, self.queue, self.ledger, self.policy, self.clock):
+        for part in (self.table, self.queue, self.ledger, self.sharing, self.clock):
             part.check_integrity()
         counts = self.table.counts
         decodes, prefills = self.instances.decode.values(), self.instances.prefill.values()
@@ -362,7 +382,7 @@ class CoreState:
         counted = {
             "queued": (counts[RequestState.QUEUED], len(self.queue)),
             "prefilling": (counts[RequestState.PREFILLING], sum(len(view.prefilling) for view in prefills)),
-            "policy": (waiting, self.policy.totals()[0]),
+            "policy": (waiting, self.sharing.totals()[0]),
             "pool": (waiting, sum(len(shard.waiting) for shard in self.ledger.shards)),
             "clock": (waiting + prefetched, len(self.clock)),
             "candidates": (prefetched, candidates),

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, takewhile
 
@@ -30,7 +29,7 @@ from alignedserve.scheduler.policies.aligned import AlignedPolicy
 from alignedserve.scheduler.policies.base import BatchLimits, Entry, InstanceState, as_many_as_fit
 
 LATE_S = 10.0  # requests that arrived so soon after a round began may join late while its members wait
-LEAST_BUBBLE = 0.05  # share of an iteration's time that unequal lengths must cost for a round in order of length
+LEAST_BUBBLE = 0.07  # share of an iteration's time that unequal lengths must cost for a round in order of length
 
 
 class RoundsPolicy(AlignedPolicy):
@@ -40,7 +39,7 @@ class RoundsPolicy(AlignedPolicy):
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
-        self._ages = AgeOrder()
+        self._ages: AgeOrder[Entry] = AgeOrder()
         self._begun_s = -math.inf  # when the round began
         self._leaf = 0  # no member of the round that still waits is in a leaf before it, except returned ones
         self._members = 0  # of the round that still wait
@@ -62,17 +61,17 @@ class RoundsPolicy(AlignedPolicy):
         if entry.evicted and self._members and self.tree.leaf_of(entry.tokens) >= self._leaf:
             entry = replace(entry, since_s=min(entry.since_s, self._begun_s))
         super().insert(entry)
-        self._ages.add(entry.key, entry.since_s)
+        self._ages.add(entry, entry.since_s)
         self._members += self._is_member(entry)
 
     def remove(self, key: RequestKey) -> None:
         entry = self.tree.remove(key)
-        self._ages.remove(key, entry.since_s)
+        self._ages.remove(entry, entry.since_s)
         self._members -= self._is_member(entry)
 
     def matching(self, shortest_tokens: int, longest_tokens: int, limits: BatchLimits) -> list[Entry]:
         if self._in_order_of_age:
-            return as_many_as_fit(self._oldest(), limits)
+            return as_many_as_fit(self._ages, limits)
         return super().matching(shortest_tokens, longest_tokens, limits)
 
     def matches(self, tokens: int, shortest_tokens: int, longest_tokens: int) -> bool:
@@ -83,7 +82,7 @@ class RoundsPolicy(AlignedPolicy):
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        members = sum(self._is_member(self.tree.entry(key)) for key in self._ages)
+        members = sum(map(self._is_member, self._ages))
         if members != self._members or len(self._ages) != len(self.tree):
             raise AccountingError(f"the round counts {self._members} waiting members; a recount gives {members}")
 
@@ -105,7 +104,7 @@ class RoundsPolicy(AlignedPolicy):
         if not self._members:
             return selection
         if self._in_order_of_age:
-            for entry in takewhile(self._is_member, self._oldest()):
+            for entry in takewhile(self._is_member, self._ages):
                 if not self._take(selection, entry, self.tree.leaf_of(entry.tokens)):
                     break
             return selection
@@ -134,9 +133,6 @@ class RoundsPolicy(AlignedPolicy):
 
     def _is_member(self, entry: Entry) -> bool:
         return entry.since_s <= self._begun_s
-
-    def _oldest(self) -> Iterator[Entry]:
-        return (self.tree.entry(key) for key in self._ages)
 
     def _pays(self, limits: BatchLimits) -> bool:
         """Whether a round in order of length can save time: by what an iteration of waiting requests of all lengths that

@@ -168,6 +168,11 @@ class SchedulerConfig:
     flush_after_s: float = _key(
         0.0, "seconds that a busy instance with room waits for N requests before it takes fewer", low=0.0
     )
+    sharing: str = _key(
+        "auto",
+        "lengths among decode instances: ranges of equal cost, the nearest mean, or none; auto: as the policy wants",
+        choices=("auto", "quantiles", "nearest", "none"),
+    )
     balance_slack: float = _key(
         0.25,
         "an instance gets requests of its length while its load exceeds the least loaded one's by at most this share",

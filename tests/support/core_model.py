@@ -307,7 +307,7 @@ class CoreModel:
             "committed": ledger.committed,
             "reserved": ledger.reserved,
             "clock": len(books.clock),
-            "policy": books.policy.totals()[1],
+            "policy": books.sharing.totals()[1],
             "queue": books.queue.tokens,
             "pending": sum(view.load.pending_tokens for view in books.instances.prefill.values()),
             "buffers": sum(b.committed for view in books.instances.prefill.values() for b in view.buffers.values()),

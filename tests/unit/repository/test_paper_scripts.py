@@ -434,6 +434,22 @@ def test_the_load_sweep_has_every_rule_load_and_metric(
     assert figure(shown[0]["aligned, rounds / fcfs"]) == pytest.approx(ratio, abs=5e-3)
 
 
+def test_sharing_has_every_order_with_every_way_to_share(
+    capsys: pytest.CaptureFixture[str], data: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "figures.csv"
+    text = report(capsys, "sharing", "--data", str(data), "--limit", "12", "--loads", "at-once", "--csv", str(file))
+    with file.open(encoding="utf-8", newline="") as lines:
+        figures = list(csv.DictReader(lines))
+    variants = [
+        f"{order}, {sharing}" for order in ("fcfs", "overdue", "rounds") for sharing in ("none", "nearest", "quantiles")
+    ]
+    assert {row["workload"] for row in figures} == {"95 % short", "uniform, 500", "Azure conversation"}
+    assert all(float(row[name]) >= 0 for row in figures for name in variants)
+    shown = rows_of(text, "workload | prefill:decode | fcfs, none")
+    assert figure(shown[0]["fcfs, none"]) == pytest.approx(float(figures[0]["fcfs, none"]), rel=1e-3)
+
+
 def test_worth_it_has_every_workload_policy_and_metric(
     capsys: pytest.CaptureFixture[str], data: Path, tmp_path: Path
 ) -> None:

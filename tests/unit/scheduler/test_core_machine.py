@@ -38,6 +38,7 @@ class CoreMachine(RuleBasedStateMachine):
     @initialize(
         prefetch=st.booleans(),
         policy=st.sampled_from(("aligned", "fcfs")),
+        sharing=st.sampled_from(("auto", "quantiles", "quantiles", "nearest")),
         pool=st.sampled_from((20, 30, 60, 400)),
         max_running=st.sampled_from((1, 2, 16)),
         min_batch=st.sampled_from((1, 3)),
@@ -54,6 +55,7 @@ class CoreMachine(RuleBasedStateMachine):
         self,
         prefetch: bool,
         policy: str,
+        sharing: str,
         pool: int,
         max_running: int,
         min_batch: int,
@@ -75,6 +77,7 @@ class CoreMachine(RuleBasedStateMachine):
                 leaf_tokens=4,
                 max_prefix_tokens=128,
                 policy=policy,
+                sharing=sharing,
                 min_batch_requests=min_batch,
                 max_queue=max_queue,
                 flush_after_s=flush_after_s,
