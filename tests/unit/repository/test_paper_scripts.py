@@ -27,7 +27,18 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks/paper"))
 from evaluation import tables, workloads
 from evaluation.grid import BALANCED, DECODE_BOUND, Case, Grid
 from evaluation.runner import Runner
-from evaluation.runs import ALIGNED, ALIGNED_COST, FCFS, FCFS_10_MS, Machine, Outcome, Run, Topology, execute
+from evaluation.runs import (
+    ALIGNED,
+    ALIGNED_COST,
+    FCFS,
+    FCFS_10_MS,
+    Machine,
+    Outcome,
+    Run,
+    Topology,
+    code_digest,
+    execute,
+)
 
 pytestmark = pytest.mark.slow
 RTX = "rtxpro6000-llama-3.1-8b"
@@ -174,13 +185,17 @@ def test_the_objective_that_goodput_counts_by_is_the_one_that_aligned_cost_keeps
     assert execute(run).metrics["refused"] == 0
 
 
-def test_an_interrupted_evaluation_goes_on_and_another_commit_or_configuration_begins_anew(tmp_path: Path) -> None:
+def test_an_interrupted_evaluation_goes_on_and_other_code_or_another_configuration_begins_anew(tmp_path: Path) -> None:
     runs = [ONE, replace(ONE, seed=1)]
 
-    def evaluated(commit: str, *wanted: Run) -> tuple[int, int, list[float]]:
-        runner = Runner(tmp_path, 1, commit, quiet=True)
+    def evaluated(code: str, *wanted: Run) -> tuple[int, int, list[float]]:
+        runner = Runner(tmp_path, 1, "a commit", quiet=True, code=code)
+        before, minutes = runner.estimate(wanted)
         outcomes = runner.outcomes(wanted)
         assert runner.outcomes(wanted) == outcomes  # from memory
+        assert before == runner.executed
+        assert (minutes > 0) is (0 < runner.executed < len(wanted))  # from what others of the workload took
+        assert runner.estimate(wanted) == (0, 0)
         return runner.executed, runner.read, [outcome.value("makespan_s") for outcome in outcomes.values()]
 
     executed, read, first = evaluated("c1", runs[0])
@@ -190,13 +205,15 @@ def test_an_interrupted_evaluation_goes_on_and_another_commit_or_configuration_b
     assert both[0] == first[0]
     assert evaluated("c1", *runs) == (0, 2, both)
     assert evaluated("c2", *runs) == (2, 0, both)
-    assert evaluated("c3-dirty", *runs)[:2] == evaluated("c3-dirty", *runs)[:2] == (2, 0)
+    assert evaluated("", *runs) == (2, 0, both)  # that of this checkout
+    assert evaluated(code_digest(), *runs) == (0, 2, both)
     for other in (
         replace(ONE, source=MIX.sized(1.0, 11)),
         replace(ONE, machine=Machine(RTX, "no_split", 5.0)),
         replace(ONE, topology=Topology(2, 1)),
         replace(ONE, variant=replace(FCFS, settings=(("decode.max_running", "3"),))),
         replace(ONE, rate_per_s=3.0),
+        replace(ONE, clients=3),
         replace(ONE, source=replace(MIX, objectives=workloads.DOCUMENTS)),
     ):
         assert evaluated("c1", other)[:2] == (1, 0), other
