@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import random
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -18,15 +17,7 @@ from alignedserve.simulator.replay import ComparedPolicy, Plan
 from alignedserve.simulator.report.summary import Objectives, measure
 from alignedserve.simulator.traces import Load, read_trace
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/paper"))
-
-from evaluation import workloads
-from evaluation.runs import FCFS, Machine, Run, Topology
-
 RTX = "rtxpro6000-llama-3.1-8b"
-MIX = workloads.mix("a mix", 12, short=0.75, output_max=80)
-ONE_SEED = ("--topology", "2:1", "--kernel-modes", "split_kv", "--seeds", "1", "--limit", "20")
-ONE = Run(MIX, FCFS, Machine(RTX), Topology(1, 1), None, 0)
 
 
 def script(name: str) -> ModuleType:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import csv
+import sys
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from evaluation import tables, workloads
-from evaluation.grid import BALANCED, DECODE_BOUND, Case, Grid
-from evaluation.runner import Runner
-from evaluation.runs import (
     ALIGNED,
     ALIGNED_COST,
     FCFS,
@@ -28,9 +25,19 @@ from evaluation.runs import (
 from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.simulator.report.summary import Objectives
 from alignedserve.simulator.traces import Load, read_trace
-from support.paper_scripts import MIX, ONE, ONE_SEED, RTX, figure, report, rows_of, script, simulated, small_data
+from support.paper_scripts import RTX, figure, report, rows_of, script, simulated, small_data
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks/paper"))
+
+from evaluation import tables, workloads
+from evaluation.grid import BALANCED, DECODE_BOUND, Case, Grid
+from evaluation.runner import Runner
+from evaluation.runs import (
 
 pytestmark = pytest.mark.slow
+MIX = workloads.mix("a mix", 12, short=0.75, output_max=80)
+ONE_SEED = ("--topology", "2:1", "--kernel-modes", "split_kv", "--seeds", "1", "--limit", "20")
+ONE = Run(MIX, FCFS, Machine(RTX), Topology(1, 1), None, 0)
 
 
 @pytest.fixture

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import csv
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from support.paper_scripts import RTX, figure, report, rows_of, script, simulated, small_data
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks/paper"))
+
 from evaluation import workloads
 from evaluation.grid import Case, Grid
 from evaluation.runner import Runner
-from evaluation.runs import ALIGNED, FCFS, Machine, execute
-
-from support.paper_scripts import MIX, ONE, RTX, figure, report, rows_of, script, simulated, small_data
+from evaluation.runs import ALIGNED, FCFS, Machine, Run, Topology, execute
 
 pytestmark = pytest.mark.slow
+MIX = workloads.mix("a mix", 12, short=0.75, output_max=80)
+ONE = Run(MIX, FCFS, Machine(RTX), Topology(1, 1), None, 0)
 
 
 @pytest.fixture
