@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import csv
-import sys
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-    ALIGNED,
-    ALIGNED_COST,
-    FCFS,
-    FCFS_10_MS,
-    Machine,
-    Outcome,
-    Run,
-    Topology,
-    code_digest,
-    execute,
-)
 
 from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.simulator.report.summary import Objectives
@@ -33,6 +22,17 @@ from evaluation import tables, workloads
 from evaluation.grid import BALANCED, DECODE_BOUND, Case, Grid
 from evaluation.runner import Runner
 from evaluation.runs import (
+    ALIGNED,
+    ALIGNED_COST,
+    FCFS,
+    FCFS_10_MS,
+    Machine,
+    Outcome,
+    Run,
+    Topology,
+    code_digest,
+    execute,
+)
 
 pytestmark = pytest.mark.slow
 MIX = workloads.mix("a mix", 12, short=0.75, output_max=80)
