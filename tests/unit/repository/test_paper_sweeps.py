@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,26 @@ def test_the_load_sweep_has_every_rule_load_and_metric(
     for row in rows_of(text, "policy"):
         better_is_more = row["figure"] == "decode throughput"
         assert figure(row["/ fcfs"]) < 1 if better_is_more else figure(row["/ fcfs"]) > 1
+
+
+def test_the_plots_over_load_have_a_line_for_each_rule(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "tools/docs")
+    plots = importlib.import_module("plot_results")
+    monkeypatch.setattr(plots, "DOCS", tmp_path)
+    file = tmp_path / "measurements/data/load-sweep-1.csv"
+    file.parent.mkdir(parents=True)
+    report(
+        capsys, "load_sweep", "--limit", "12", "--workloads", "95 %", "--loads", "0.9,1.2,closed", "--csv", str(file)
+    )
+    rows = plots.sweep(plots.PANELS[0], "aligned, rounds")
+    assert [row["load"] for row in rows] == ["0.9", "1.2", "closed"]
+    for name in ("plot-load-throughput", "plot-load-tpot", "plot-load-second-token", "plot-trade"):
+        drawn = plots.svg(name)
+        assert all(rule in drawn for rule in plots.RULES[name == "plot-trade" :])
+        assert "var(--md-typeset-color" in drawn  # the colours of the page, in both themes
 
 
 def test_a_part_of_the_load_sweep_and_what_it_takes(
