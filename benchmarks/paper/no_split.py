@@ -45,6 +45,7 @@ class Sweep:
         self.cases = [
             Case(source.sized(scale, options.limit), Machine.parse(cost_model, mode), topology, load)
             for cost_model, topology, scale in MACHINES
+            if options.given.machine in (None, cost_model)
             for source in mixes(SHARES, REQUESTS)
             for load in options.loads
             for mode in modes
@@ -56,14 +57,17 @@ class Sweep:
         return ratios(self.grid.values(case, variant, metric), self.grid.values(case, self.variants[0], metric))
 
     def table(self) -> str:
-        """Throughput over that of `fcfs` for each rule, a column for each order and bandwidth."""
+        """The bubble of `fcfs`, and throughput over its own for each rule; a column for each order and bandwidth."""
         modes = list(dict.fromkeys(case.machine.mode.removesuffix(" a block") for case in self.cases))
         rows: dict[tuple[str, ...], list[str]] = {}
         for case in self.cases:
+            of = case.machine.cost_model, case.source.name, load_name(case.load)
+            bubble = statistics.fmean(self.grid.values(case, self.variants[0], "bubble_share"))
+            rows.setdefault((*of, "bubble of fcfs"), []).append(f"{100 * bubble:.1f} %")
             for variant in self.variants[1:]:
-                of = case.machine.cost_model, case.source.name, load_name(case.load), variant.label
-                rows.setdefault(of, []).append(f"{statistics.fmean(self.ratios(case, variant)):.3f}")
-        head_ = ["machine", "workload", "load", "policy", *modes]
+                ratio = statistics.fmean(self.ratios(case, variant))
+                rows.setdefault((*of, f"{variant.label} / fcfs"), []).append(f"{ratio:.3f}")
+        head_ = ["machine", "workload", "load", "figure", *modes]
         return table(head_, [[*of, *cells] for of, cells in rows.items()])
 
     def rows(self) -> Iterator[list[str]]:
@@ -95,6 +99,7 @@ def make(options: Evaluation, runner: Runner) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     found = parser(__doc__ or "", kernel_modes="split_kv", topology="2:1", loads=LOADS)
+    found.add_argument("--machine", metavar="NAME", help="only that of this cost model")
     found.add_argument("--csv", type=Path, metavar="FILE", help="write every figure there, as CSV")
     return run(found, make, argv)
 

@@ -116,9 +116,9 @@ def test_no_split_has_both_orders_and_each_bandwidth(capsys: pytest.CaptureFixtu
     file = tmp_path / "figures.csv"
     text = report(capsys, "no_split", "--limit", "12", "--seeds", "1", "--loads", "at-once", "--csv", str(file))
     modes = ["split_kv", *(f"{mode}, {at} GB/s" for mode in ("no_split", "no_split_longest_first") for at in (5, 100))]
-    shown = rows_of(text, "machine | workload | load | policy")
+    shown = rows_of(text, "machine | workload | load | figure")
     assert list(shown[0])[4:] == modes
-    assert len(shown) == 2 * 2 * 2  # machines, workloads, rules
+    assert len(shown) == 2 * 2 * 3  # machines, workloads, the bubble and two rules
     with file.open(encoding="utf-8", newline="") as lines:
         figures = list(csv.DictReader(lines))
     assert len(figures) == 2 * 2 * 5 * 3
