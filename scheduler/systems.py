@@ -90,7 +90,8 @@ SYSTEMS: Mapping[str, System] = {
             "vllm",
             "vllm:VllmScheduler",
             "vLLM: running requests first, then chunked prompts; the latest is preempted and recomputed",
-            max_num_seqs=128,
+            # `EngineArgs.get_batch_defaults` of vLLM: of its server on a GPU with less than 70 GiB, or an A100
+            max_num_seqs=256,
             max_num_batched_tokens=2048,
             async_scheduling=True,
             reserve_full_isl=True,

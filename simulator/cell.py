@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from alignedserve.config import Config
@@ -28,7 +28,7 @@ from alignedserve.simulator.pool import Pool
 from alignedserve.simulator.prefill import SimulatedPrefill
 from alignedserve.simulator.report.results import RequestResult
 from alignedserve.simulator.requests import Replayed
-from alignedserve.simulator.workload import Arrival
+from alignedserve.simulator.workload import Arrival, Workload
 
 GATEWAY = "gateway"
 STUCK_S = 3600.0  # of virtual time in which only time passes while requests are open: a bug
@@ -61,11 +61,11 @@ class Sizes:
 
 
 class Cell:
-    """Replays arrivals, sorted by time. Call `run` once, then `check_nothing_is_left`."""
+    """Replays a workload. Call `run` once, then `check_nothing_is_left`."""
 
     def __init__(
         self,
-        arrivals: Sequence[Arrival],
+        workload: Workload,
         config: Config,
         hardware: Hardware,
         costs: tuple[StepCost, StepCost],
@@ -85,7 +85,9 @@ class Cell:
         self.counters: Counter[str] = Counter()
         self.core = SchedulerCore(config, hardware.block_size)
         self.requests: dict[str, Replayed] = {}
-        self._arrivals = arrivals
+        self._arrivals = workload.arrivals
+        self._clients = workload.clients
+        self._next = 0  # index of the first request that has not arrived
         self._ticking = False
         self._tick_number = 0
         self._moved_s = 0.0  # when anything but time last changed the core
@@ -235,14 +237,22 @@ class Cell:
 
     def run(self) -> None:
         """Run until every request has ended."""
-        if self._arrivals:
-            self.clock.at(self._arrivals[0].arrival_s, self._arrive, 0)
+        for _ in range(self._clients or 1):
+            self._plan_arrival()
         self.clock.run()
 
-    def _arrive(self, number: int) -> None:
-        arrival = self._arrivals[number]
-        if number + 1 < len(self._arrivals):
-            self.clock.at(self._arrivals[number + 1].arrival_s, self._arrive, number + 1)
+    def _plan_arrival(self) -> None:
+        """Plan the next arrival, if there is one more: at its own time, or in a closed loop now."""
+        if self._next < len(self._arrivals):
+            arrival = self._arrivals[self._next]
+            self._next += 1
+            if self._clients:
+                arrival = replace(arrival, arrival_s=self.clock.now_s)
+            self.clock.at(arrival.arrival_s, self._arrive, arrival)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        if not self._clients:
+            self._plan_arrival()
         request = Replayed(arrival, RequestResult(arrival), RequestKey(arrival.request_id))
         request.stage_since_s = self.clock.now_s
         if self.requests.setdefault(arrival.request_id, request) is not request:
@@ -263,7 +273,13 @@ class Cell:
 
     def _refuse(self, request: Replayed, reason: str) -> None:
         request.result.refused = reason
+        self.end(request)
+
+    def end(self, request: Replayed) -> None:
+        """The request has ended now. In a closed loop its client sends the next one."""
         request.end(self.clock.now_s)
+        if self._clients:
+            self._plan_arrival()
 
     def _resubmit(self, key: RequestKey) -> None:
         """Last resort of a full pool: its KV was dropped, and is computed again with the generated tokens."""

@@ -147,12 +147,14 @@ def _plan(options: argparse.Namespace, cost: StepCost, hardware: Hardware) -> Pl
     slo_tpot_s = _positive("--slo-tpot", options.slo_tpot)
     candidates = tuple(ComparedPolicy.of(name, settings[name], options.config, slo_tpot_s) for name in policies)
     rates = rates_of(options.rate)
+    if options.clients is not None and options.clients < 1:
+        raise ConfigError(f"--clients must be at least 1, not {options.clients}")
     return Plan(
         trace=read_trace(options.trace),
         candidates=candidates,
         cost=cost,
         hardware=hardware,
-        load=Load(rates[0], options.cv, options.limit),
+        load=Load(rates[0], options.cv, options.limit, options.clients or 0),
         rates=rates,
         seeds=seeds_of(options.seed, options.seeds),
         instances=options.instances,
@@ -202,7 +204,7 @@ def _progress(text: str) -> None:
 
 def _logged(summary: Mapping[str, Any], plan: Plan) -> Mapping[str, Any]:
     """Measured figures of the trace, if it is a log that was replayed unchanged; empty otherwise."""
-    as_it_is = plan.rates == (None,) and plan.load.limit is None
+    as_it_is = plan.rates == (None,) and plan.load.limit is None and not plan.load.clients
     logged: Mapping[str, Any] = summary["run"]["trace"].get("measured", {})
     return logged if as_it_is else {}
 

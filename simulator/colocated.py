@@ -12,7 +12,7 @@ import random
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey
@@ -100,7 +100,12 @@ class _Simulation:
         self._random = random.Random(seed)
         self._turn = 0
         self._system, self._options, self._seed = system, options, seed
-        self._arrivals = workload.arrivals
+        self._arrivals = list(workload.arrivals)
+        self._clients = workload.clients
+        self._released = len(self._arrivals)  # the arrivals whose time is known
+        if self._clients:
+            self._released = min(self._clients, self._released)
+            self._leap = leap and instances == 1  # an end at one instance may be an arrival within another's leap
         self._next = 0  # index of the first arrival that has not been routed
         self._results = {RequestKey(arrival.request_id): RequestResult(arrival) for arrival in workload.arrivals}
         self._unused_tokens = 0
@@ -130,6 +135,8 @@ class _Simulation:
                 instance.armed = False
                 self._complete(instance)
                 self._go_on(instance, now_s)
+            elif self._next == self._released:  # the policy plans no more passes
+                break
             else:
                 now_s = self._next_arrival_s()
                 for instance in self._arrive(now_s):
@@ -140,7 +147,14 @@ class _Simulation:
     # requests
 
     def _next_arrival_s(self) -> float:
-        return self._arrivals[self._next].arrival_s if self._next < len(self._arrivals) else float("inf")
+        return self._arrivals[self._next].arrival_s if self._next < self._released else float("inf")
+
+    def _release(self, now_s: float) -> None:
+        """A request has ended: in a closed loop, its client sends the next one."""
+        if self._released < len(self._arrivals):
+            arrival = replace(self._arrivals[self._released], arrival_s=now_s)
+            self._arrivals[self._released] = self._results[RequestKey(arrival.request_id)].arrival = arrival
+            self._released += 1
 
     def _arrive(self, now_s: float) -> list[_Instance]:
         """Route all requests that arrive at this moment. Returns the instances that got any, in order."""
@@ -152,6 +166,7 @@ class _Simulation:
             total = arrival.input_tokens + arrival.output_tokens
             if total > self._cache_tokens:
                 self._results[key].refused = f"{total} tokens do not fit in a cache of {self._hardware.kv_tokens}"
+                self._release(now_s)
                 continue
             instance = self._route()
             instance.scheduler.add(MixedRequest(key, arrival.arrival_s, arrival.input_tokens, self._max_total))
@@ -183,6 +198,7 @@ class _Simulation:
             result.token_s.append(done.end_s)
             if left == 1:
                 finished.append(key)
+                self._release(done.end_s)
         instance.scheduler.done(done.plan, finished)
         self._record(instance, done)
 

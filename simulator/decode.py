@@ -221,7 +221,7 @@ class SimulatedDecode:
     def _finish(self, key: RequestKey) -> None:
         self._end_run(key)
         self._forget(key)
-        self._cell.request(key).end(self._clock.now_s)
+        self._cell.end(self._cell.request(key))
         self._cell.send_core(Finished((key,)))
 
     def _begin(self, plan: IterationPlan) -> None:

@@ -50,7 +50,7 @@ def simulate(
     if system.topology is not Topology.DISAGGREGATED:
         raise ConfigError(f"{system.name} is a {system.topology.value} system without prefill and decode instances")
     config = as_run(config, system, prefill_instances, decode_instances, refuse_for_load)
-    cell = Cell(workload.arrivals, config, hardware, (prefill_cost, decode_cost), leap, iteration_gap_s)
+    cell = Cell(workload, config, hardware, (prefill_cost, decode_cost), leap, iteration_gap_s)
     cell.core.prepare_policies(partial(_prepare, workload=workload))
     cell.core.use_cost(decode_cost)
     cell.run()
@@ -119,6 +119,7 @@ def _counters(cell: Cell) -> dict[str, float]:
     counters["evictions"] = sum(status.evictions for status in statuses)
     counters["prefill_passes"] = sum(len(prefill.steps) for prefill in cell.prefills.values())
     counters["core_events"] = cell.core.events_handled
+    counters["bypassed_prefetch"] = cell.core.bypassed_prefetch
     counters["refused"] = sum(bool(request.refused) for request in _results(cell))
     for name in ("from_pool", "to_pool", "from_peers", "to_peers"):
         links = [getattr(part, name) for part in (*cell.prefills.values(), *cell.decodes.values())]

@@ -57,6 +57,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "(aligned.scheduler.min_batch_requests=64); repeatable"
     ))  # fmt: skip
     add("--rate", metavar="R|A:B:STEP", help="requests a second; a range runs every rate in it")
+    add(
+        "--clients", type=int, metavar="N", help="a closed loop: each of N clients sends its next request when one ends"
+    )
     add("--cv", type=float, metavar="C", help="variation of generated arrivals: 1 Poisson (default), else Gamma")
     add("--slo-ttft", type=float, metavar="S", help="TTFT objective for goodput, in seconds")
     add(

@@ -117,7 +117,7 @@ class SimulatedPrefill:
         kv_tokens = request.prefix_tokens
         if request.generate([now_s]):
             self.chunks.release(key)
-            request.end(now_s)
+            self._cell.end(request)
             self._cell.send_core(Finished((key,)))
             return
         request.enter(Stage.POOL, now_s)

@@ -128,6 +128,7 @@ class Plan:
             "rates_per_s": list(self.rates),
             "cv": self.load.cv,
             "limit": self.load.limit,
+            "clients": self.load.clients,
             "seeds": list(self.seeds),
         }
 

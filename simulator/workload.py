@@ -22,9 +22,13 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Arrivals in order of time. `description`: source, its SHA-256, and all processing applied. JSON."""
+    """Arrivals in order of time. `description`: source, its SHA-256, and all processing applied. JSON.
+
+    `clients`: above 0, a closed loop: as many requests arrive at time 0, and the next one whenever one has ended.
+    """
 
     arrivals: tuple[Arrival, ...]
     description: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """Notes for readers of the results, e.g. that prefix hits of the trace were not simulated."""
+    clients: int = 0

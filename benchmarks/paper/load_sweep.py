@@ -2,32 +2,50 @@
 
     python benchmarks/paper/load_sweep.py --data DIR --out results/paper --csv FILE
 
-Workloads: the six mixes, uniform lengths, and the applications whose files are in --data. Loads are shares of what
-`fcfs` serves on the same instances with all requests at time zero. For each metric a table has the ratio to `fcfs`
-(below 1 is better, but for throughput); --csv writes every figure. With --out an interrupted run goes on where it was.
+Workloads: the six mixes, uniform lengths, and the applications whose files are in --data. Capacity is the rate at which
+requests end with all of them at time zero, without the first and the last tenth. `aligned` and `fcfs` get the same
+arrivals, by the capacity of `fcfs`; every other system by its own. --workloads, --variants, --cost-model, --topology
+and --loads run a part; with --out parts share runs, and an interrupted one goes on. --estimate says how long it takes.
 """
 
 from __future__ import annotations
 
 import csv
-import itertools
+import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, product
 from pathlib import Path
 
-from evaluation.grid import Case, by_condition
-from evaluation.options import A100, Evaluation, arrivals, head, parser, run, workloads_of
+from evaluation.grid import CLOSED, Case, Grid, by_condition
+from evaluation.options import A100, Evaluation, arrivals, head, loads_of, parser, run, workloads_of
 from evaluation.runner import Runner
-from evaluation.runs import FCFS, Variant
-from evaluation.tables import gain, in_csv, number, ratios, table
-from evaluation.workloads import APPLICATIONS, SHARES, Application, mixes, stand_ins, uniform_lengths
+from evaluation.runs import FASTGEN, FCFS, VLLM, Machine, Variant
+from evaluation.tables import gain, in_csv, number, ratios, table, with_interval
+from evaluation.workloads import AZURE_CONVERSATION, MOONCAKE, SHAREGPT, SHARES, Source, mixes, uniform_lengths
 
+from alignedserve.config import Config
+from alignedserve.errors import ConfigError
 from alignedserve.scheduler.systems import WAITING_RULES
+from alignedserve.simulator.cell import Sizes
+from alignedserve.simulator.traces import Load
 
-RULES = [Variant(f"aligned, {rule}", "aligned", (("scheduler.waiting_rule", rule),)) for rule in WAITING_RULES]
-VARIANTS = (FCFS, *RULES)
-LOADS = "0.8,0.9,0.95,1,1.05,1.1,1.2,1.3,at-once"
+RULES = tuple(Variant(f"aligned, {rule}", "aligned", (("scheduler.waiting_rule", rule),)) for rule in WAITING_RULES)
+# Sharing among decode instances without order of length, and order of length without sharing: run if named
+ABLATIONS = tuple(
+    Variant(f"{one.label}, {sharing}", one.policy, (*one.settings, ("scheduler.sharing", sharing)))
+    for one in (FCFS, *RULES)
+    for sharing in ("none", "nearest", "quantiles")
+)
+# vLLM's defaults for its server on a GPU of 70 GiB or more that is no A100 (`EngineArgs.get_batch_defaults`)
+VLLM_LARGE = Variant("vllm, 1024", "vllm", (("max_num_seqs", "1024"), ("max_num_batched_tokens", "8192")))
+OTHERS = (VLLM, VLLM_LARGE, FASTGEN, *(Variant(name, name) for name in ("sarathi", "orca", "static")))
+LOADS = "0.8,0.9,0.95,1,1.05,1.1,1.2,1.3,closed,at-once"
+OTHER_LOADS, OTHER_SEEDS = "0.9,1.05,1.2", 2
+APPLICATIONS = (SHAREGPT, AZURE_CONVERSATION, MOONCAKE)
+CONTEXTS = {"meta-llama/Llama-3.1-8B": 131_072, "Qwen/Qwen3-30B-A3B-Instruct-2507": 262_144}  # tokens
+MOST_TOO_LONG = 0.01  # share of a workload's requests
 METRICS = {
     "decode_throughput_tokens_per_s": "decode throughput",
     "bubble_share": "share of the iterations' time that unequal lengths cost",
@@ -36,74 +54,193 @@ METRICS = {
     "tpot_p99_s": "P99 TPOT",
     "pool_wait_max_s": "longest wait in the pool",
 }
-COLUMNS = ("workload", "instances", "kernel_mode", "load", "metric")
+# Ratios to `fcfs` past which a figure is listed as worse
+WORSE = {
+    "decode_throughput_tokens_per_s": 0.98,
+    "second_token_mean_s": 1.02,
+    "tpot_p99_s": 1.02,
+    "second_token_p99_s": 1.02,
+    "pool_wait_max_s": 1.1,
+}
+COLUMNS = ("machine", "workload", "instances", "kernel_mode", "load", "policy", "seeds")
 
 
-class Sweep:
-    """All runs, executed on creation, and the tables made from them."""
+class Part:
+    """Cases of some policies. `compared`: they are given beside `fcfs`, the first, on the same arrivals."""
 
-    def __init__(
-        self,
-        options: Evaluation,
-        runner: Runner,
-        variants: Sequence[Variant] = VARIANTS,
-        shares: tuple[float, ...] = SHARES,
-        applications: tuple[Application, ...] = APPLICATIONS,
-    ) -> None:
-        """`variants`: the first one is the base of every ratio."""
-        found, self.left_out = options.applications(applications)
-        shares = (0.95,) if options.quick else shares
-        self.sources = [*options.limited([*mixes(shares), *uniform_lengths()[: 1 if options.quick else None]]), *found]
-        self.grid = options.grid(runner)
-        self.variants = options.variants(variants)
-        self.cases = options.cases(self.sources)
-        self.grid.prepare(self.cases, self.variants)
+    def __init__(self, grid: Grid, cases: Sequence[Case], variants: Sequence[Variant], *, compared: bool) -> None:
+        self.grid, self.cases, self.variants, self.compared = grid, cases, variants, compared
 
-    def tables(self) -> str:
-        parts = []
+    def tables(self) -> Iterator[str]:
         for cases in by_condition(self.cases):
             first = cases[0]
-            parts.append(f"## {first.machine.mode}; {first.topology}; {arrivals(first.load)}")
-            parts += [f"{title}\n\n{self._table(cases, metric)}" for metric, title in METRICS.items()]
-        return "\n\n".join(parts)
+            of = "" if self.compared else "; capacity: each system's own"
+            yield f"## {first.machine.mode}; {first.topology}; {arrivals(first.load)}{of}"
+            for metric, title in METRICS.items():
+                yield f"{title}\n\n{self._table(cases, metric)}"
+
+    def rows(self) -> Iterator[list[str]]:
+        """For the CSV file: `COLUMNS`, each metric with half its interval, and its ratio to `fcfs` likewise."""
+        for case in self.cases:
+            place = [Path(case.machine.cost_model).name, case.source.name, str(self.grid.topology(case))]
+            for variant in self.variants:
+                found = [self.grid.values(case, variant, metric) for metric in METRICS]
+                own = [case.machine.mode, load_name(case.load), variant.label, str(len(self.grid.seeds))]
+                bases = [self.grid.values(case, self.variants[0], metric) for metric in METRICS]
+                beside = [self._ratios(*pair) for pair in zip(found, bases, strict=True)]
+                yield [*place, *own, *chain.from_iterable(in_csv(values) for values in (*found, *beside))]
+
+    def _ratios(self, values: Sequence[float], base: Sequence[float]) -> list[float]:
+        return ratios(values, base) if self.compared and all(base) else [math.nan]
 
     def _table(self, cases: Sequence[Case], metric: str) -> str:
         first, *others = self.variants
-        rows = []
+        rows, ceiling = [], self.compared and metric == "decode_throughput_tokens_per_s"
         for case in cases:
             base = self.grid.values(case, first, metric)
             found = [self.grid.values(case, other, metric) for other in others]
-            compared = [gain(ratios(values, base)) if all(base) else "-" for values in found]
-            rows.append([case.source.name, str(self.grid.topology(case)), number(statistics.fmean(base), 4), *compared])
-        return table(
-            ["workload", "prefill:decode", first.label, *(f"{other.label} / {first.label}" for other in others)], rows
+            shown = [gain(self._ratios(one, base)) if self.compared else with_interval(one) for one in found]
+            if ceiling:  # with no bubble
+                shown.append(gain([1 / (1 - share) for share in self.grid.values(case, first, "bubble_share")]))
+            rows.append([case.source.name, str(self.grid.topology(case)), number(statistics.fmean(base), 4), *shown])
+        names = [f"{other.label} / {first.label}" if self.compared else other.label for other in others]
+        return table(["workload", "prefill:decode", first.label, *names, *["ceiling"] * ceiling], rows)
+
+    def worse(self) -> Iterator[list[str]]:
+        """Where a figure is worse than that of `fcfs` by more than `WORSE` allows: the cells of a table."""
+        for case in self.cases if self.compared else ():
+            for variant, metric in product(self.variants[1:], WORSE):
+                base = self.grid.values(case, self.variants[0], metric)
+                found = self._ratios(self.grid.values(case, variant, metric), base)
+                mean = statistics.fmean(found)
+                if mean < WORSE[metric] if WORSE[metric] < 1 else mean > WORSE[metric]:
+                    where = case.source.name, str(self.grid.topology(case)), load_name(case.load)
+                    yield [variant.label, *where, METRICS[metric], gain(found)]
+
+
+class Sweep:
+    """The parts of the sweep that the options ask for."""
+
+    def __init__(self, options: Evaluation, runner: Runner) -> None:
+        self.runner = runner
+        sources, self.notes = self._sources(options)
+        self.sources, left_out = _fitting(sources, options)
+        self.notes += left_out
+        wanted = options.given.variants.split(";") if options.given.variants else ()
+        ours, others = (
+            [one for one in options.variants(listed) if not wanted or one.label in wanted]
+            for listed in ((FCFS, *RULES, *(ABLATIONS if wanted else ())), OTHERS)
         )
+        self.parts = []
+        if len(ours) > 1 or not others:
+            ours = ours if FCFS.label in (one.label for one in ours) else [*options.variants([FCFS]), *ours]
+            self.parts.append(
+                Part(sweep_grid(options, runner, options.seeds), options.cases(self.sources), ours, compared=True)
+            )
+        if others:
+            loads = [load for load in options.loads if load in loads_of(OTHER_LOADS)]
+            cases = [case for case in options.cases(self.sources) if case.load in loads]
+            grid = sweep_grid(options, runner, options.seeds[:OTHER_SEEDS])
+            self.parts.append(Part(grid, cases, others, compared=False))
+
+    def _sources(self, options: Evaluation) -> tuple[list[Source], list[str]]:
+        shares = (0.95,) if options.quick else SHARES
+        made = options.limited([*mixes(shares), *uniform_lengths()[: 1 if options.quick else None]])
+        found, left_out = options.applications(APPLICATIONS)
+        wanted = [text.lower() for text in (options.given.workloads or "").split(",")]
+        listed = [one for one in (*made, *found) if any(text in one.name.lower() for text in wanted)]
+        if not listed:
+            raise ConfigError(f"--workloads {options.given.workloads}: no workload has such a name")
+        return listed, left_out
+
+    def estimate(self) -> str:
+        """Executes the runs that capacities are found by."""
+        capacities = [run for part in self.parts for run in part.grid.capacity_runs(part.cases, part.variants)]
+        self.runner.outcomes(capacities)
+        runs = [run for part in self.parts for run in part.grid.runs(part.cases, part.variants)]
+        missing, minutes = self.runner.estimate(runs)
+        return f"{missing:,} of {len(set(runs)):,} runs are left, about {minutes:.0f} minutes"
+
+    def run(self) -> None:
+        for part in self.parts:
+            part.grid.prepare(part.cases, part.variants)
 
     def write_figures(self, file: Path) -> None:
-        """For each variant the mean and half the interval, in the simulator's units. `load` 0: all at time zero."""
-        columns = [name for one in self.variants for name in (one.label, f"{one.label} ±")]
+        figures = [f"{metric}{of}" for of in ("", " / fcfs") for metric in METRICS]
+        columns = [column for figure in figures for column in (figure, f"{figure} ±")]
         with file.open("w", encoding="utf-8", newline="") as to:
             writer = csv.writer(to, lineterminator="\n")
             writer.writerow([*COLUMNS, *columns])
-            for case in self.cases:
-                place = [case.source.name, str(self.grid.topology(case)), case.machine.mode, f"{case.load or 0:g}"]
-                for metric in METRICS:
-                    found = [in_csv(self.grid.values(case, one, metric)) for one in self.variants]
-                    writer.writerow([*place, metric, *itertools.chain(*found)])
+            writer.writerows(row for part in self.parts for row in part.rows())
+
+
+def sweep_grid(options: Evaluation, runner: Runner, seeds: Sequence[int]) -> Grid:
+    """With the capacities of this sweep."""
+    own, capacity = {one.policy for one in OTHERS}, "sustained_requests_per_s"
+    return Grid(runner, seeds, options.decode, options.most_prefill, own=own, capacity=capacity)
+
+
+def load_name(load: float | None) -> str:
+    """As `--loads` names it."""
+    return "at-once" if load is None else "closed" if load == CLOSED else f"{load:g}"
+
+
+def _fitting(sources: Iterable[Source], options: Evaluation) -> tuple[list[Source], list[str]]:
+    """The workloads that fit the model, and a note for each that does not, or not with every request."""
+    machine, found, notes = options.machines[0], [], []
+    name = Path(machine.cost_model).name
+    for source in sources:
+        share, most = too_long(source, machine, options.seeds)
+        if share <= MOST_TOO_LONG:
+            found.append(source)
+        if share:
+            verb = "does not fit" if share > MOST_TOO_LONG else "runs without them, or past the context, on"
+            notes.append(f"{source.name} {verb} {name}: {share:.1%} of its requests are longer than {most:,} tokens")
+    return found, notes
+
+
+def too_long(source: Source, machine: Machine, seeds: Iterable[int]) -> tuple[float, int]:
+    """Share of requests that are longer than what the model and its instances take, and that length in tokens.
+
+    OPT's 2,048 positions do not count: its times stand for a model of its size, with the paper's lengths.
+    """
+    hardware = machine.hardware()
+    sizes = Sizes.plan(Config(), hardware)
+    most = min(sizes.decode_cache, sizes.prefill_cache, sizes.pool) * hardware.block_size
+    most = min(most, CONTEXTS.get(str(machine.cost().describe()["source"].get("model")), most))
+    load = Load(limit=source.requests)
+    workloads = [source.trace(seed, at_once=True).workload(load, seed) for seed in seeds]
+    lengths = [one.input_tokens + one.output_tokens for workload in workloads for one in workload.arrivals]
+    return sum(tokens > most for tokens in lengths) / len(lengths), most
 
 
 def make(options: Evaluation, runner: Runner) -> str:
     sweep = Sweep(options, runner)
-    notes = [workloads_of(sweep.sources), *sweep.left_out, *stand_ins()]
+    print(sweep.estimate(), file=sys.stderr)
+    if options.given.estimate:
+        return "\n".join(sweep.notes)
+    sweep.run()
     if options.given.csv:
         sweep.write_figures(options.given.csv)
     title = "`aligned` under each waiting rule against `fcfs`, over load"
-    return "\n\n".join([head(title, options, runner, notes), sweep.tables()])
+    said = head(title, options, runner, [workloads_of(sweep.sources), *sweep.notes])
+    worse = table(
+        ["policy", "workload", "prefill:decode", "load", "figure", "/ fcfs"],
+        (row for part in sweep.parts for row in part.worse()),
+    )
+    return "\n\n".join(
+        [said, f"## Worse than fcfs\n\n{worse}", *(text for part in sweep.parts for text in part.tables())]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     found = parser(__doc__ or "", kernel_modes="split_kv", cost_model=A100, topology="2:1", loads=LOADS)
-    found.add_argument("--csv", type=Path, metavar="FILE", help="write every figure there, as CSV")
+    add = found.add_argument
+    add("--workloads", metavar="A,B,…", help="those with such a text in their names: short, uniform, azure, …")
+    listed = ", ".join(f"{one.label!r}" for one in (FCFS, *RULES, *OTHERS))
+    add("--variants", metavar="A;B;…", help=f"of {listed}; systems other than ours run at {OTHER_LOADS}, 2 seeds")
+    add("--estimate", action="store_true", help="find the capacities, say how long the rest takes, and end")
+    add("--csv", type=Path, metavar="FILE", help="write every figure there, as CSV")
     return run(found, make, argv)
 
 

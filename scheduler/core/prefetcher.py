@@ -43,6 +43,7 @@ class PrefetchPlanner:
         self._rebalancer = Rebalancer(state)
         self._paths = PrefetchPaths(state)
         self._last_batch_id = 0
+        self.bypassed_requests = 0  # sent without a candidate buffer, although there are some
 
     def place(self, record: Record, now_s: float) -> None:
         """A request has entered the pool: send it to an instance that can take it now, if there is one."""
@@ -351,6 +352,8 @@ class PrefetchPlanner:
             paths = self._paths.split(decode, prefill, kind, records, self._direct_room(decode, kind))
         for buffer, part in paths:
             prefill_id = "" if buffer is None else buffer.prefill_id
+            if buffer is None and self._config.cluster.prefetch:
+                self.bypassed_requests += len(part)
             for record in part:
                 self._state.prefetch(record, decode.decode_id, prefill_id, kind, now_s)
             keys = tuple(record.key for record in part)

@@ -124,6 +124,14 @@ class SchedulerCore:
         """Requests whose KV was dropped and prefilled again: the last resort of a full pool."""
         return self._relief.dropped_requests
 
+    @property
+    def bypassed_prefetch(self) -> int:
+        """Requests that decode instances copied from the pool themselves, not through a candidate buffer.
+
+        0 where prefetching is off: then all are.
+        """
+        return self._prefetcher.bypassed_requests
+
     def alarm(self, now_s: float) -> str:
         """Alarm text with figures for operators; "" if there is none.
 
@@ -195,6 +203,8 @@ class SchedulerCore:
         page.counter("requests_refused_for_load_total", meaning, self._overload.refused)
         meaning = "requests whose KV was dropped as a last resort, to be prefilled again"
         page.counter("requests_dropped_for_room_total", meaning, self.dropped_for_room)
+        meaning = "requests that decode instances copied from the pool themselves, past the candidate buffers"
+        page.counter("requests_bypassed_prefetch_total", meaning, self.bypassed_prefetch)
         meaning = "share of recent requests that began to decode past their wait objective"
         page.gauge("late_requests_share", meaning, self._state.clock.late)
         meaning = "share of its wait objective after which a request is overdue: 1, less while too many are late"

@@ -20,16 +20,20 @@ class Load:
     """`rate_per_s`: mean arrivals a second; None: a trace's own times, or all at time zero if it has none.
 
     `cv`: coefficient of variation of the time between two generated arrivals: 1 (None) is Poisson, 0 is even spacing,
-    other values are Gamma. `limit`: only the first `limit` requests.
+    other values are Gamma. `limit`: only the first `limit` requests. `clients`: above 0, a closed loop of as many
+    clients, each of which sends the next request of the trace when its previous one has ended.
     """
 
     rate_per_s: float | None = None
     cv: float | None = None
     limit: int | None = None
+    clients: int = 0
 
     def __post_init__(self) -> None:
         if self.rate_per_s is not None and not 0 < self.rate_per_s < float("inf"):
             raise ConfigError(f"a rate must be more than 0 requests a second, not {self.rate_per_s:g}")
+        if self.clients < 0 or (self.clients and self.rate_per_s is not None):
+            raise ConfigError("--clients is at least 1, and excludes --rate: the clients decide when requests arrive")
         if self.cv is not None and self.cv != 0 and not _LEAST_CV <= self.cv <= _MOST_CV:
             raise ConfigError(f"--cv must be 0, or between {_LEAST_CV:g} and {_MOST_CV:g}, not {self.cv:g}")
         if self.cv is not None and self.rate_per_s is None:
@@ -39,6 +43,8 @@ class Load:
 
     @property
     def process(self) -> str:
+        if self.clients:
+            return f"closed loop of {self.clients} clients"
         if self.rate_per_s is None:
             return "all at time zero"
         return "poisson" if self.cv in (None, 1.0) else f"gamma, cv {self.cv:g}"

@@ -79,7 +79,7 @@ class Mix(Trace):
         rows = zip(load.draw(count, seed), inputs, outputs, strict=True)
         arrivals = tuple(Arrival(f"r{number}", *row) for number, row in enumerate(rows))
         made = {"requests": count, "arrivals": load.process, "seed": seed}
-        return Workload(arrivals, {**self.describe(), **made})
+        return Workload(arrivals, {**self.describe(), **made}, clients=load.clients)
 
     def describe(self) -> dict[str, object]:
         keys = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}

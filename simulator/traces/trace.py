@@ -63,11 +63,13 @@ class TimedTrace(Trace):
         if load.cv is not None:
             raise ConfigError(f"--cv is for generated arrivals; {self.source} has its own (--rate stretches them)")
         rows = self.rows[: load.limit]
-        times = load.stretch([row.arrival_s for row in rows])
+        times = [0.0] * len(rows) if load.clients else load.stretch([row.arrival_s for row in rows])
         notes = self.notes
+        if load.clients:
+            notes += (f"arrivals of the trace were replaced: {load.process}",)
         if load.rate_per_s is not None:
             notes += (f"arrivals of the trace were stretched to {load.rate_per_s:g} requests a second on average",)
-        return Workload(_arrivals(rows, times), {**self.describe(), "requests": len(rows)}, notes)
+        return Workload(_arrivals(rows, times), {**self.describe(), "requests": len(rows)}, notes, load.clients)
 
     def describe(self) -> dict[str, object]:
         measured = {} if self.measured is None else {"measured": dict(self.measured)}
@@ -89,7 +91,8 @@ class LengthsTrace(Trace):
         random.Random(f"alignedserve lengths {seed}").shuffle(rows)
         rows = rows[: load.limit]
         made = {"requests": len(rows), "order": "shuffled by the seed", "arrivals": load.process, "seed": seed}
-        return Workload(_arrivals(rows, load.draw(len(rows), seed)), {**self.describe(), **made})
+        arrivals = _arrivals(rows, load.draw(len(rows), seed))
+        return Workload(arrivals, {**self.describe(), **made}, clients=load.clients)
 
     def describe(self) -> dict[str, object]:
         return _describe(self.source, self.format, self.sha256, len(self.rows))

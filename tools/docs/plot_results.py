@@ -27,7 +27,18 @@ STYLES: dict[str, dict[str, Any]] = {
     "fcfs + 10 ms": {"color": "#cc79a7", "marker": "D", "ls": ":"},
     "vllm": {"color": "#009e73", "marker": "^", "ls": "-."},
     "fastgen": {"color": "#b8860b", "marker": "v", "ls": (0, (5, 1, 1, 1, 1, 1))},
+    "aligned, overdue": {"color": "#2f86cc", "marker": "o", "ls": "-"},
+    "aligned, paper": {"color": "#cc79a7", "marker": "D", "ls": ":"},
+    "aligned, rounds": {"color": "#009e73", "marker": "^", "ls": "-."},
 }
+RULES = ("fcfs", "aligned, overdue", "aligned, paper", "aligned, rounds")
+SWEEP = "load-sweep*.csv"  # of benchmarks/paper/load_sweep.py, one or more
+# The panels of the plots over load: title, then values of the file's columns
+PANELS = (
+    ("OPT-13B, A100, 95 % short, one decode instance", "a100-opt-13b", "95 % short", "2:1"),
+    ("OPT-13B, A100, 80 % short, one decode instance", "a100-opt-13b", "80 % short", "2:1"),
+)
+PLACES = {"closed": (1.4, "closed\nloop"), "at-once": (1.5, "all at\nonce")}  # on the axis of loads
 INK, LINE = "#24292f", "#6e7781"  # as in drawing.py; replaced by the page's colours
 DARK = "@media (prefers-color-scheme: dark) { .d { --d-ink: #e6e6e6; --d-line: #9aa4ae; } }"
 SETTINGS: dict[Any, Any] = {
@@ -121,7 +132,74 @@ def latency(left: Axes, right: Axes) -> None:
     right.legend(loc="upper center", ncols=3)
 
 
-PLOTS = {f"plot-{draw.__name__}": draw for draw in (gain, bubble, throughput, latency)}
+def sweep(panel: Sequence[str], policy: str) -> list[Row]:
+    """Rows of the sweep in a panel, in order of load."""
+    wanted = dict(zip(("machine", "workload", "instances"), panel[1:], strict=True))
+    files = sorted((DOCS / "measurements/data").glob(SWEEP))
+    found = [row for file in files for row in rows(file.name, policy=policy, kernel_mode="split_kv", **wanted)]
+    return sorted(found, key=lambda row: place_of(row["load"]))
+
+
+def place_of(load: str) -> float:
+    return PLACES[load][0] if load in PLACES else float(load)
+
+
+def over_load(left: Axes, right: Axes, metric: str, label: str, scale: float = 1.0, yscale: str = "linear") -> None:
+    """A line with a 95 % confidence band for `fcfs` and each rule, and a point for other arrivals."""
+    for axes, panel in ((left, PANELS[0]), (right, PANELS[1])):
+        seen: list[float] = []
+        for policy in RULES:
+            found = [row for row in sweep(panel, policy) if row[metric]]
+            places = [place_of(row["load"]) for row in found]
+            values, halves = ([scale * float(row[key] or 0) for row in found] for key in (metric, f"{metric} ±"))
+            seen += values
+            shares = sum(row["load"] not in PLACES for row in found)
+            lows, highs = ([v + sign * h for v, h in zip(values, halves, strict=True)] for sign in (-1, 1))
+            band = {"color": STYLES[policy]["color"], "alpha": 0.15, "linewidth": 0}
+            axes.plot(places[:shares], values[:shares], label=policy, **STYLES[policy])
+            axes.fill_between(places[:shares], lows[:shares], highs[:shares], **band)
+            beside = {**STYLES[policy], "ls": "none", "capsize": 3}
+            axes.errorbar(places[shares:], values[shares:], halves[shares:], **beside)
+        axes.set(title=panel[0], xlabel="load, share of capacity", ylabel=label, yscale=yscale if seen else "linear")
+        if seen:  # a wide band is cut, so that the lines remain legible
+            axes.set_ylim(0.6 * min(seen), 1.6 * max(seen) if yscale == "log" else 1.1 * max(seen))
+        ticks = [0.8, 0.9, 1.0, 1.1, 1.2, 1.3]
+        axes.set_xticks([*ticks, *(place for place, _ in PLACES.values())])
+        axes.set_xticklabels([*(f"{tick:g}" for tick in ticks), *(name for _, name in PLACES.values())])
+    left.legend(loc="upper left")
+
+
+def load_throughput(left: Axes, right: Axes) -> None:
+    """Decode throughput over load"""
+    over_load(left, right, "decode_throughput_tokens_per_s", "tokens/s")
+
+
+def load_tpot(left: Axes, right: Axes) -> None:
+    """P99 time per output token (TPOT) over load"""
+    over_load(left, right, "tpot_p99_s", "P99 TPOT, ms", 1e3, yscale="log")
+
+
+def load_second_token(left: Axes, right: Axes) -> None:
+    """P99 time to second token over load"""
+    over_load(left, right, "second_token_p99_s", "P99 time to second token, s", yscale="log")
+
+
+def trade(left: Axes, right: Axes) -> None:
+    """Decode throughput and longest wait of each rule over fcfs, at capacity and more"""
+    for axes, panel in ((left, PANELS[0]), (right, PANELS[1])):
+        for policy in RULES[1:]:
+            found = [row for row in sweep(panel, policy) if place_of(row["load"]) >= 1]
+            columns = "pool_wait_max_s / fcfs", "decode_throughput_tokens_per_s / fcfs"
+            waits, gains = ([float(row[column]) for row in found] for column in columns)
+            axes.plot(waits, gains, label=policy, **{**STYLES[policy], "ls": "none"})
+        axes.axhline(1.0, color=LINE, linewidth=1)
+        axes.axvline(1.0, color=LINE, linewidth=1)
+        axes.set(title=panel[0], xlabel="longest wait / fcfs", ylabel="decode throughput / fcfs")
+    left.legend(loc="upper left")
+
+
+OVER_LOAD = (load_throughput, load_tpot, load_second_token, trade)
+PLOTS = {f"plot-{draw.__name__.replace('_', '-')}": draw for draw in (gain, bubble, throughput, latency, *OVER_LOAD)}
 
 
 def svg(name: str) -> str:
@@ -145,5 +223,6 @@ def svg(name: str) -> str:
 
 
 if __name__ == "__main__":
-    for name in PLOTS:
+    measured = any((DOCS / "measurements/data").glob(SWEEP))
+    for name in [name for name, draw in PLOTS.items() if measured or draw not in OVER_LOAD]:
         (DOCS / f"images/{name}.svg").write_text(svg(name), encoding="utf-8")

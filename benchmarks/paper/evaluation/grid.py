@@ -6,12 +6,15 @@ Named topologies (prefill:decode instances) are found with `fcfs`, all requests 
                   are done in about half of the time, so that many requests wait in the pool
 Capacity is the throughput of `fcfs` on the same machine and topology with all requests at time zero, in requests a
 second over the whole run including its start and end, averaged over the seeds.
+
+A closed loop has twice as many clients as requests run at once on all decode instances of `fcfs` at capacity.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from evaluation.runner import Runner
@@ -22,11 +25,12 @@ DECODE_BOUND, BALANCED = "decode-bound", "balanced"
 ENOUGH = 0.03
 MOST_PREFILL = 32
 AT_ONCE: float | None = None
+CLOSED = math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`load`: arrival rate as a share of the capacity; None: all requests at time zero."""
+    """`load`: arrival rate as a share of the capacity; None: all requests at time zero; `CLOSED`: a closed loop."""
 
     source: Source
     machine: Machine
@@ -45,15 +49,28 @@ def by_condition(cases: Iterable[Case]) -> list[list[Case]]:
 def condition(case: Case) -> str:
     """A short description of everything but the workload."""
     load = "all at time zero" if case.load is None else f"{case.load:g} of capacity"
-    return f"{case.machine.mode}; {case.topology}; {load}"
+    return f"{case.machine.mode}; {case.topology}; {'a closed loop' if case.load == CLOSED else load}"
 
 
 class Grid:
-    """`decode`: decode instances of the named topologies. `most_prefill`: limit of the search for them."""
+    """`decode`: decode instances of the named topologies. `most_prefill`: limit of the search for them.
 
-    def __init__(self, runner: Runner, seeds: Sequence[int], decode: int = 1, most_prefill: int = MOST_PREFILL) -> None:
+    `own`: policies whose loads are shares of their own capacity instead of that of `fcfs`. `capacity`: the metric.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        seeds: Sequence[int],
+        decode: int = 1,
+        most_prefill: int = MOST_PREFILL,
+        own: Container[str] = (),
+        capacity: str = "throughput_requests_per_s",
+    ) -> None:
         self.runner = runner
         self.seeds = tuple(seeds)
+        self._own = own
+        self._capacity = capacity
         self._decode = decode
         self._most_prefill = most_prefill
         self._found: dict[tuple[Source, str], dict[str, Topology]] = {}
@@ -63,9 +80,8 @@ class Grid:
         cases, variants = list(cases), list(variants)
         self._probe([case for case in cases if case.topology in (DECODE_BOUND, BALANCED)])
         at_once = [case for case in cases if case.load is None]
-        capacities = [run for case in cases if case.load is not None for run in self._capacity_runs(case)]
-        self.runner.outcomes([*capacities, *self._all(at_once, variants)])
-        self.runner.outcomes(self._all(cases, variants))
+        self.runner.outcomes([*self.capacity_runs(cases, variants), *self.runs(at_once, variants)])
+        self.runner.outcomes(self.runs(cases, variants))
 
     def outcomes(self, case: Case, variant: Variant) -> list[Outcome]:
         """One for each seed."""
@@ -74,10 +90,16 @@ class Grid:
     def values(self, case: Case, variant: Variant, metric: str) -> list[float]:
         return [outcome.value(metric) for outcome in self.outcomes(case, variant)]
 
-    def capacity(self, case: Case) -> float:
+    def capacity(self, case: Case, variant: Variant = FCFS) -> float:
         """Requests a second."""
-        outcomes = self.runner.outcomes(self._capacity_runs(case)).values()
-        return statistics.fmean(outcome.value("throughput_requests_per_s") for outcome in outcomes)
+        outcomes = self.runner.outcomes(self._capacity_runs(case, variant)).values()
+        return statistics.fmean(outcome.value(self._capacity) for outcome in outcomes)
+
+    def clients(self, case: Case) -> int:
+        """Of a closed loop."""
+        outcomes = self.runner.outcomes(self._capacity_runs(case, FCFS)).values()
+        running = statistics.fmean(outcome.value("batch_mean_requests") for outcome in outcomes)
+        return max(1, round(2 * running * self.topology(case).decode))
 
     def topology(self, case: Case) -> Topology:
         if case.topology in (DECODE_BOUND, BALANCED):
@@ -86,17 +108,25 @@ class Grid:
         prefill, _, decode = case.topology.partition(":")
         return Topology(int(prefill), int(decode))
 
-    def _all(self, cases: Iterable[Case], variants: Sequence[Variant]) -> list[Run]:
+    def runs(self, cases: Iterable[Case], variants: Sequence[Variant]) -> list[Run]:
+        """All runs of these cases; executes those that capacities are found by."""
         return [run for case in cases for variant in variants for run in self._runs(case, variant)]
+
+    def capacity_runs(self, cases: Iterable[Case], variants: Sequence[Variant]) -> list[Run]:
+        """The runs that capacities are found by."""
+        loaded = [case for case in cases if case.load is not None]
+        return [run for case in loaded for variant in variants for run in self._capacity_runs(case, variant)]
 
     def _runs(self, case: Case, variant: Variant) -> list[Run]:
         topology = self.topology(case)
-        rate = None if case.load is None else case.load * self.capacity(case)
-        return [Run(case.source, variant, case.machine, topology, rate, seed) for seed in self.seeds]
+        closed = case.load == CLOSED
+        rate = None if case.load is None or closed else case.load * self.capacity(case, variant)
+        clients = self.clients(case) if closed else 0
+        return [Run(case.source, variant, case.machine, topology, rate, seed, clients) for seed in self.seeds]
 
-    def _capacity_runs(self, case: Case) -> list[Run]:
-        topology = self.topology(case)
-        return [Run(case.source, FCFS, case.machine, topology, None, seed) for seed in self.seeds]
+    def _capacity_runs(self, case: Case, variant: Variant) -> list[Run]:
+        topology, by = self.topology(case), variant if variant.policy in self._own else FCFS
+        return [Run(case.source, by, case.machine, topology, None, seed) for seed in self.seeds]
 
     def _probe(self, cases: Iterable[Case]) -> None:
         """Find both named topologies of each workload, probing all workloads in parallel."""

@@ -17,9 +17,9 @@ from alignedserve.scheduler.systems import Topology as Kind
 from alignedserve.scheduler.systems import resolve
 from alignedserve.simulator.options import settings_of
 from alignedserve.simulator.report.provenance import own_commit
-from evaluation.grid import BALANCED, DECODE_BOUND, MOST_PREFILL, Case, Grid
+from evaluation.grid import BALANCED, CLOSED, DECODE_BOUND, MOST_PREFILL, Case, Grid
 from evaluation.runner import Runner
-from evaluation.runs import Machine, Variant
+from evaluation.runs import Machine, Variant, code_digest
 from evaluation.workloads import Application, Source, applications
 
 RTX_PRO_6000 = "rtxpro6000-llama-3.1-8b"
@@ -103,12 +103,12 @@ def parser(
         "prefill:decode instances: decode-bound, balanced (both found by measuring), or P:D (%(default)s)"
     ))  # fmt: skip
     add("--decode", type=int, default=1, help="decode instances of the first two (default 1)")
-    add("--loads", default=loads, metavar="A,B,…", help="at-once, or shares of the capacity (%(default)s)")
+    add("--loads", default=loads, metavar="A,B,…", help="at-once, closed, or shares of the capacity (%(default)s)")
     add("--seeds", type=int, default=5, help="how many (default 5)")
     add("--scale", type=float, default=1.0, metavar="F", help="F times as many requests a run, of a file as it has")
     add("--limit", type=int, metavar="N", help="at most N requests a run")
     add("--set", action="append", default=[], metavar="POLICY.KEY=VALUE", help="as for `alignedserve simulate`")
-    add("--out", type=Path, metavar="DIR", help="keep each run's figures there, and use those of this commit")
+    add("--out", type=Path, metavar="DIR", help="keep each run's figures there, and use those of the same code")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
     add("--quick", action="store_true", help="a few requests, two seeds: to see that it works, for no figures")
     add("--quiet", action="store_true", help="no progress on stderr")
@@ -123,9 +123,7 @@ def evaluation(found: argparse.ArgumentParser, argv: Sequence[str] | None) -> Ev
         machines = tuple(Machine.parse(given.cost_model, text) for text in given.kernel_modes.split(","))
         for machine in machines:
             machine.cost()
-        loads = tuple(None if text == "at-once" else float(text) for text in given.loads.split(","))
-        if not all(load is None or load > 0 for load in loads):
-            raise ValueError("--loads are shares above 0, or at-once")
+        loads = loads_of(given.loads)
     except (ConfigError, ValueError) as error:
         found.error(str(error))
     if min(given.seeds, given.jobs, given.decode, 1 if given.limit is None else given.limit) < 1 or given.scale <= 0:
@@ -150,6 +148,15 @@ def evaluation(found: argparse.ArgumentParser, argv: Sequence[str] | None) -> Ev
         command=_command(found.prog, sys.argv[1:] if argv is None else argv, given),
         given=given,
     )
+
+
+def loads_of(text: str) -> tuple[float | None, ...]:
+    """Parse `--loads`. Raises ValueError."""
+    named = {"at-once": None, "closed": CLOSED}
+    loads = tuple(named[one] if one in named else float(one) for one in text.split(","))
+    if not all(load is None or load > 0 for load in loads):
+        raise ValueError("--loads are shares above 0, at-once or closed")
+    return loads
 
 
 def _command(program: str, argv: Sequence[str], given: argparse.Namespace) -> str:
@@ -178,7 +185,7 @@ def head(title: str, options: Evaluation, runner: Runner, notes: Iterable[str] =
     device = source.get("device") or source.get("gpu") or "a device that the cost model does not name"
     lines = [
         f"command: `{options.command}`",
-        f"commit: {runner.commit}",
+        f"commit: {runner.commit}; code that runs are made by: {code_digest()[:12]}",
         f"cost model: {cost['name']} ({source.get('model', 'model not named')} on {device}); "
         "the paper's OPT models on H100 have no public tables",
         f"kernel modes: {'; '.join(machine.mode for machine in options.machines)}",
@@ -202,6 +209,8 @@ def workloads_of(sources: Iterable[Source]) -> str:
 def arrivals(load: float | None) -> str:
     if load is None:
         return "all at time zero"
+    if load == CLOSED:
+        return "a closed loop of clients, two for each place in the running batches of fcfs"
     return f"at {load:g} of capacity (Poisson; a trace's own arrivals, stretched)"
 
 

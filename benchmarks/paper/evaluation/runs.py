@@ -6,6 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ from alignedserve.simulator.report.summary import Metric, measure
 from alignedserve.simulator.traces import Load
 from evaluation.workloads import Source
 
+ROOT = Path(__file__).parents[3]
+# What a run is made by; docs, tests and other components do not change its figures.
+CODE = ("scheduler", "simulator", "src/alignedserve/*.py", "benchmarks/paper/evaluation/runs.py")
 LEVELS = 500  # stored quantiles of the iteration times: every 0.2 %
 GIB = 1 << 30
 
@@ -91,7 +95,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`rate_per_s`: None: all requests arrive at time zero."""
+    """`rate_per_s`: None: all requests arrive at time zero. `clients`: above 0, a closed loop of as many."""
 
     source: Source
     variant: Variant
@@ -99,9 +103,11 @@ class Run:
     topology: Topology
     rate_per_s: float | None
     seed: int
+    clients: int = 0
 
     def __str__(self) -> str:
         rate = "at once" if self.rate_per_s is None else f"{self.rate_per_s:.3g} requests/s"
+        rate = f"{self.clients} clients" if self.clients else rate
         where = f"{self.machine.mode}, {self.topology}, {rate}, seed {self.seed}"
         return f"{self.variant.label}, {self.source.name}, {where}"
 
@@ -111,7 +117,7 @@ class Run:
             candidates=(self.variant.candidate(self.source.objectives.tpot_s),),
             cost=self.machine.cost(),
             hardware=self.machine.hardware(),
-            load=Load(self.rate_per_s, limit=self.source.requests),
+            load=Load(self.rate_per_s, limit=self.source.requests, clients=self.clients),
             rates=(self.rate_per_s,),
             seeds=(self.seed,),
             instances=self.topology.prefill + self.topology.decode,
@@ -119,10 +125,10 @@ class Run:
             decode=self.topology.decode,
         )
 
-    def configuration(self, commit: str) -> dict[str, Any]:
-        """Everything that the outcome depends on, as JSON."""
+    def configuration(self, code: str) -> dict[str, Any]:
+        """Everything that the outcome depends on, as JSON. `code`: of `code_digest`."""
         described = {
-            "commit": commit,
+            "code": code,
             "plan": self.plan().describe(),
             "workload": self.source.describe(),
             "cost_model": self.machine.cost().describe(),
@@ -155,7 +161,11 @@ class Outcome:
 
 
 def execute(run: Run) -> Outcome:
-    """Simulate. Adds the metrics `charged_*`: times of decode iterations including the gap before them."""
+    """Simulate. Adds metrics.
+
+    `charged_*`: times of decode iterations including the gap before them. `sustained_requests_per_s`: the rate at which
+    requests ended, without the first and the last tenth of them.
+    """
     ((result, _, _),) = run.plan().runs(lambda _: None)
     measured = measure(result, run.source.objectives)
     charged_s = measured.passes.seconds + measured.passes.gap
@@ -163,14 +173,33 @@ def execute(run: Run) -> Outcome:
         **measured.metrics,
         "charged_mean_s": float(charged_s.mean()),
         "charged_p99_s": float(np.percentile(charged_s, 99)),
+        "sustained_requests_per_s": _sustained_per_s(result),
         "pool_peak_gib": _pool_peak_gib(result, run.machine.hardware()),
     }
     quantiles = np.quantile(charged_s, np.linspace(0.0, 1.0, LEVELS + 1))
     return Outcome(metrics, tuple(float(value) for value in quantiles))
 
 
+@cache
+def code_digest() -> str:
+    """SHA-256 of the files in `CODE`, as they are on disk."""
+    found = hashlib.sha256()
+    for pattern in CODE:
+        for file in sorted(ROOT.glob(f"{pattern}/**/*" if (ROOT / pattern).is_dir() else pattern)):
+            if file.suffix in (".py", ".json"):
+                found.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
+    return found.hexdigest()
+
+
 def digest(configuration: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _sustained_per_s(result: RunResult) -> float | None:
+    ends_s = sorted(request.token_s[-1] for request in result.requests if request.token_s)
+    first, last = len(ends_s) // 10, len(ends_s) - 1 - len(ends_s) // 10
+    span_s = ends_s[last] - ends_s[first] if last > first else 0.0
+    return (last - first) / span_s if span_s > 0 else None
 
 
 def _pool_peak_gib(result: RunResult, hardware: Hardware) -> float:

@@ -89,8 +89,8 @@ def mix(name: str, requests: int = MIX_REQUESTS, **keys: float) -> Source:
     return Source(name, f"mix:{text}", requests)
 
 
-def mixes(shares: tuple[float, ...] = SHARES) -> list[Source]:
-    return [mix(f"{round(100 * share)} % short", short=share) for share in shares]
+def mixes(shares: tuple[float, ...] = SHARES, requests: int = MIX_REQUESTS) -> list[Source]:
+    return [mix(f"{round(100 * share)} % short", requests, short=share) for share in shares]
 
 
 def uniform_lengths() -> list[Source]:

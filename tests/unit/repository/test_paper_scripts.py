@@ -3,107 +3,46 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import json
-import random
 import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
-from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.instance.iteration import IterationScheduler
-from alignedserve.simulator.hardware_file import default_hardware
-from alignedserve.simulator.replay import ComparedPolicy, Plan
-from alignedserve.simulator.report.summary import Objectives, measure
+from alignedserve.simulator.report.summary import Objectives
 from alignedserve.simulator.traces import Load, read_trace
+from support.paper_scripts import RTX, figure, report, rows_of, script, simulated, small_data
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks/paper"))
 
 from evaluation import tables, workloads
 from evaluation.grid import BALANCED, DECODE_BOUND, Case, Grid
 from evaluation.runner import Runner
-from evaluation.runs import ALIGNED, ALIGNED_COST, FCFS, FCFS_10_MS, Machine, Outcome, Run, Topology, execute
+from evaluation.runs import (
+    ALIGNED,
+    ALIGNED_COST,
+    FCFS,
+    FCFS_10_MS,
+    Machine,
+    Outcome,
+    Run,
+    Topology,
+    code_digest,
+    execute,
+)
 
 pytestmark = pytest.mark.slow
-RTX = "rtxpro6000-llama-3.1-8b"
 MIX = workloads.mix("a mix", 12, short=0.75, output_max=80)
 ONE_SEED = ("--topology", "2:1", "--kernel-modes", "split_kv", "--seeds", "1", "--limit", "20")
 ONE = Run(MIX, FCFS, Machine(RTX), Topology(1, 1), None, 0)
 
 
-def script(name: str) -> ModuleType:
-    return importlib.import_module(name)
-
-
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A data folder for the scripts, with a few rows in each file."""
-    rng = random.Random(1)
-    folder = tmp_path / "data"
-    (folder / "lengths").mkdir(parents=True)
-    (folder / "traces").mkdir()
-    for name in ("sharegpt_8k_lengths", "arxiv_summarization_4k_lengths"):
-        rows = "".join(f"{rng.randint(10, 4000)},{rng.randint(2, 40)}\n" for _ in range(30))
-        (folder / f"lengths/{name}.csv").write_text(f"num_prefill_tokens,num_decode_tokens\n{rows}")
-    for name in ("code", "conv"):
-        rows = "".join(
-            f"2023-11-16 18:15:{number:02d}.0,{rng.randint(3, 4000)},{rng.randint(2, 30)}\n" for number in range(30)
-        )
-        file = folder / f"traces/AzureLLMInferenceTrace_{name}.csv"
-        file.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
-    lines = (
-        {"timestamp": 100 * number, "input_length": rng.randint(600, 9000), "output_length": 9, "hash_ids": [number]}
-        for number in range(30)
-    )
-    (folder / "traces/mooncake_synthetic_trace.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return folder
-
-
-def report(capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> str:
-    assert script(name).main(["--quick", "--quiet", "--jobs", "1", *arguments]) == 0
-    return capsys.readouterr().out
-
-
-def rows_of(text: str, first: str) -> list[dict[str, str]]:
-    """Rows of the first table whose first column is headed `first`, by column name."""
-    lines = text.splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith(f"| {first}"))
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:]]
-    head = cells[0]
-    rows = []
-    for line, row in zip(lines[start + 2 :], cells[2:], strict=True):
-        if not line.startswith("|"):
-            break
-        rows.append(dict(zip(head, row, strict=True)))
-    return rows
-
-
-def figure(cell: str) -> float:
-    """The mean of a cell."""
-    return float(cell.split(" ± ", maxsplit=1)[0].replace(",", "").removesuffix(" %"))
-
-
-def simulated(source: str, policy: str, prefill: int, seed: int, **mode: object) -> dict[str, float]:
-    """Directly from the simulator, with all arrivals at time zero."""
-    plan = Plan(
-        trace=read_trace(source),
-        candidates=(ComparedPolicy.of(policy, {}, None),),
-        cost=load_step_cost(RTX, **mode),  # type: ignore[arg-type]
-        hardware=default_hardware(hardware_of_cost(RTX)),
-        load=Load(),
-        rates=(None,),
-        seeds=(seed,),
-        instances=prefill + 1,
-        prefill=prefill,
-        decode=1,
-    )
-    ((result, _, _),) = plan.runs(lambda _: None)
-    return measure(result, Objectives()).metrics  # type: ignore[return-value]
+    return small_data(tmp_path)
 
 
 # what they share
@@ -174,13 +113,17 @@ def test_the_objective_that_goodput_counts_by_is_the_one_that_aligned_cost_keeps
     assert execute(run).metrics["refused"] == 0
 
 
-def test_an_interrupted_evaluation_goes_on_and_another_commit_or_configuration_begins_anew(tmp_path: Path) -> None:
+def test_an_interrupted_evaluation_goes_on_and_other_code_or_another_configuration_begins_anew(tmp_path: Path) -> None:
     runs = [ONE, replace(ONE, seed=1)]
 
-    def evaluated(commit: str, *wanted: Run) -> tuple[int, int, list[float]]:
-        runner = Runner(tmp_path, 1, commit, quiet=True)
+    def evaluated(code: str, *wanted: Run) -> tuple[int, int, list[float]]:
+        runner = Runner(tmp_path, 1, "a commit", quiet=True, code=code)
+        before, minutes = runner.estimate(wanted)
         outcomes = runner.outcomes(wanted)
         assert runner.outcomes(wanted) == outcomes  # from memory
+        assert before == runner.executed
+        assert (minutes > 0) is (0 < runner.executed < len(wanted))  # from what others of the workload took
+        assert runner.estimate(wanted) == (0, 0)
         return runner.executed, runner.read, [outcome.value("makespan_s") for outcome in outcomes.values()]
 
     executed, read, first = evaluated("c1", runs[0])
@@ -190,13 +133,15 @@ def test_an_interrupted_evaluation_goes_on_and_another_commit_or_configuration_b
     assert both[0] == first[0]
     assert evaluated("c1", *runs) == (0, 2, both)
     assert evaluated("c2", *runs) == (2, 0, both)
-    assert evaluated("c3-dirty", *runs)[:2] == evaluated("c3-dirty", *runs)[:2] == (2, 0)
+    assert evaluated("", *runs) == (2, 0, both)  # that of this checkout
+    assert evaluated(code_digest(), *runs) == (0, 2, both)
     for other in (
         replace(ONE, source=MIX.sized(1.0, 11)),
         replace(ONE, machine=Machine(RTX, "no_split", 5.0)),
         replace(ONE, topology=Topology(2, 1)),
         replace(ONE, variant=replace(FCFS, settings=(("decode.max_running", "3"),))),
         replace(ONE, rate_per_s=3.0),
+        replace(ONE, clients=3),
         replace(ONE, source=replace(MIX, objectives=workloads.DOCUMENTS)),
     ):
         assert evaluated("c1", other)[:2] == (1, 0), other
@@ -410,44 +355,6 @@ def test_options_that_cannot_be_end_with_a_message(
     with pytest.raises(SystemExit, match="2"):
         script("figure07").main(["--quick", "--quiet", "--jobs", "1", *arguments])
     assert problem in capsys.readouterr().err
-
-
-def test_the_load_sweep_has_every_rule_load_and_metric(
-    capsys: pytest.CaptureFixture[str], data: Path, tmp_path: Path
-) -> None:
-    file = tmp_path / "figures.csv"
-    arguments = ("--data", str(data), "--limit", "12", "--loads", "0.9,at-once", "--csv", str(file))
-    text = report(capsys, "load_sweep", *arguments)
-    rules = ["aligned, overdue", "aligned, paper", "aligned, rounds"]
-    with file.open(encoding="utf-8", newline="") as lines:
-        figures = list(csv.DictReader(lines))
-    names = ["95 % short", "uniform, 500", "ShareGPT-8k", "arXiv summarization", "Azure code", "Azure conversation"]
-    names.append("Mooncake")
-    assert [row["workload"] for row in figures if row["metric"] == "tpot_p99_s"] == 2 * names
-    assert len(figures) == 2 * 6 * len(names)
-    assert {row["load"] for row in figures} == {"0", "0.9"}
-    assert all(float(row[name]) >= 0 for row in figures for name in ("fcfs", *rules))
-    shown = rows_of(text, "workload | prefill:decode | fcfs")
-    assert [row["workload"] for row in shown] == names
-    assert figure(shown[0]["fcfs"]) == pytest.approx(float(figures[0]["fcfs"]), rel=1e-3)
-    ratio = float(figures[0]["aligned, rounds"]) / float(figures[0]["fcfs"])
-    assert figure(shown[0]["aligned, rounds / fcfs"]) == pytest.approx(ratio, abs=5e-3)
-
-
-def test_sharing_has_every_order_with_every_way_to_share(
-    capsys: pytest.CaptureFixture[str], data: Path, tmp_path: Path
-) -> None:
-    file = tmp_path / "figures.csv"
-    text = report(capsys, "sharing", "--data", str(data), "--limit", "12", "--loads", "at-once", "--csv", str(file))
-    with file.open(encoding="utf-8", newline="") as lines:
-        figures = list(csv.DictReader(lines))
-    variants = [
-        f"{order}, {sharing}" for order in ("fcfs", "overdue", "rounds") for sharing in ("none", "nearest", "quantiles")
-    ]
-    assert {row["workload"] for row in figures} == {"95 % short", "uniform, 500", "Azure conversation"}
-    assert all(float(row[name]) >= 0 for row in figures for name in variants)
-    shown = rows_of(text, "workload | prefill:decode | fcfs, none")
-    assert figure(shown[0]["fcfs, none"]) == pytest.approx(float(figures[0]["fcfs, none"]), rel=1e-3)
 
 
 def test_worth_it_has_every_workload_policy_and_metric(

@@ -6,6 +6,7 @@ import pytest
 
 from alignedserve.config import Config
 from alignedserve.errors import InvalidRequestError, OverloadedError
+from alignedserve.metrics import Page
 from alignedserve.scheduler.core import events as ev
 from alignedserve.scheduler.core.actions import (
     Forget,
@@ -135,6 +136,19 @@ def test_a_batch_fits_the_buffer_and_the_block_limit():
 def test_a_request_larger_than_every_buffer_is_pulled_from_the_pool():
     cell = Cell(batch=4, requests=2)
     assert only(cell.wait("large", 60), Prefetch) == [Prefetch("d0", None, BATCH, 1, (key("large"),))]
+
+
+def test_requests_that_bypass_the_candidate_buffers_are_counted():
+    cell = Cell(batch=4, requests=2)
+    cell.wait("large", 60)
+    assert cell.core.bypassed_prefetch == 1
+    page = Page()
+    cell.core.show_metrics(page, cell.now_s)
+    assert "alignedserve_requests_bypassed_prefetch_total 1.0" in page.text()
+    for cell in (Cell(), Cell(prefetch=False)):  # nothing bypasses buffers with room, or that are not there
+        cell.wait("a", 10)
+        assert cell.states() == {"prefetched": 1}
+        assert cell.core.bypassed_prefetch == 0
 
 
 def test_the_paired_instance_with_the_most_room_prefetches():

@@ -44,7 +44,7 @@ def test_both_topologies_are_compared_and_only_json_is_on_stdout(
     assert run["command"].startswith("alignedserve simulate --trace")
     assert {"commit", "version", "configuration", "trace", "cost_model"} <= set(run)
     assert len(run["trace"]["sha256"]) == 64
-    assert run["configuration"]["policies"]["vllm"]["options"]["max_num_seqs"] == 128
+    assert run["configuration"]["policies"]["vllm"]["options"]["max_num_seqs"] == 256
     assert run["configuration"]["policies"]["aligned-no-prefetch"]["config"]["cluster"]["prefetch"] is False
     assert run["configuration"]["hardware"]["kv_tokens"] > 0
 
@@ -281,6 +281,8 @@ def test_without_the_extra_there_is_a_summary_and_out_says_what_to_install(
         (("--trace", MIX, "--seed", "9" * 20), "a seed must be a 64-bit integer"),
         (("--trace", MIX, "--rate", "fast"), "--rate takes R or A:B:STEP"),
         (("--trace", MIX, "--cv", "2"), "needs --rate"),
+        (("--trace", MIX, "--clients", "0"), "--clients must be at least 1"),
+        (("--trace", MIX, "--clients", "2", "--rate", "3"), "--clients is at least 1, and excludes --rate"),
         (("--trace", MIX, "--decode", "0"), "--decode must be at least 1"),
         (("--trace", MIX, "--slo-ttft", "-1"), "--slo-ttft must be more than 0"),
         (("--trace", MIX, "--hardware", "/none.toml"), "cannot read the hardware file /none.toml"),

@@ -56,8 +56,10 @@ def frozen(result):
     return columns, requests, result.end_s, result.counters, result.configuration
 
 
-arrivals = st.lists(st.tuples(st.floats(0, 3), st.integers(1, 400), st.integers(1, 300)), min_size=1, max_size=25).map(
-    lambda found: workload_of(*sorted(found))
+arrivals = st.builds(
+    lambda found, clients: replace(workload_of(*sorted(found)), clients=clients),
+    st.lists(st.tuples(st.floats(0, 3), st.integers(1, 400), st.integers(1, 300)), min_size=1, max_size=25),
+    st.sampled_from([0, 0, 0, 1, 4]),
 )
 small = st.fixed_dictionaries(
     {},
@@ -121,6 +123,16 @@ def test_one_request_alone_takes_its_passes(name):
     expected = [1.11, 1.11 + 0.0101, 1.11 + 0.0101 + 0.010101]
     assert list(one.token_s) == pytest.approx(expected, abs=1e-9)
     assert one.stages_s == {"queue_s": 0.0}
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_closed_loop_sends_the_next_request_when_one_has_ended(instances):
+    requests = [(0.0, 10 + 3 * number, 2 + number % 4) for number in range(9)]
+    workload = replace(workload_of(*requests, (0.0, 2000, 1), (0.0, 5, 5)), clients=3)
+    result = simulate(workload, "vllm", instances=instances)
+    ends_s = sorted(one.token_s[-1] if one.token_s else one.arrival.arrival_s for one in result.requests)
+    assert [one.refused != "" for one in result.requests] == [False] * 9 + [True, False]
+    assert [one.arrival.arrival_s for one in result.requests] == [0.0, 0.0, 0.0, *ends_s[:8]]
 
 
 def test_a_machine_of_slow_passes():

@@ -93,7 +93,8 @@ def cells(draw: st.DrawFn) -> tuple[Workload, System, Config, Hardware, dict[str
         "decode_instances": draw(st.integers(1, 3)),
         "iteration_gap_s": draw(st.sampled_from([0.0, 0.003])),
     }
-    return workload(*shapes), system, config, machine, options
+    load = replace(workload(*shapes), clients=draw(st.sampled_from([0, 0, 1, 4])))
+    return load, system, config, machine, options
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -136,6 +137,17 @@ def test_a_leap_is_its_steps_and_nothing_is_lost_where_messages_are_slow_and_the
     )
     assert [len(request.token_s) for request in leapt.requests] == [one.output_tokens for one in load.arrivals]
     assert pickle.dumps(stepped) == pickle.dumps(leapt)
+
+
+@pytest.mark.parametrize("clients", [1, 3, 100])
+def test_a_closed_loop_sends_the_next_request_when_one_has_ended(clients: int) -> None:
+    too_long = (0.0, 700, 1)
+    load = workload(*((0.0, 8 + number * 37 % 100, 1 + number % 5) for number in range(12)), too_long, (0.0, 9, 3))
+    result = run(replace(load, clients=clients), SYSTEMS["fcfs"], small_config(), hardware(), decode_instances=2)
+    ends_s = sorted(one.token_s[-1] if one.token_s else one.arrival.arrival_s for one in result.requests)
+    assert [one.refused != "" for one in result.requests] == [False] * 12 + [True, False]
+    arrivals_s = [one.arrival.arrival_s for one in result.requests]
+    assert arrivals_s == [*[0.0] * min(clients, 14), *ends_s[: max(0, 14 - clients)]]
 
 
 def crowd(requests: int = 40) -> Workload:

@@ -10,7 +10,7 @@ from alignedserve.config_sources import known_keys
 from alignedserve.simulator.cell import Cell
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.replay import DECIDED, has_effect
-from alignedserve.simulator.workload import Arrival
+from alignedserve.simulator.workload import Arrival, Workload
 from alignedserve.testing.linear_cost import LinearStepCost
 
 HARDWARE = Hardware(kv_tokens=640, kv_bytes_per_token=1 << 16, pool_tokens=4000, block_size=4)
@@ -41,8 +41,8 @@ def read_by_runs() -> set[str]:
             policy, "a100-opt-13b", "no_split", min_batch_requests=4, ttft_objective_s=1e6, tpot_objective_s=1e6
         )
         config: Any = Watched(Config(cluster=ClusterConfig(decode=2), scheduler=scheduler), read)
-        arrivals = [Arrival(f"r{number}", 0.0, 30 + 9 * number, 40) for number in range(40)]
-        cell = Cell(arrivals, config, HARDWARE, (LinearStepCost(), LinearStepCost()), leap=False)
+        arrivals = tuple(Arrival(f"r{number}", 0.0, 30 + 9 * number, 40) for number in range(40))
+        cell = Cell(Workload(arrivals), config, HARDWARE, (LinearStepCost(), LinearStepCost()), leap=False)
         cell.run()
         cell.check_nothing_is_left()
     return read

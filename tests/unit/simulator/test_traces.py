@@ -275,9 +275,11 @@ def test_a_broken_trace_names_file_line_and_column(
 def test_a_missing_file_and_a_load_that_makes_no_sense(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="No such file"):
         read_trace(str(tmp_path / "none.csv"))
-    for wrong in ({"rate_per_s": 0.0}, {"rate_per_s": 1.0, "cv": -1.0}, {"cv": 2.0}, {"limit": 0}):
+    for wrong in ({"rate_per_s": 0.0}, {"rate_per_s": 1.0, "cv": -1.0}, {"cv": 2.0}, {"limit": 0}, {"clients": -1}):
         with pytest.raises(ConfigError):
             Load(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="excludes --rate"):
+        Load(rate_per_s=1.0, clients=2)
     for cv in (1e-200, 1e200, math.nan):
         with pytest.raises(ConfigError, match="--cv must be 0, or between"):
             Load(rate_per_s=1.0, cv=cv)

@@ -188,7 +188,7 @@ def test_a_request_is_added_once_and_cancelled_once():
     ("name", "options", "message"),
     [
         ("vllm", {"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
-        ("vllm", {"max_num_batched_tokens": 64}, "max_num_batched_tokens must be at least 128"),
+        ("vllm", {"max_num_batched_tokens": 64}, "max_num_batched_tokens must be at least 256"),
         ("vllm", {"prefix_hit_share": 1.5}, "prefix_hit_share must be 0 to 1"),
         ("vllm", {"prefix_hit_share": 0.5, "prefix_caching": False}, "0 without prefix_caching"),
         ("sarathi", {"token_budget": 100}, "token_budget must be at least 128"),
