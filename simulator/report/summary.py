@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alignedserve.request import Stage
-from alignedserve.simulator.report.results import RequestResult, RunResult, StepColumns
+from alignedserve.simulator.report.results import Barriers, RequestResult, RunResult, StepColumns
 from alignedserve.simulator.report.tokens import Floats, TokenTimes, token_times
 
 Metric = float | int | None
@@ -79,6 +79,7 @@ def measure(run: RunResult, objectives: Objectives, warmup_s: float = 0.0) -> Me
         **_iterations(passes),
         **_throughput(run, warmup_s, span_s, passes, len(tokens.ttft)),
         **_attainment(tokens, objectives, len(counted), span_s),
+        **({} if run.barriers is None else _idle(run.barriers, warmup_s)),
     }
     return Measured(metrics, tokens, passes)
 
@@ -152,6 +153,21 @@ def _attainment(tokens: TokenTimes, objectives: Objectives, arrived: int, span_s
         "slo_attainment": _per(good, arrived) if objectives.any else None,
         "goodput_requests_per_s": _per(good, span_s) if objectives.any else None,
     }
+
+
+def _idle(barriers: Barriers, warmup_s: float) -> dict[str, Metric]:
+    """Shares of the ranks' time in iterations that they wait for the slowest.
+
+    `idle_share`: while requests began to decode. `idle_share_run`: to the last token.
+    """
+    start, seconds, own = (np.frombuffer(getattr(barriers, name)) for name in ("start_s", "seconds", "own_s"))
+    counted = start >= warmup_s
+    filled = counted & (start <= barriers.last_join_s)
+    shares: list[Metric] = []
+    for some in (filled, counted):
+        whole = float(seconds[some].sum()) * barriers.ranks
+        shares.append(1.0 - float(own[some].sum()) / whole if whole else None)
+    return {"idle_share": shares[0], "idle_share_run": shares[1], "moved_bytes": barriers.moved_bytes}
 
 
 def _passes(steps: StepColumns, warmup_s: float) -> PassTimes:
