@@ -33,14 +33,15 @@ class Ready:
 class Rank:
     """Counters of one rank at an iteration boundary.
 
-    `requests` run or are being copied in, and have `tokens` tokens of KV; the longest has `longest`. `queued` requests
-    with `queued_tokens` were placed here and wait. `slots` more requests and `room_blocks` blocks can join now.
+    `requests` run or are being copied in, and have `tokens` tokens of KV, the longest `longest` and the shortest
+    `shortest` (0 without requests). `queued` requests with `queued_tokens` were placed here and wait. `slots` more requests and `room_blocks` blocks can join now.
     """
 
     number: int
     requests: int = 0
     tokens: int = 0
     longest: int = 0
+    shortest: int = 0
     queued: int = 0
     queued_tokens: int = 0
     slots: int = 0
@@ -51,9 +52,10 @@ class Rank:
 
     def take(self, request: Ready) -> None:
         """The request is about to join."""
+        self.shortest = min(self.shortest, request.tokens) if self.requests else request.tokens
+        self.longest = max(self.longest, request.tokens)
         self.requests += 1
         self.tokens += request.tokens
-        self.longest = max(self.longest, request.tokens)
         self.slots -= 1
         self.room_blocks -= request.blocks
 

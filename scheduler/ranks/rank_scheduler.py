@@ -25,13 +25,14 @@ class Holdings:
     block_size: int
     tokens: int = 0
     longest: int = 0
+    shortest: int = 0
     next_block: Counter[int] = field(default_factory=Counter)
 
     def taken_blocks(self, iterations: int) -> int:
         """Blocks that running requests take within `iterations`."""
         size = self.block_size
         return sum(
-            count * (1 + (iterations - at) // size) for at, count in self.next_block.items() if max(1, at) <= iterations
+            count * (1 + (iterations - at) // size) for at, count in self.next_block.items() if at <= iterations
         )
 
 
@@ -49,9 +50,8 @@ class RankScheduler(IterationScheduler):
         """What the rank holds now, from which its counters after further iterations follow."""
         batch, size = self._batch, self._batch.block_size
         found = Holdings(len(batch.running), batch.size, self._allocator.available_blocks, size)
-        for member in batch.present():
-            found.tokens += member.kv_tokens
-            found.longest = max(found.longest, member.kv_tokens)
+        if lengths := [member.kv_tokens for member in batch.present()]:
+            found.tokens, found.longest, found.shortest = sum(lengths), max(lengths), min(lengths)
         for member in batch.running.values():
             found.next_block[len(member.block_ids) * size - member.kv_tokens] += 1
         return found
@@ -67,6 +67,7 @@ class RankScheduler(IterationScheduler):
         rank.room_blocks = held.available_blocks - held.taken_blocks(iterations) - kept - self._config.watermark_blocks
         rank.tokens = held.tokens + iterations * held.running
         rank.longest = held.longest + iterations
+        rank.shortest = held.shortest + iterations
 
     @property
     def growth_blocks(self) -> int:

@@ -11,15 +11,18 @@ placed first, at the least loaded rank that has room.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.ranks.base import Members, Move, Place, Placement, Rank, Ready
 
-WINDOW_OF_A_RANK = 32
+WINDOW_OF_A_RANK = 4
+SPARE = 0.5
 SLACK = 0.01  # share of the mean load by which a rank may exceed it before requests move
+COPY_WEIGHT = 0.1  # by how many tokens the higher load must fall for each token that is copied
 MOST_MOVES = 4  # from one boundary to the next
 
 
@@ -32,7 +35,8 @@ class SharedPool(Placement):
         super().__init__(ranks)
         self._window = Window(ranks * WINDOW_OF_A_RANK)
         self._cost: StepCost | None = None
-        self._request_tokens = 0.0
+        self._weights: Weights | None = None
+        self._weighed = 0  # the mean number of requests that `_weights` are of
 
     def use_cost(self, cost: StepCost) -> None:
         self._cost = cost
@@ -49,74 +53,119 @@ class SharedPool(Placement):
         slots = sum(rank.slots for rank in ranks if rank.slots > 0)
         if not len(window) or not slots:
             return places
-        self._weigh(ranks)
-        expected = min(slots, len(window))
-        requests = (sum(rank.requests for rank in ranks) + expected) / len(ranks)
-        tokens = (sum(rank.tokens for rank in ranks) + expected * window.mean_tokens) / len(ranks)
-        least = [(self._load(rank), rank.number) for rank in ranks if rank.slots > 0]
+        weights = self._weigh(ranks)
+        loads = [self._load(rank, weights) for rank in ranks]
+        requests, level = self._after_refill(ranks, loads, weights)
+        ceiling = max(level, *loads)
+        least = [(loads[rank.number], rank.number) for rank in ranks if rank.slots > 0]
         heapq.heapify(least)
         while len(window) and least:
-            _, number = heapq.heappop(least)
+            load, number = heapq.heappop(least)
             rank = ranks[number]
             request = window.overtaken()
             if request is None or not rank.takes(request):
-                missing = max(1, round(requests - rank.requests))
-                request = window.nearest((tokens - rank.tokens) / missing, rank.room_blocks)
+                others = max(0, round(requests - rank.requests) - 1) * SPARE * (window.mean_tokens + weights.request)
+                request = window.longest(ceiling - load - others - weights.request, rank.room_blocks)
             if request is None:
                 continue  # nothing that waits fits
             window.remove(request)
             rank.take(request)
             places.append(Place(request.key, number))
             if rank.slots > 0:
-                heapq.heappush(least, (self._load(rank), number))
+                heapq.heappush(least, (self._load(rank, weights), number))
         return places
 
     def moves(self, ranks: Sequence[Rank], members: Members) -> list[Move]:
         found: list[Move] = []
-        self._weigh(ranks)
-        loads = [self._load(rank) for rank in ranks]
-        mean = sum(loads) / len(loads)
+        weights = self._weigh(ranks)
+        loads = [self._load(rank, weights) for rank in ranks]
+        _, level = self._after_refill(ranks, loads, weights)
         movable: dict[int, list[Ready]] = {}
         while len(found) < MOST_MOVES:
             source = max(range(len(loads)), key=loads.__getitem__)
-            excess = loads[source] - mean
             targets = [rank.number for rank in ranks if rank.slots > 0 and rank.number != source]
-            if excess <= SLACK * mean or not targets:
+            if loads[source] - level <= SLACK * level or not targets:
                 break
             target = min(targets, key=loads.__getitem__)
-            wanted = min(excess, (loads[source] - loads[target]) / 2) - self._request_tokens
-            held = movable.get(source)
-            if held is None:
-                held = movable[source] = sorted(members.of(source), key=lambda one: one.tokens)
-            fitting = [one for one in held if ranks[target].takes(one) and one.tokens <= 1.5 * wanted]
-            if not fitting:
+            if source not in movable:
+                movable[source] = sorted(members.of(source), key=lambda one: (one.tokens, one.number))
+            best = self._best_move(ranks[source], ranks[target], movable[source], weights, level)
+            if best is None:
                 break
-            best = min(fitting, key=lambda one: (abs(one.tokens - wanted), one.number))
-            held.remove(best)
+            movable[source].remove(best)
+            _leave(ranks[source], best, movable[source])
             ranks[target].take(best)
-            ranks[source].requests -= 1
-            ranks[source].tokens -= best.tokens
             for number in (source, target):
-                loads[number] = self._load(ranks[number])
+                loads[number] = self._load(ranks[number], weights)
             found.append(Move(best.key, source, target))
         return found
 
-    def _load(self, rank: Rank) -> float:
-        return rank.tokens + self._request_tokens * rank.requests
+    def _after_refill(self, ranks: Sequence[Rank], loads: Sequence[float], weights: Weights) -> tuple[float, float]:
+        """The mean number of requests and the mean load of a rank once as many have joined as can."""
+        joining = min(sum(rank.slots for rank in ranks if rank.slots > 0), len(self._window))
+        requests = sum(rank.requests for rank in ranks) + joining
+        load = sum(loads) + joining * (self._window.mean_tokens + weights.request)
+        return requests / len(ranks), load / len(ranks)
 
-    def _weigh(self, ranks: Sequence[Rank]) -> None:
-        """How many tokens of KV take as long as one more request beside them, around the mean rank."""
-        if self._cost is None or self._request_tokens:
-            return
-        count = max(8, sum(rank.requests for rank in ranks) // len(ranks))
-        tokens = max(8 * count, sum(rank.tokens for rank in ranks) // len(ranks))
-        if count < 32:
-            return
+    def _best_move(self, source: Rank, target: Rank, held: list[Ready], weights: Weights, level: float) -> Ready | None:
+        """The request whose move lowers the higher load of the two ranks most for its tokens; None: none is worth it."""
+        above = self._load(source, weights)
+        wanted = (above - max(level, self._load(target, weights))) - weights.request
+        at = bisect_left(held, wanted, key=lambda one: one.tokens)
+        best, most = None, 0.0
+        for one in {one.key: one for one in (*held[max(0, at - 2) : at + 2], *held[-1:])}.values():
+            if not target.takes(one):
+                continue
+            after_source, after_target = replace(source), replace(target)
+            _leave(after_source, one, [other for other in held[-2:] if other is not one])
+            after_target.take(one)
+            gain = above - max(self._load(after_source, weights), self._load(after_target, weights))
+            worth = gain - COPY_WEIGHT * one.tokens
+            if worth > most:
+                best, most = one, worth
+        return best
+
+    def _load(self, rank: Rank, weights: Weights) -> float:
+        """In tokens of KV that take as long."""
+        if self._cost is None or not weights.token_s:
+            return rank.tokens
+        return self._cost.counted_s(rank.requests, rank.tokens, rank.longest, rank.shortest) / weights.token_s
+
+    def _weigh(self, ranks: Sequence[Rank]) -> Weights:
+        if self._cost is None:
+            return Weights(0.0, 0.0)
+        count = max(4, sum(rank.requests for rank in ranks) // len(ranks))
+        tokens = max(4 * count, sum(rank.tokens for rank in ranks) // len(ranks))
+        if self._weights is not None and abs(count - self._weighed) <= self._weighed // 8:
+            return self._weights
         few, many = count // 2, count * 3 // 2
-        of = self._cost.balanced_step_s
-        by_request = (of((), [tokens // many] * many) - of((), [tokens // few] * few)) / (many - few)
-        by_token = (of((), [tokens * 3 // 2 // count] * count) - of((), [tokens // 2 // count] * count)) / tokens
-        self._request_tokens = max(0.0, by_request / by_token) if by_token > 0 else 0.0
+        by_request = (_equal_s(self._cost, many, tokens) - _equal_s(self._cost, few, tokens)) / (many - few)
+        token_s = (_equal_s(self._cost, count, tokens * 3 // 2) - _equal_s(self._cost, count, tokens // 2)) / tokens
+        self._weighed = count
+        self._weights = Weights(token_s, max(0.0, by_request / token_s)) if token_s > 0 else Weights(0.0, 0.0)
+        return self._weights
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Seconds of a token of KV, and how many tokens take as long as one more request beside its KV."""
+
+    token_s: float
+    request: float
+
+
+def _equal_s(cost: StepCost, requests: int, tokens: int) -> float:
+    mean = tokens // requests
+    return cost.counted_s(requests, mean * requests, mean, mean)
+
+
+def _leave(rank: Rank, request: Ready, others: Sequence[Ready]) -> None:
+    """The request is about to leave. `others`: of those that stay, in order of length."""
+    rank.requests -= 1
+    rank.tokens -= request.tokens
+    rank.slots += 1
+    if request.tokens >= rank.longest:
+        rank.longest = others[-1].tokens if others else rank.shortest
 
 
 class Window:
@@ -155,18 +204,12 @@ class Window:
         oldest = self._first()
         return self._requests[oldest] if oldest is not None and self._furthest - oldest > self._size // 2 else None
 
-    def nearest(self, tokens: float, most_blocks: int) -> Ready | None:
-        """The request whose length is nearest to `tokens`, of those of at most `most_blocks`. Of equals the oldest."""
+    def longest(self, most: float, most_blocks: int) -> Ready | None:
+        """The longest request of at most `most` tokens, else the shortest; None if none has at most `most_blocks`."""
         by_tokens, requests = self._by_tokens, self._requests
-        at = bisect_left(by_tokens, (tokens, 0))
-        below = at - 1
-        while below >= 0 and requests[by_tokens[below][1]].blocks > most_blocks:
-            below -= 1
-        if at < len(by_tokens):
-            above = requests[by_tokens[at][1]]
-            if above.blocks <= most_blocks and (below < 0 or above.tokens - tokens <= tokens - by_tokens[below][0]):
-                return above
-        return requests[by_tokens[below][1]] if below >= 0 else None
+        at = max(1, bisect_right(by_tokens, most, key=lambda one: one[0]))
+        found = (requests[number] for _, number in reversed(by_tokens[:at]))
+        return next((one for one in found if one.blocks <= most_blocks), None)
 
     def _first(self) -> int | None:
         while self._oldest and self._oldest[0] not in self._requests:

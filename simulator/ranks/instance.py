@@ -248,10 +248,10 @@ class RankedInstance(Members):
                 request = rank.dequeue()
                 rank.counters.take(request)
                 self._offer(request, rank)
-        for place in self._placement.refill(counters):
-            self._offer(self._ready[place.key], self.ranks[place.rank])
         for move in self._placement.moves(counters, self):
             self._move(move)
+        for place in self._placement.refill(counters):
+            self._offer(self._ready[place.key], self.ranks[place.rank])
 
     def _offer(self, request: Ready, rank: SimulatedRank) -> None:
         self._prepare(rank)
