@@ -14,7 +14,7 @@ from alignedserve.scheduler.cost.fitted import load_fitted
 from alignedserve.scheduler.cost.measured import STEP_COSTS, MeasuredCost
 from alignedserve.scheduler.cost.parts import CostParts
 from alignedserve.scheduler.cost.step import KERNEL_MODES, StepCost
-from alignedserve.scheduler.cost.tables import load_tables
+from alignedserve.scheduler.cost.tables import EXPERTS, load_tables
 from alignedserve.scheduler.cost.tensor_parallel import LATENCY_S, Collectives, degree_of, with_collectives
 
 _DATA = Path(__file__).parent / "data"
@@ -33,8 +33,9 @@ def load_step_cost(source: str | Path, kernel_mode: str = "split_kv", **options:
 
     `options`: those of the kernel mode (`no_split`: block_bandwidth in bytes/s, sm_count, heads); for a folder the
     shape of its model (layers, heads, kv_heads, head_dim, itemsize, hidden, vocab), and for tensor parallelism the
-    degree (tensor_parallel), the ranks that share the experts of a mixture (expert_ranks), bytes/s of a device's link in collectives and seconds of their latency
-    (collective_bandwidth, collective_latency_s). Raises ConfigError for unknown names and broken files.
+    degree (tensor_parallel), the ranks that share the experts of a mixture (expert_ranks), bytes/s of a device's link
+    in collectives and seconds of their latency (collective_bandwidth, collective_latency_s). Raises ConfigError for
+    unknown names and broken files.
     """
     if kernel_mode not in KERNEL_MODES:
         raise ConfigError(f"unknown kernel mode {kernel_mode!r}; choose one of: {', '.join(KERNEL_MODES)}")
@@ -101,6 +102,13 @@ def _load_folder(folder: Path, options: Mapping[str, float]) -> CostParts:
             "collectives (collective_bandwidth, a key of --hardware)"
         )
     return with_collectives(parts, degree, Collectives(bandwidth, latency_s))
+
+
+def load_rank_cost(source: str | Path, ranks: int, kernel_mode: str = "split_kv", **options: Any) -> MeasuredCost:
+    """`load_step_cost` of one of `ranks` decode ranks, which share the experts if tables tell their times."""
+    if (Path(source) / EXPERTS).is_file():
+        options[EXPERT_RANKS] = ranks
+    return load_step_cost(source, kernel_mode, **options)
 
 
 def shipped_names() -> list[str]:

@@ -49,7 +49,9 @@ LABEL = re.compile(r"[A-Za-z]+(<=|=|>)(\d+)([k%]?)")
 UNITS = {"": (1, 1), "k": (1024, 1), "%": (1, 100)}  # numerator and denominator
 
 
-def load_tables(folder: Path, shape: Mapping[str, int] | None = None, degree: int = 1, expert_ranks: int = 1) -> CostParts:
+def load_tables(
+    folder: Path, shape: Mapping[str, int] | None = None, degree: int = 1, expert_ranks: int = 1
+) -> CostParts:
     """The parts from the tables in `folder`. `shape`: fields of `ModelShape` that replace the known whole model's.
 
     `degree`: of tensor parallelism, as the tables were measured. `expert_ranks`: over how many ranks the experts of a

@@ -31,9 +31,7 @@ class Holdings:
     def taken_blocks(self, iterations: int) -> int:
         """Blocks that running requests take within `iterations`."""
         size = self.block_size
-        return sum(
-            count * (1 + (iterations - at) // size) for at, count in self.next_block.items() if at <= iterations
-        )
+        return sum(count * (1 + (iterations - at) // size) for at, count in self.next_block.items() if at <= iterations)
 
 
 class RankScheduler(IterationScheduler):

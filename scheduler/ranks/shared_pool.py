@@ -11,17 +11,18 @@ placed first, at the least loaded rank that has room.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.ranks.base import Members, Move, Place, Placement, Rank, Ready
 
 WINDOW_OF_A_RANK = 4
+ROOM = 1.0
 SPARE = 0.5
-SLACK = 0.01  # share of the mean load by which a rank may exceed it before requests move
+SLACK = 0.02  # share of the mean load by which a rank may exceed it before requests move
 COPY_WEIGHT = 0.1  # by how many tokens the higher load must fall for each token that is copied
 MOST_MOVES = 4  # from one boundary to the next
 
@@ -64,8 +65,11 @@ class SharedPool(Placement):
             rank = ranks[number]
             request = window.overtaken()
             if request is None or not rank.takes(request):
-                others = max(0, round(requests - rank.requests) - 1) * SPARE * (window.mean_tokens + weights.request)
-                request = window.longest(ceiling - load - others - weights.request, rank.room_blocks)
+                most = math.inf
+                if level < math.inf:
+                    others = max(0, round(requests - rank.requests) - 1)
+                    most = ceiling - load - weights.request - others * SPARE * (window.mean_tokens + weights.request)
+                request = window.longest(most, rank.room_blocks)
             if request is None:
                 continue  # nothing that waits fits
             window.remove(request)
@@ -102,9 +106,14 @@ class SharedPool(Placement):
 
     def _after_refill(self, ranks: Sequence[Rank], loads: Sequence[float], weights: Weights) -> tuple[float, float]:
         """The mean number of requests and the mean load of a rank once as many have joined as can."""
-        joining = min(sum(rank.slots for rank in ranks if rank.slots > 0), len(self._window))
+        window, joining = self._window, 0
+        if len(window):
+            open_ranks = [rank for rank in ranks if rank.slots > 0]
+            joining = min(sum(rank.slots for rank in open_ranks), len(window))
+            if joining * window.mean_blocks > ROOM * sum(max(0, rank.room_blocks) for rank in open_ranks):
+                return math.inf, math.inf
         requests = sum(rank.requests for rank in ranks) + joining
-        load = sum(loads) + joining * (self._window.mean_tokens + weights.request)
+        load = sum(loads) + joining * (window.mean_tokens + weights.request)
         return requests / len(ranks), load / len(ranks)
 
     def _best_move(self, source: Rank, target: Rank, held: list[Ready], weights: Weights, level: float) -> Ready | None:
@@ -177,11 +186,15 @@ class Window:
         self._oldest: list[int] = []  # heap of the numbers in the window, and of removed ones
         self._later: list[int] = []  # heap
         self._requests: dict[int, Ready] = {}
-        self._tokens = 0  # of the window
+        self._tokens = self._blocks = 0  # of the window
         self._furthest = -1  # the greatest number that was removed
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    @property
+    def mean_blocks(self) -> float:
+        return self._blocks / len(self._by_tokens) if self._by_tokens else 0.0
 
     @property
     def mean_tokens(self) -> float:
@@ -196,6 +209,7 @@ class Window:
         del self._requests[request.number]
         del self._by_tokens[bisect_left(self._by_tokens, (request.tokens, request.number))]
         self._tokens -= request.tokens
+        self._blocks -= request.blocks
         self._furthest = max(self._furthest, request.number)
         self._extend()
 
@@ -228,3 +242,4 @@ class Window:
             heapq.heappush(self._oldest, number)
             insort(self._by_tokens, (request.tokens, number))
             self._tokens += request.tokens
+            self._blocks += request.blocks

@@ -38,7 +38,7 @@ class RankCell:
     `placements`: one for each decode instance. `sizes.decode_cache` is that of one rank.
     """
 
-    decodes: Mapping[str, SimulatedDecode] = {}  # noqa: RUF012 - none: no candidate is prefetched
+    decodes: Mapping[str, SimulatedDecode] = {}
 
     def __init__(
         self,

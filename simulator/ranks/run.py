@@ -65,9 +65,7 @@ def simulate_ranks(
 
 def as_run(config: Config, prefill: int, decode: int) -> Config:
     """`config` with the values that a run decides."""
-    return configured(
-        config, {"cluster.prefill": prefill, "cluster.decode": decode, "cluster.prefetch": False}
-    )
+    return configured(config, {"cluster.prefill": prefill, "cluster.decode": decode, "cluster.prefetch": False})
 
 
 def _barriers(cell: RankCell, ranks: int) -> Barriers:
