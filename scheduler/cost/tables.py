@@ -55,8 +55,9 @@ def load_tables(
     """The parts from the tables in `folder`. `shape`: fields of `ModelShape` that replace the known whole model's.
 
     `degree`: of tensor parallelism, as the tables were measured. `expert_ranks`: over how many ranks the experts of a
-    mixture are divided, each rank with as many tokens as this one (expert parallelism). Raises ConfigError for a missing or broken file, with
-    its line and column, and for a model of unknown shape or one that cannot be divided.
+    mixture are divided, each rank with as many tokens as this one (expert parallelism); their exchange is not in it.
+    Raises ConfigError for a missing or broken file, with its line and column, and for a model of unknown shape or one
+    that cannot be divided.
     """
     for name in FILES:
         if not (folder / name).is_file():
@@ -162,7 +163,7 @@ def _experts(path: Path, ranks: int) -> tuple[list[float], Callable[[float], flo
     each, all_of = min(active for _, active in rows), max(active for _, active in rows)
     axes, values = full_grid(rows)
     surface = Surface(axes[0], axes[1], values.tolist())
-    here = all_of / ranks
+    here = all_of / ranks  # the surface takes a number below its first point as that
     return axes[0], lambda tokens: surface.at(tokens, here * (1.0 - (1.0 - each / all_of) ** (ranks * tokens)))
 
 

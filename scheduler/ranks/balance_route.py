@@ -1,11 +1,11 @@
 """BalanceRoute's BR-0 (Bu et al., "Tackling the Data-Parallel Load Balancing Bottleneck in LLM Serving", 2605.06113).
 
-Implemented from its abstract and a published summary of its text; the text itself was not at hand. Known from these:
+Implemented from its abstract and a detailed review of version 2; the text itself was not at hand. Known from these:
 
 - Requests that can decode wait in a pool, and each stays on the rank (DP worker) that it was given.
 - The load of a rank is the KV of its active requests, L. With the greatest load M of all G ranks, a rank's safe margin
-  is m = M - L. Giving it requests with s tokens scores F = s - G (s - m)+: what fills the margin is a gain, what exceeds
-  it makes every rank wait.
+  is m = M - L. Giving it requests with s tokens scores F = s - G (s - m)+: what fills the margin is a gain, what
+  exceeds it makes every rank wait.
 - Stage 1, while slots are plenty: the rank with the most free slots gets the request with the highest score.
 - Stage 2, while slots are scarce: the ranks in a priority queue by free slots and margin; each gets the subset of a
   window of the waiting requests with the highest score, or the best single request if no score is above 0.

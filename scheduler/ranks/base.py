@@ -34,7 +34,8 @@ class Rank:
     """Counters of one rank at an iteration boundary.
 
     `requests` run or are being copied in, and have `tokens` tokens of KV, the longest `longest` and the shortest
-    `shortest` (0 without requests). `queued` requests with `queued_tokens` were placed here and wait. `slots` more requests and `room_blocks` blocks can join now.
+    `shortest` (0 without requests). `queued` requests with `queued_tokens` were placed here and wait. `slots` more
+    requests and `room_blocks` blocks can join now.
     """
 
     number: int
@@ -86,7 +87,9 @@ class Members(ABC):
 
 
 class Placement(ABC):
-    """Placement for one decode instance. `add` each request once it can decode; `refill` at each boundary.
+    """Placement for one decode instance. `add` each request once it can decode.
+
+    `moves` and then `refill` are called at each boundary before which a request came, joined, left or ended.
 
     A request that was placed and is preempted comes back by `add`, unless the placement is `STICKY`: then it waits at
     its rank, before all others.
@@ -107,11 +110,11 @@ class Placement(ABC):
         """The rank that the request waits at, first come, first served; None: it waits here until `refill`."""
 
     def refill(self, ranks: Sequence[Rank]) -> list[Place]:
-        """Which of the requests that wait here join which rank now. Changes the counters of `ranks` accordingly."""
+        """Which of the requests that wait here join which rank now, after `moves`. Changes the counters accordingly."""
         return []
 
     def moves(self, ranks: Sequence[Rank], members: Members) -> list[Move]:
-        """Running requests to give to other ranks, after `refill`. Changes the counters of `ranks` accordingly."""
+        """Running requests to give to other ranks. Changes the counters of `ranks` accordingly."""
         return []
 
     def waiting(self) -> int:

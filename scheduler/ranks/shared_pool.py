@@ -1,27 +1,29 @@
 """Refills every rank from one pool at each boundary, so that ranks hold equal numbers of requests and equal KV.
 
-The load of a rank is its tokens of KV plus a number of tokens for each request, which the cost model tells: what a
-request costs beside the KV that it reads. A rank below the target gets the waiting request whose length fills its gap
-best. Where nobody waits, running requests move from the most to the least loaded rank while that is worth their copy.
+The load of a rank is its predicted time, which both determine, in tokens of KV that take as long. The least loaded
+rank is served first: with the longest request that keeps it below the most loaded one, so that long requests come to
+ranks with large gaps and short ones fill the small ones. Where room binds, not slots, it is the longest that fits. A
+rank above the level that a refill can reach gives requests to the least loaded ones, while that is worth the copy.
 
-Fairness: a request is overtaken by fewer than `ranks * WINDOW_OF_A_RANK` later ones. Once half as many have, it is
-placed first, at the least loaded rank that has room.
+Fairness: a request is overtaken by fewer than `ranks * WINDOW_OF_A_RANK` later ones. Once half as many have, it goes
+first, to the least loaded rank with room for it.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.ranks.base import Members, Move, Place, Placement, Rank, Ready
+from alignedserve.scheduler.ranks.window import Window
 
 WINDOW_OF_A_RANK = 4
-ROOM = 1.0
-SPARE = 0.5
+LATER_SLOT = 0.5  # of a mean request: what is kept of a rank's gap for each slot that it fills afterwards
+REQUEST_TOKENS = 256  # a request's load beside its KV, without a cost model
 SLACK = 0.02  # share of the mean load by which a rank may exceed it before requests move
 COPY_WEIGHT = 0.1  # by how many tokens the higher load must fall for each token that is copied
 MOST_MOVES = 4  # from one boundary to the next
@@ -58,6 +60,7 @@ class SharedPool(Placement):
         loads = [self._load(rank, weights) for rank in ranks]
         requests, level = self._after_refill(ranks, loads, weights)
         ceiling = max(level, *loads)
+        # by load, least first
         least = [(loads[rank.number], rank.number) for rank in ranks if rank.slots > 0]
         heapq.heapify(least)
         while len(window) and least:
@@ -65,11 +68,11 @@ class SharedPool(Placement):
             rank = ranks[number]
             request = window.overtaken()
             if request is None or not rank.takes(request):
-                most = math.inf
+                gap = ceiling - load
                 if level < math.inf:
-                    others = max(0, round(requests - rank.requests) - 1)
-                    most = ceiling - load - weights.request - others * SPARE * (window.mean_tokens + weights.request)
-                request = window.longest(most, rank.room_blocks)
+                    later = max(0, round(requests - rank.requests) - 1) * LATER_SLOT
+                    gap -= weights.request + later * (window.mean_tokens + weights.request)
+                request = window.longest(gap, rank.room_blocks)
             if request is None:
                 continue  # nothing that waits fits
             window.remove(request)
@@ -105,19 +108,19 @@ class SharedPool(Placement):
         return found
 
     def _after_refill(self, ranks: Sequence[Rank], loads: Sequence[float], weights: Weights) -> tuple[float, float]:
-        """The mean number of requests and the mean load of a rank once as many have joined as can."""
+        """A rank's mean number of requests and mean load once every slot is filled; infinite if room binds first."""
         window, joining = self._window, 0
         if len(window):
             open_ranks = [rank for rank in ranks if rank.slots > 0]
             joining = min(sum(rank.slots for rank in open_ranks), len(window))
-            if joining * window.mean_blocks > ROOM * sum(max(0, rank.room_blocks) for rank in open_ranks):
+            if joining * window.mean_blocks > sum(max(0, rank.room_blocks) for rank in open_ranks):
                 return math.inf, math.inf
         requests = sum(rank.requests for rank in ranks) + joining
         load = sum(loads) + joining * (window.mean_tokens + weights.request)
         return requests / len(ranks), load / len(ranks)
 
     def _best_move(self, source: Rank, target: Rank, held: list[Ready], weights: Weights, level: float) -> Ready | None:
-        """The request whose move lowers the higher load of the two ranks most for its tokens; None: none is worth it."""
+        """The request whose move lowers the higher of both loads most for its tokens; None: none is worth it."""
         above = self._load(source, weights)
         wanted = (above - max(level, self._load(target, weights))) - weights.request
         at = bisect_left(held, wanted, key=lambda one: one.tokens)
@@ -137,12 +140,12 @@ class SharedPool(Placement):
     def _load(self, rank: Rank, weights: Weights) -> float:
         """In tokens of KV that take as long."""
         if self._cost is None or not weights.token_s:
-            return rank.tokens
+            return rank.tokens + weights.request * rank.requests
         return self._cost.counted_s(rank.requests, rank.tokens, rank.longest, rank.shortest) / weights.token_s
 
     def _weigh(self, ranks: Sequence[Rank]) -> Weights:
         if self._cost is None:
-            return Weights(0.0, 0.0)
+            return Weights(0.0, REQUEST_TOKENS)
         count = max(4, sum(rank.requests for rank in ranks) // len(ranks))
         tokens = max(4 * count, sum(rank.tokens for rank in ranks) // len(ranks))
         if self._weights is not None and abs(count - self._weighed) <= self._weighed // 8:
@@ -151,7 +154,9 @@ class SharedPool(Placement):
         by_request = (_equal_s(self._cost, many, tokens) - _equal_s(self._cost, few, tokens)) / (many - few)
         token_s = (_equal_s(self._cost, count, tokens * 3 // 2) - _equal_s(self._cost, count, tokens // 2)) / tokens
         self._weighed = count
-        self._weights = Weights(token_s, max(0.0, by_request / token_s)) if token_s > 0 else Weights(0.0, 0.0)
+        self._weights = (
+            Weights(token_s, max(0.0, by_request / token_s)) if token_s > 0 else Weights(0.0, REQUEST_TOKENS)
+        )
         return self._weights
 
 
@@ -175,71 +180,3 @@ def _leave(rank: Rank, request: Ready, others: Sequence[Ready]) -> None:
     rank.slots += 1
     if request.tokens >= rank.longest:
         rank.longest = others[-1].tokens if others else rank.shortest
-
-
-class Window:
-    """Waiting requests: the oldest, and those that came within `size` of it, by length; the others later."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._by_tokens: list[tuple[int, int]] = []  # tokens, number of the requests in the window
-        self._oldest: list[int] = []  # heap of the numbers in the window, and of removed ones
-        self._later: list[int] = []  # heap
-        self._requests: dict[int, Ready] = {}
-        self._tokens = self._blocks = 0  # of the window
-        self._furthest = -1  # the greatest number that was removed
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    @property
-    def mean_blocks(self) -> float:
-        return self._blocks / len(self._by_tokens) if self._by_tokens else 0.0
-
-    @property
-    def mean_tokens(self) -> float:
-        return self._tokens / len(self._by_tokens) if self._by_tokens else 0.0
-
-    def add(self, request: Ready) -> None:
-        self._requests[request.number] = request
-        heapq.heappush(self._later, request.number)
-        self._extend()
-
-    def remove(self, request: Ready) -> None:
-        del self._requests[request.number]
-        del self._by_tokens[bisect_left(self._by_tokens, (request.tokens, request.number))]
-        self._tokens -= request.tokens
-        self._blocks -= request.blocks
-        self._furthest = max(self._furthest, request.number)
-        self._extend()
-
-    def overtaken(self) -> Ready | None:
-        """The oldest request, if half as many as may have overtaken it; else None."""
-        oldest = self._first()
-        return self._requests[oldest] if oldest is not None and self._furthest - oldest > self._size // 2 else None
-
-    def longest(self, most: float, most_blocks: int) -> Ready | None:
-        """The longest request of at most `most` tokens, else the shortest; None if none has at most `most_blocks`."""
-        by_tokens, requests = self._by_tokens, self._requests
-        at = max(1, bisect_right(by_tokens, most, key=lambda one: one[0]))
-        found = (requests[number] for _, number in reversed(by_tokens[:at]))
-        return next((one for one in found if one.blocks <= most_blocks), None)
-
-    def _first(self) -> int | None:
-        while self._oldest and self._oldest[0] not in self._requests:
-            heapq.heappop(self._oldest)
-        return self._oldest[0] if self._oldest else None
-
-    def _extend(self) -> None:
-        """Take from the later ones those that now belong to the window."""
-        later = self._later
-        while later:
-            first = self._first()
-            if first is not None and later[0] >= first + self._size:
-                return
-            number = heapq.heappop(later)
-            request = self._requests[number]
-            heapq.heappush(self._oldest, number)
-            insort(self._by_tokens, (request.tokens, number))
-            self._tokens += request.tokens
-            self._blocks += request.blocks

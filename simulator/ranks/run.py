@@ -9,7 +9,9 @@ from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.ranks.names import placement_class
 from alignedserve.simulator.disaggregated import configured
 from alignedserve.simulator.hardware import Hardware
+from alignedserve.simulator.prefill import SimulatedPrefill
 from alignedserve.simulator.ranks.cell import RankCell
+from alignedserve.simulator.ranks.instance import RankedInstance
 from alignedserve.simulator.report.results import Barriers, RunResult
 from alignedserve.simulator.report.steps import merge
 from alignedserve.simulator.workload import Workload
@@ -41,7 +43,7 @@ def simulate_ranks(
     cell = RankCell(workload.arrivals, config, hardware, (prefill_cost, rank_cost), placements, leap)
     cell.run()
     cell.check_nothing_is_left()
-    instances = [*cell.prefills.values(), *cell.instances]
+    instances: list[SimulatedPrefill | RankedInstance] = [*cell.prefills.values(), *cell.instances]
     results = [cell.requests[arrival.request_id].result for arrival in workload.arrivals]
     return RunResult(
         policy=placement,
@@ -69,7 +71,13 @@ def as_run(config: Config, prefill: int, decode: int) -> Config:
 
 
 def _barriers(cell: RankCell, ranks: int) -> Barriers:
-    found = Barriers(ranks, cell.last_join_s, sum(instance.moved_bytes for instance in cell.instances))
+    found = Barriers(
+        ranks,
+        cell.last_join_s,
+        moved_bytes=sum(instance.moved_bytes for instance in cell.instances),
+        joined_bytes=sum(rank.from_pool.moved_bytes for instance in cell.instances for rank in instance.ranks),
+        evicted_bytes=sum(rank.to_pool.moved_bytes for instance in cell.instances for rank in instance.ranks),
+    )
     for instance in cell.instances:
         found.start_s.extend(instance.steps.start_s)
         found.seconds.extend(instance.steps.seconds)
@@ -85,7 +93,8 @@ def _counters(cell: RankCell) -> dict[str, float]:
     counters["prefill_passes"] = sum(len(prefill.steps) for prefill in cell.prefills.values())
     counters["refused"] = sum(bool(request.result.refused) for request in cell.requests.values())
     counters["from_pool_bytes"] = sum(rank.from_pool.moved_bytes for rank in ranks)
-    counters["to_pool_bytes"] = sum(one.to_pool.moved_bytes for one in [*ranks, *cell.prefills.values()])
-    counters["evicted_bytes"] = sum(rank.to_pool.moved_bytes for rank in ranks)
+    evicted = sum(rank.to_pool.moved_bytes for rank in ranks)
+    counters["to_pool_bytes"] = evicted + sum(prefill.to_pool.moved_bytes for prefill in cell.prefills.values())
+    counters["evicted_bytes"] = evicted
     counters["moved_bytes"] = sum(instance.moved_bytes for instance in cell.instances)
     return counters

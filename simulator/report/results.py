@@ -52,12 +52,15 @@ class Barriers:
     """Iterations of decode instances whose `ranks` ranks wait for each other, in columns of equal length. Seconds.
 
     `seconds`: of the slowest rank. `own_s`: the sum of what the ranks take alone. `last_join_s`: when the last request
-    began to decode; from then on ranks only run empty. `moved_bytes`: KV copied from rank to rank.
+    began to decode; from then on ranks only run empty. KV was copied from rank to rank (`moved_bytes`), from the pool
+    to ranks (`joined_bytes`) and back (`evicted_bytes`).
     """
 
     ranks: int
     last_join_s: float
-    moved_bytes: int
+    moved_bytes: int = 0
+    joined_bytes: int = 0
+    evicted_bytes: int = 0
     start_s: array[float] = field(default_factory=lambda: array("d"))
     seconds: array[float] = field(default_factory=lambda: array("d"))
     own_s: array[float] = field(default_factory=lambda: array("d"))

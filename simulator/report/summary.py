@@ -79,7 +79,7 @@ def measure(run: RunResult, objectives: Objectives, warmup_s: float = 0.0) -> Me
         **_iterations(passes),
         **_throughput(run, warmup_s, span_s, passes, len(tokens.ttft)),
         **_attainment(tokens, objectives, len(counted), span_s),
-        **({} if run.barriers is None else _idle(run.barriers, warmup_s)),
+        **({} if run.barriers is None else _barriers(run.barriers, passes, warmup_s)),
     }
     return Measured(metrics, tokens, passes)
 
@@ -155,19 +155,24 @@ def _attainment(tokens: TokenTimes, objectives: Objectives, arrived: int, span_s
     }
 
 
-def _idle(barriers: Barriers, warmup_s: float) -> dict[str, Metric]:
-    """Shares of the ranks' time in iterations that they wait for the slowest.
-
-    `idle_share`: while requests began to decode. `idle_share_run`: to the last token.
-    """
+def _barriers(barriers: Barriers, passes: PassTimes, warmup_s: float) -> dict[str, Metric]:
+    """What ranks lose by waiting for each other. `filled`: while requests began to decode, the ranks were kept full."""
     start, seconds, own = (np.frombuffer(getattr(barriers, name)) for name in ("start_s", "seconds", "own_s"))
     counted = start >= warmup_s
-    filled = counted & (start <= barriers.last_join_s)
     shares: list[Metric] = []
-    for some in (filled, counted):
+    for some in (counted & (start <= barriers.last_join_s), counted):
         whole = float(seconds[some].sum()) * barriers.ranks
         shares.append(1.0 - float(own[some].sum()) / whole if whole else None)
-    return {"idle_share": shares[0], "idle_share_run": shares[1], "moved_bytes": barriers.moved_bytes}
+    filled = passes.start <= barriers.last_join_s
+    span_s = float((passes.start + passes.seconds)[filled].max() - passes.start[filled].min()) if filled.any() else 0.0
+    return {
+        "idle_share": shares[0],
+        "idle_share_run": shares[1],
+        "filled_tokens_per_s": _per(float(passes.decodes[filled].sum()), span_s),
+        "moved_bytes": barriers.moved_bytes,
+        "joined_bytes": barriers.joined_bytes,
+        "evicted_bytes": barriers.evicted_bytes,
+    }
 
 
 def _passes(steps: StepColumns, warmup_s: float) -> PassTimes:
