@@ -32,6 +32,8 @@ WINDOW = 16
 class BalanceRoute(Placement):
     """BR-0 of arXiv 2605.06113."""
 
+    LOOKS_AT_RANKS = False
+
     def __init__(self, ranks: int) -> None:
         super().__init__(ranks)
         self._waiting: dict[RequestKey, Ready] = {}  # in order of arrival

@@ -96,6 +96,7 @@ class Placement(ABC):
     """
 
     STICKY: ClassVar[bool] = True
+    LOOKS_AT_RANKS: ClassVar[bool] = True  # `add` reads the counters; otherwise they need not be up to date
 
     def __init__(self, ranks: int) -> None:
         """`ranks`: their number, at least 1."""

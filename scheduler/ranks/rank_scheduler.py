@@ -50,8 +50,8 @@ class RankScheduler(IterationScheduler):
         found = Holdings(len(batch.running), batch.size, self._allocator.available_blocks, size)
         if lengths := [member.kv_tokens for member in batch.present()]:
             found.tokens, found.longest, found.shortest = sum(lengths), max(lengths), min(lengths)
-        for member in batch.running.values():
-            found.next_block[len(member.block_ids) * size - member.kv_tokens] += 1
+        running = batch.running.values()
+        found.next_block = Counter([len(member.block_ids) * size - member.kv_tokens for member in running])
         return found
 
     def count(self, rank: Rank, held: Holdings, iterations: int) -> None:

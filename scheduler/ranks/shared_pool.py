@@ -33,6 +33,7 @@ class SharedPool(Placement):
     """Equal numbers and equal KV, from one pool."""
 
     STICKY = False
+    LOOKS_AT_RANKS = False
 
     def __init__(self, ranks: int) -> None:
         super().__init__(ranks)

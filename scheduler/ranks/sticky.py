@@ -10,6 +10,8 @@ from alignedserve.scheduler.ranks.base import Placement, Rank, Ready
 class RoundRobin(Placement):
     """Each rank in turn."""
 
+    LOOKS_AT_RANKS = False
+
     def __init__(self, ranks: int) -> None:
         super().__init__(ranks)
         self._next = 0

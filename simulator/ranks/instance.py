@@ -88,8 +88,10 @@ class RankedInstance(Members):
         if home is not None and self._placement.STICKY:
             home.enqueue(request, first=True)
             return
-        done = self._iterations
-        number = self._placement.add(request, [rank.count(done) for rank in self.ranks])
+        if self._placement.LOOKS_AT_RANKS:
+            for rank in self.ranks:
+                rank.count(self._iterations)
+        number = self._placement.add(request, [rank.counters for rank in self.ranks])
         if number is not None:
             self.ranks[number].enqueue(request)
 
