@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from evaluation.grid import Case
-from evaluation.options import Evaluation, arrivals, head, parser, run, workloads_of
+from evaluation.options import Evaluation, arrivals, head, parser, run
 from evaluation.runner import Runner
 from evaluation.runs import Run, Topology, Variant
 from evaluation.tables import gain, in_csv, percent, ratios, table, with_interval
@@ -83,6 +83,7 @@ class Placements:
         self.sources = [*mixes((0.95,) if options.quick else (0.8, 0.95)), *found]
         counts = tuple(int(text) for text in given.ranks.split(","))
         self.cases = [RankCase(case, ranks) for ranks in counts for case in options.cases(self.sources)]
+        self._capacities: dict[RankCase, float] = {}
         full = [run for one in self.cases for run in self._runs(replace(one, case=replace(one.case, load=None)), BASE)]
         runner.outcomes(full)
         runner.outcomes([run for one in self.cases for name in self.names for run in self._runs(one, name)])
@@ -107,12 +108,15 @@ class Placements:
     def _capacity(self, one: RankCase) -> float:
         """Requests a second that round robin decodes while its ranks are kept full."""
         full = replace(one, case=replace(one.case, load=None))
+        if full in self._capacities:
+            return self._capacities[full]
         rates = []
         for planned, outcome in self.runner.outcomes(self._runs(full, BASE)).items():
             requests = planned.plan().workload(None, planned.seed).arrivals
             tokens = statistics.fmean(request.output_tokens - 1 for request in requests)
             rates.append(outcome.value("filled_tokens_per_s") / tokens)
-        return statistics.fmean(rates)
+        self._capacities[full] = statistics.fmean(rates)
+        return self._capacities[full]
 
     def tables(self) -> str:
         parts = []
@@ -157,8 +161,8 @@ def make(options: Evaluation, runner: Runner) -> str:
         made.write_figures(options.given.csv)
     notes = [
         f"requests for each rank: {options.given.requests_per_rank}; prefill instances: "
-        f"{options.given.prefill_per_rank} for each rank",
-        workloads_of(made.sources),
+        f"{options.given.prefill_per_rank} for each rank; the KV of an instance above is that of a rank",
+        f"workloads: {', '.join(source.name for source in made.sources)}",
         *made.left_out,
     ]
     return "\n\n".join([head("Ranks in step", options, runner, notes), made.tables()])

@@ -24,7 +24,7 @@ from alignedserve.scheduler.ranks.window import Window
 WINDOW_OF_A_RANK = 4
 LATER_SLOT = 0.5  # of a mean request: what is kept of a rank's gap for each slot that it fills afterwards
 REQUEST_TOKENS = 256  # a request's load beside its KV, without a cost model
-SLACK = 0.02  # share of the mean load by which a rank may exceed it before requests move
+SLACK = 0.01  # share of the mean load by which a rank may exceed it before requests move
 COPY_WEIGHT = 0.1  # by how many tokens the higher load must fall for each token that is copied
 MOST_MOVES = 4  # from one boundary to the next
 
