@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from alignedserve.config import Config
@@ -28,36 +28,11 @@ from alignedserve.simulator.pool import Pool
 from alignedserve.simulator.prefill import SimulatedPrefill
 from alignedserve.simulator.report.results import RequestResult
 from alignedserve.simulator.requests import Replayed
+from alignedserve.simulator.sizes import Sizes
 from alignedserve.simulator.workload import Arrival, Workload
 
 GATEWAY = "gateway"
 STUCK_S = 3600.0  # of virtual time in which only time passes while requests are open: a bug
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Capacities in blocks. Configured values take priority; otherwise the hardware's shares divide the memory."""
-
-    pool: int
-    decode_cache: int
-    prefill_cache: int
-    batch_buffer: int
-    requests_buffer: int
-
-    @classmethod
-    def plan(cls, config: Config, hardware: Hardware) -> Sizes:
-        memory = hardware.kv_tokens // hardware.block_size
-        batch = requests = 0
-        if config.cluster.prefetch:
-            batch = config.prefill.batch_buffer_blocks or int(hardware.batch_buffer_share * memory)
-            requests = config.prefill.requests_buffer_blocks or int(hardware.requests_buffer_share * memory)
-        return cls(
-            pool=hardware.pool_tokens // hardware.block_size,
-            decode_cache=config.decode.cache_blocks or memory,
-            prefill_cache=config.prefill.cache_blocks or max(0, memory - batch - requests),
-            batch_buffer=batch,
-            requests_buffer=requests,
-        )
 
 
 class Cell:
@@ -98,7 +73,7 @@ class Cell:
         self.prefills = {
             name: SimulatedPrefill(self, name, costs[0]) for name in (f"prefill-{number}" for number in range(prefill))
         }
-        self.decodes = {
+        self.decodes: Mapping[str, SimulatedDecode] = {
             f"decode-{number}": SimulatedDecode(self, f"decode-{number}", costs[1], number + 1, leap, gap_s)
             for number in range(decode)
         }

@@ -12,12 +12,20 @@ from typing import Any
 
 from alignedserve.errors import ConfigError
 from alignedserve.request import Stage
-from alignedserve.scheduler.cost.load import COLLECTIVES, load_step_cost
+from alignedserve.scheduler.cost.load import COLLECTIVES, load_rank_cost, load_step_cost
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.hardware_file import default_hardware, read_hardware, template
-from alignedserve.simulator.options import DEFAULT_COST_MODEL, policies_of, rates_of, seeds_of, settings_of
+from alignedserve.simulator.options import (
+    DEFAULT_COST_MODEL,
+    DEFAULT_POLICY,
+    placements_of,
+    policies_of,
+    rates_of,
+    seeds_of,
+    settings_of,
+)
 from alignedserve.simulator.replay import ComparedPolicy, Plan
 from alignedserve.simulator.report.outputs import ITERATIONS, REPORT, REQUESTS, SUMMARY, OutputFolder
 from alignedserve.simulator.report.page import make_report
@@ -42,6 +50,12 @@ _SHOWN = (
     ("slo_attainment", "objectives met"),
     ("refused", "refused"),
     ("makespan_s", "makespan, s"),
+)
+_OF_RANKS = (
+    ("idle_share", "idle share of ranks"),
+    ("idle_share_run", "to the last token"),
+    ("moved_bytes", "moved between ranks, B"),
+    ("pool_wait_max_s", "pool wait max, s"),
 )
 _STAGES = tuple((f"stage_{stage}_mean_s", f"{stage} mean, s") for stage in Stage)
 
@@ -142,13 +156,12 @@ def _plan(options: argparse.Namespace, cost: StepCost, hardware: Hardware) -> Pl
             raise ConfigError(f"--{name} must be at least 1")
     if not 0 <= options.warmup_s < float("inf"):
         raise ConfigError("--warmup-s must be at least 0")
-    policies = policies_of(options.policy)
-    settings = settings_of(options.set, policies)
-    slo_tpot_s = _positive("--slo-tpot", options.slo_tpot)
-    candidates = tuple(ComparedPolicy.of(name, settings[name], options.config, slo_tpot_s) for name in policies)
+    candidates = _candidates(options)
     rates = rates_of(options.rate)
     if options.clients is not None and options.clients < 1:
         raise ConfigError(f"--clients must be at least 1, not {options.clients}")
+    if options.clients is not None and options.ranks > 1:
+        raise ConfigError("--clients is not for ranks in step: give --rate, or neither for all requests at once")
     return Plan(
         trace=read_trace(options.trace),
         candidates=candidates,
@@ -160,7 +173,19 @@ def _plan(options: argparse.Namespace, cost: StepCost, hardware: Hardware) -> Pl
         instances=options.instances,
         prefill=options.prefill,
         decode=options.decode,
+        rank_cost=_cost(options, _degree(options), hardware, options.ranks) if options.ranks > 1 else None,
     )
+
+
+def _candidates(options: argparse.Namespace) -> tuple[ComparedPolicy, ...]:
+    slo_tpot_s = _positive("--slo-tpot", options.slo_tpot)
+    placements = placements_of(options.ranks, options.placement, options.policy)
+    names = placements or policies_of(options.policy or DEFAULT_POLICY)
+    settings = settings_of(options.set, names)
+    if placements:
+        ranks = options.ranks
+        return tuple(ComparedPolicy.of_placement(name, ranks, settings[name], options.config) for name in names)
+    return tuple(ComparedPolicy.of(name, settings[name], options.config, slo_tpot_s) for name in names)
 
 
 def _degree(options: argparse.Namespace) -> dict[str, float]:
@@ -175,12 +200,14 @@ def _degree(options: argparse.Namespace) -> dict[str, float]:
     return {"tensor_parallel": options.tensor_parallel}
 
 
-def _cost(options: argparse.Namespace, degree: Mapping[str, float], hardware: Hardware) -> StepCost:
+def _cost(options: argparse.Namespace, degree: Mapping[str, float], hardware: Hardware, ranks: int = 1) -> StepCost:
     extra: dict[str, float] = {**degree}
     if Path(options.cost_model).is_dir():
         extra |= {name: getattr(hardware, name) for name in COLLECTIVES}
     if options.block_bandwidth is not None:
         extra["block_bandwidth"] = options.block_bandwidth * 1e9
+    if ranks > 1:
+        return load_rank_cost(options.cost_model, ranks, kernel_mode=options.kernel_mode, **extra)
     return load_step_cost(options.cost_model, kernel_mode=options.kernel_mode, **extra)
 
 
@@ -218,7 +245,8 @@ def _print(summary: Mapping[str, Any], plan: Plan) -> None:
             print(f"{'' if number == 0 else chr(10)}{rate:g} requests/s")
         print(" " * 24 + "".join(f"{name:>{wide}}" for name in [*names, *(["in the log"] if logged else [])]))
         rows = [summary[name]["by_rate"][number] for name in names] + ([logged] if logged else [])
-        for metric, label in (*_SHOWN, *_STAGES) if logged else _SHOWN:
+        shown = (*_SHOWN, *(_OF_RANKS if plan.rank_cost else ()), *(_STAGES if logged else ()))
+        for metric, label in shown:
             print(f"{label:24}" + "".join(f"{in_words(row, metric):>{wide}}" for row in rows))
     for note in summary["run"]["notes"]:
         print(f"note: {note}")

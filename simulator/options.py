@@ -6,8 +6,12 @@ import argparse
 from decimal import Decimal, InvalidOperation
 
 from alignedserve.errors import ConfigError
+from alignedserve.scheduler.ranks.names import DEFAULT as DEFAULT_PLACEMENT
+from alignedserve.scheduler.ranks.names import PLACEMENTS, placement_class
+from alignedserve.scheduler.systems import Topology, resolve
 from alignedserve.simulator import trace_formats
 
+DEFAULT_POLICY = "aligned"
 DEFAULT_COST_MODEL = "rtxpro6000-llama-3.1-8b"
 _MAX_RATES = 1000
 _LEAST_RATE, _MOST_RATE = Decimal("1e-6"), Decimal("1e12")
@@ -26,7 +30,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add = parser.add_argument
     add("--trace", metavar="FILE|mix:…", help="trace to replay (see below)")
-    add("--policy", metavar="A,B,…", default="aligned", help="policies, e.g. aligned,fcfs,vllm,package.module:Class")
+    add("--policy", metavar="A,B,…", help=(
+        f"policies, e.g. aligned,fcfs,vllm,package.module:Class (default {DEFAULT_POLICY})"
+    ))  # fmt: skip
     add(
         "--cost-model",
         metavar="NAME|FILE|DIR",
@@ -52,6 +58,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--instances", type=int, metavar="N", default=1, help="instances of colocated policies (default 1)")
     add("--prefill", type=int, metavar="N", default=1, help="prefill instances of disaggregated policies (default 1)")
     add("--decode", type=int, metavar="N", default=1, help="decode instances of disaggregated policies (default 1)")
+    add("--ranks", type=int, metavar="N", default=1, help=(
+        "decode ranks of each decode instance, which wait for each other in every iteration (default 1)"
+    ))  # fmt: skip
+    add("--placement", metavar="A,B,…", help=(
+        f"with --ranks, instead of --policy: {', '.join(PLACEMENTS)} (default {DEFAULT_PLACEMENT})"
+    ))  # fmt: skip
     add("--set", metavar="POLICY.KEY=VALUE", action="append", default=[], help=(
         "an option of a policy (vllm.max_num_seqs=64) or a configuration key for it "
         "(aligned.scheduler.min_batch_requests=64); repeatable"
@@ -118,11 +130,32 @@ def _checked(seeds: tuple[int, ...], option: str) -> tuple[int, ...]:
     return seeds
 
 
-def policies_of(text: str) -> tuple[str, ...]:
-    """Parse `--policy`. Raises ConfigError for no policy, or one given twice."""
+def policies_of(text: str, option: str = "policy") -> tuple[str, ...]:
+    """Parse `--policy` or `--placement`. Raises ConfigError for no name, or one given twice."""
     names = tuple(filter(None, (name.strip() for name in text.split(","))))
     if not names or len(set(names)) < len(names):
-        raise ConfigError(f"--policy {text!r}: give at least one policy, and none twice")
+        raise ConfigError(f"--{option} {text!r}: give at least one {option}, and none twice")
+    return names
+
+
+def placements_of(ranks: int, placement: str | None, policy: str | None) -> tuple[str, ...]:
+    """The placements to compare; none with one rank. Raises ConfigError for options that make no sense together."""
+    if ranks < 1:
+        raise ConfigError(f"--ranks must be at least 1, not {ranks}")
+    if ranks == 1:
+        if placement is not None:
+            raise ConfigError(f"--placement {placement}: one rank leaves nothing to choose; give --ranks 2 or more")
+        return ()
+    if policy is not None:
+        for name in policies_of(policy):
+            if resolve(name).topology is Topology.COLOCATED:
+                raise ConfigError(f"--ranks {ranks}: {name} is a colocated policy, which has no decode instances")
+        raise ConfigError(
+            f"--ranks {ranks}: a placement decides which request joins, not --policy {policy}; give --placement instead"
+        )
+    names = policies_of(placement or DEFAULT_PLACEMENT, "placement")
+    for name in names:
+        placement_class(name)
     return names
 
 

@@ -14,7 +14,7 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.simulator.links import Link, transfer
 
 if TYPE_CHECKING:
-    from alignedserve.simulator.cell import Cell
+    from alignedserve.simulator.host import Host
 
 
 class Writer(Protocol):
@@ -39,7 +39,7 @@ class Write:
 class Pool:
     name = "pool"
 
-    def __init__(self, cell: Cell, capacity: int) -> None:
+    def __init__(self, cell: Host, capacity: int) -> None:
         self.blocks = BlockAllocator(capacity, self.name)
         self.copies: dict[RequestKey, int] = {}  # committed KV tokens
         self.occupancy: list[tuple[float, int]] = [(0.0, 0)]

@@ -20,13 +20,13 @@ from alignedserve.simulator.report.steps import StepRecorder
 from alignedserve.simulator.slowed import SlowedCost
 
 if TYPE_CHECKING:
-    from alignedserve.simulator.cell import Cell
+    from alignedserve.simulator.host import Host
 
 REPORT_EVERY_S = 0.1  # minimum interval between reports of pass times
 
 
 class SimulatedPrefill:
-    def __init__(self, cell: Cell, name: str, cost: StepCost) -> None:
+    def __init__(self, cell: Host, name: str, cost: StepCost) -> None:
         self.name = name
         self.steps = StepRecorder()
         sizes = cell.sizes

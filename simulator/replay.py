@@ -10,10 +10,13 @@ from alignedserve.config import Config
 from alignedserve.config_sources import load, to_tree, value_of
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.ranks.names import placement_class
 from alignedserve.scheduler.systems import System, Topology, faults_named, resolve, with_options
 from alignedserve.simulator.colocated import simulate_colocated
 from alignedserve.simulator.disaggregated import as_run, simulate
 from alignedserve.simulator.hardware import Hardware
+from alignedserve.simulator.ranks.run import as_run as as_ranks_run
+from alignedserve.simulator.ranks.run import simulate_ranks
 from alignedserve.simulator.report.results import RunResult
 from alignedserve.simulator.traces import Load, Trace
 from alignedserve.simulator.workload import Workload
@@ -28,6 +31,11 @@ _READ = ("scheduler.", "prefill.", "decode.", "cluster.prefetch", "kv_pool.growt
 # Keys about how an engine computes, which a run leaves to the cost model.
 _OF_ENGINES = frozenset({"prefill.layerwise_tokens", "decode.graphs", "decode.graph_sizes", "decode.overlap"})
 _OF_HARDWARE = {"kv_pool.size_gib": "pool_tokens", "kv_pool.block_size": "block_size"}
+# Keys that a run with ranks reads.
+_READ_BY_RANKS = (
+    "decode.", "prefill.token_budget", "prefill.max_requests", "prefill.queue_tokens", "prefill.cache_blocks",
+    "kv_pool.growth_reserve",
+)  # fmt: skip
 ITERATION_GAP = "iteration_gap_s"
 
 
@@ -41,7 +49,7 @@ class ComparedPolicy:
     """A policy to run. `config`: for a disaggregated policy. `options`: all options of a colocated one.
 
     `iteration_gap_s`: charged to a disaggregated policy before each decode iteration, on top of the hardware's
-    overhead.
+    overhead. `ranks` above 1: `name` is that of a placement.
     """
 
     name: str
@@ -50,6 +58,7 @@ class ComparedPolicy:
     options: Mapping[str, Any]
     routing: str
     iteration_gap_s: float = 0.0
+    ranks: int = 1
 
     @property
     def colocated(self) -> bool:
@@ -96,18 +105,34 @@ class ComparedPolicy:
             config = load(config_file, environ={}, flags={**flags, TPOT_OBJECTIVE: tpot_objective_s})
         return cls(name, system, config, {}, "", gap_s)
 
+    @classmethod
+    def of_placement(
+        cls, name: str, ranks: int, settings: Mapping[str, str], config_file: str | None
+    ) -> ComparedPolicy:
+        """A placement on `ranks` ranks. `settings`: texts by section.key of the configuration. Raises ConfigError."""
+        found = placement_class(name)
+        for key in settings:
+            if key in _OF_ENGINES or not key.startswith(_READ_BY_RANKS):
+                raise ConfigError(f"--set {name}.{key}: a run with ranks does not read it; it reads {_READ_BY_RANKS}")
+        typed = {key: value_of(key, text, "--set") for key, text in settings.items()}
+        summary = (found.__doc__ or "").partition("\n")[0]
+        system = System(name, Topology.DISAGGREGATED, f"{found.__module__}:{found.__name__}", summary)
+        return cls(name, system, load(config_file, environ={}, flags=typed), {}, "", ranks=ranks)
+
     def describe(self, prefill: int, decode: int) -> dict[str, object]:
         """Description of a run with these numbers of instances; a colocated policy ignores them."""
         shared = {"topology": self.system.topology.value, "target": self.system.target}
         if self.colocated:
             return {**shared, "options": dict(self.options), ROUTING: self.routing}
+        if self.ranks > 1:
+            return {**shared, "config": to_tree(as_ranks_run(self.config, prefill, decode)), "ranks": self.ranks}
         config = as_run(self.config, self.system, prefill, decode, self.refuse_for_load)
         return {**shared, "config": to_tree(config), ITERATION_GAP: self.iteration_gap_s}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be run, and on what hardware."""
+    """What is to be run, and on what hardware. `rank_cost`: of one decode rank, if that differs from `cost`."""
 
     trace: Trace
     candidates: tuple[ComparedPolicy, ...]
@@ -119,9 +144,12 @@ class Plan:
     instances: int
     prefill: int
     decode: int
+    rank_cost: StepCost | None = None
 
     def describe(self) -> dict[str, object]:
+        rank_cost = {} if self.rank_cost is None else {"rank_cost": self.rank_cost.describe()}
         return {
+            **rank_cost,
             "policies": {one.name: one.describe(self.prefill, self.decode) for one in self.candidates},
             "hardware": asdict(self.hardware),
             "instances": {"colocated": self.instances, "prefill": self.prefill, "decode": self.decode},
@@ -166,6 +194,19 @@ class Plan:
                     seed=seed,
                     routing=candidate.routing,
                 )
+        if candidate.ranks > 1:
+            return simulate_ranks(
+                workload,
+                candidate.name,
+                candidate.config,
+                self.hardware,
+                self.cost,
+                self.rank_cost or self.cost,
+                ranks=candidate.ranks,
+                prefill_instances=self.prefill,
+                decode_instances=self.decode,
+                seed=seed,
+            )
         return simulate(
             workload,
             candidate.system,

@@ -32,5 +32,8 @@ class SlowedCost(StepCost):
     def balanced_run_s(self, lengths: Sequence[int], steps: int) -> list[float]:
         return [seconds * self._slowdown for seconds in self._cost.balanced_run_s(lengths, steps)]
 
+    def counted_s(self, requests: int, total: int, longest: int, shortest: int) -> float:
+        return self._cost.counted_s(requests, total, longest, shortest) * self._slowdown
+
     def describe(self) -> dict[str, Any]:
         return {**self._cost.describe(), "slowdown": self._slowdown}

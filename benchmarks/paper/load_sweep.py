@@ -28,7 +28,7 @@ from evaluation.workloads import AZURE_CONVERSATION, MOONCAKE, SHAREGPT, SHARES,
 from alignedserve.config import Config
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.systems import WAITING_RULES
-from alignedserve.simulator.cell import Sizes
+from alignedserve.simulator.sizes import Sizes
 from alignedserve.simulator.traces import Load
 
 RULES = tuple(Variant(f"aligned, {rule}", "aligned", (("scheduler.waiting_rule", rule),)) for rule in WAITING_RULES)

@@ -14,7 +14,7 @@ from alignedserve.scheduler.cost.fitted import load_fitted
 from alignedserve.scheduler.cost.measured import STEP_COSTS, MeasuredCost
 from alignedserve.scheduler.cost.parts import CostParts
 from alignedserve.scheduler.cost.step import KERNEL_MODES, StepCost
-from alignedserve.scheduler.cost.tables import load_tables
+from alignedserve.scheduler.cost.tables import EXPERTS, load_tables
 from alignedserve.scheduler.cost.tensor_parallel import LATENCY_S, Collectives, degree_of, with_collectives
 
 _DATA = Path(__file__).parent / "data"
@@ -22,7 +22,8 @@ LINKS = ("pool_bandwidth", "peer_bandwidth")
 WHOLE = ("_tokens", "_per_token", "_size")  # suffixes of counts
 SHAPE_OPTIONS = ("layers", "heads", "kv_heads", "head_dim", "itemsize", "hidden", "vocab")  # of the whole model
 BANDWIDTH, LATENCY = COLLECTIVES = ("collective_bandwidth", "collective_latency_s")
-FOLDER_OPTIONS = (*SHAPE_OPTIONS, "tensor_parallel", *COLLECTIVES)
+EXPERT_RANKS = "expert_ranks"
+FOLDER_OPTIONS = (*SHAPE_OPTIONS, "tensor_parallel", EXPERT_RANKS, *COLLECTIVES)
 ONE_BLOCK_OPTIONS = ("block_bandwidth", "sm_count", "heads")
 MODE_OPTIONS = {mode: ONE_BLOCK_OPTIONS if mode != "split_kv" else () for mode in KERNEL_MODES}
 
@@ -32,8 +33,9 @@ def load_step_cost(source: str | Path, kernel_mode: str = "split_kv", **options:
 
     `options`: those of the kernel mode (`no_split`: block_bandwidth in bytes/s, sm_count, heads); for a folder the
     shape of its model (layers, heads, kv_heads, head_dim, itemsize, hidden, vocab), and for tensor parallelism the
-    degree (tensor_parallel), bytes/s of a device's link in collectives and seconds of their latency
-    (collective_bandwidth, collective_latency_s). Raises ConfigError for unknown names and broken files.
+    degree (tensor_parallel), the ranks that share the experts of a mixture (expert_ranks), bytes/s of a device's link
+    in collectives and seconds of their latency (collective_bandwidth, collective_latency_s). Raises ConfigError for
+    unknown names and broken files.
     """
     if kernel_mode not in KERNEL_MODES:
         raise ConfigError(f"unknown kernel mode {kernel_mode!r}; choose one of: {', '.join(KERNEL_MODES)}")
@@ -82,7 +84,8 @@ def load_parts(source: str | Path, options: Mapping[str, float] | None = None) -
 def _load_folder(folder: Path, options: Mapping[str, float]) -> CostParts:
     """Tables with the links and the pool of the shipped model of the same device."""
     degree = int(options.get("tensor_parallel", degree_of(folder)))
-    parts = load_tables(folder, {name: int(options[name]) for name in SHAPE_OPTIONS if name in options}, degree)
+    shape = {name: int(options[name]) for name in SHAPE_OPTIONS if name in options}
+    parts = load_tables(folder, shape, degree, int(options.get(EXPERT_RANKS, 1)))
     for name in shipped_names():
         shipped = load_fitted(_shipped_file(name))
         if shipped.source.get("device") == parts.source.get("gpu"):
@@ -99,6 +102,13 @@ def _load_folder(folder: Path, options: Mapping[str, float]) -> CostParts:
             "collectives (collective_bandwidth, a key of --hardware)"
         )
     return with_collectives(parts, degree, Collectives(bandwidth, latency_s))
+
+
+def load_rank_cost(source: str | Path, ranks: int, kernel_mode: str = "split_kv", **options: Any) -> MeasuredCost:
+    """`load_step_cost` of one of `ranks` decode ranks, which share the experts if tables tell their times."""
+    if (Path(source) / EXPERTS).is_file():
+        options[EXPERT_RANKS] = ranks
+    return load_step_cost(source, kernel_mode, **options)
 
 
 def shipped_names() -> list[str]:

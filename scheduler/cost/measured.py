@@ -46,6 +46,14 @@ class MeasuredCost(StepCost):
         attention = self._decode_us(lengths, sum(lengths), max(lengths), min(lengths))
         return (self._decode_fixed_us(len(lengths)) + self._layers * attention) * US
 
+    def counted_s(self, requests: int, total: int, longest: int, shortest: int) -> float:
+        if not requests:
+            return 0.0
+        share = long_share(requests, total, longest, shortest)
+        alphas = self.parts.skew.by_longest(requests, share) if share else []
+        attention = self._split_us(self.parts.decode.curve(requests), alphas, total / requests, longest)
+        return (self._decode_fixed_us(requests) + self._layers * attention) * US
+
     def run_s(self, lengths: Sequence[int], steps: int) -> list[float]:
         if not lengths or steps <= 0:
             return [0.0] * max(0, steps)
@@ -221,6 +229,9 @@ class OneBlockCost(MeasuredCost):
 
     def options(self) -> dict[str, float]:
         return {"block_bandwidth": self._bandwidth, "sm_count": self._workers, "heads": self._heads}
+
+    def counted_s(self, requests: int, total: int, longest: int, shortest: int) -> float:
+        return StepCost.counted_s(self, requests, total, longest, shortest)
 
     def run_s(self, lengths: Sequence[int], steps: int) -> list[float]:
         """One schedule for each pass: the order in which jobs wait changes as all grow."""

@@ -59,6 +59,16 @@ class StepCost(ABC):
         """
         return [self.balanced_step_s((), [length + step for length in lengths]) for step in range(steps)]
 
+    def counted_s(self, requests: int, total: int, longest: int, shortest: int) -> float:
+        """`step_s` of decodes of which only the number, sum, longest and shortest length are known.
+
+        Here all but the longest and the shortest are taken as equal. Subclasses should override it with a faster one.
+        """
+        if requests < 3:
+            return self.step_s((), [longest, shortest][:requests])
+        others, more = divmod(total - longest - shortest, requests - 2)
+        return self.step_s((), [longest, shortest, *[others + 1] * more, *[others] * (requests - 2 - more)])
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """For reports: name, kernel mode, source with its hash, and every option. JSON-serialisable."""

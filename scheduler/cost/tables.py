@@ -49,11 +49,15 @@ LABEL = re.compile(r"[A-Za-z]+(<=|=|>)(\d+)([k%]?)")
 UNITS = {"": (1, 1), "k": (1024, 1), "%": (1, 100)}  # numerator and denominator
 
 
-def load_tables(folder: Path, shape: Mapping[str, int] | None = None, degree: int = 1) -> CostParts:
+def load_tables(
+    folder: Path, shape: Mapping[str, int] | None = None, degree: int = 1, expert_ranks: int = 1
+) -> CostParts:
     """The parts from the tables in `folder`. `shape`: fields of `ModelShape` that replace the known whole model's.
 
-    `degree`: of tensor parallelism, as the tables were measured. Raises ConfigError for a missing or broken file, with
-    its line and column, and for a model of unknown shape or one that cannot be divided.
+    `degree`: of tensor parallelism, as the tables were measured. `expert_ranks`: over how many ranks the experts of a
+    mixture are divided, each rank with as many tokens as this one (expert parallelism); their exchange is not in it.
+    Raises ConfigError for a missing or broken file, with its line and column, and for a model of unknown shape or one
+    that cannot be divided.
     """
     for name in FILES:
         if not (folder / name).is_file():
@@ -66,7 +70,7 @@ def load_tables(folder: Path, shape: Mapping[str, int] | None = None, degree: in
     return CostParts(
         name=folder.resolve().name,
         shape=model,
-        dense=_dense(folder / "dense.csv", model.layers),
+        dense=_dense(folder / "dense.csv", model.layers, expert_ranks),
         sequences=_sum_of(folder / "per_sequence.csv", "sequences", {}),
         decode=decode,
         chunk=ChunkAttention(chunk),
@@ -78,6 +82,7 @@ def load_tables(folder: Path, shape: Mapping[str, int] | None = None, degree: in
             "kind": "tables",
             "sha256": _digest(folder),
             **{key: str(meta[key]) for key in ("model", "gpu", "profiled_at") if key in meta},
+            **({"expert_ranks": expert_ranks} if expert_ranks > 1 else {}),
         },
     )
 
@@ -136,27 +141,30 @@ def _fill_lines(values: Floats, xs: Floats, axis: int, edges: bool) -> None:
     np.copyto(lines, between, where=usable)
 
 
-def _dense(path: Path, layers: int) -> Curve:
+def _dense(path: Path, layers: int, expert_ranks: int) -> Curve:
     weights = dict.fromkeys(ONCE, 1.0) | dict.fromkeys(TWICE, 2.0 * layers)
     dense, experts = _sum_of(path, "tokens", weights, default=float(layers)), path.with_name(EXPERTS)
     if not experts.is_file():
         return dense
-    tokens, per_layer = _experts(experts)
+    tokens, per_layer = _experts(experts, expert_ranks)
     xs = sorted({*dense.xs, *tokens})
     return Curve(xs, [dense.at(x) + layers * per_layer(x) for x in xs])
 
 
-def _experts(path: Path) -> tuple[list[float], Callable[[float], float]]:
+def _experts(path: Path, ranks: int) -> tuple[list[float], Callable[[float], float]]:
     """The measured numbers of tokens, and µs of one layer's experts for any, each token routed to experts at random.
 
     A token activates as many as a single token does in the table. There are as many as are ever active there. Of E, T
-    tokens with k each activate E (1 - (1 - k / E) ** T) on average.
+    tokens with k each activate E (1 - (1 - k / E) ** T) on average. With R ranks the tokens of all are routed, R T, and
+    a rank has E / R experts: T k of the R T k pairs of token and expert, as in the table. Fewer experts than a token
+    activates were not measured, and take as long as that many.
     """
     rows = {tuple(row[:2]): row[2] for _, row in read_rows(path, (), ("tokens", "activated_experts", "time_us"))}
     each, all_of = min(active for _, active in rows), max(active for _, active in rows)
     axes, values = full_grid(rows)
     surface = Surface(axes[0], axes[1], values.tolist())
-    return axes[0], lambda tokens: surface.at(tokens, all_of * (1.0 - (1.0 - each / all_of) ** tokens))
+    here = all_of / ranks  # the surface takes a number below its first point as that
+    return axes[0], lambda tokens: surface.at(tokens, here * (1.0 - (1.0 - each / all_of) ** (ranks * tokens)))
 
 
 def _sum_of(path: Path, column: str, weights: Mapping[str, float], default: float = 1.0) -> Curve:

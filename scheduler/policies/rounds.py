@@ -135,8 +135,10 @@ class RoundsPolicy(AlignedPolicy):
         return entry.since_s <= self._begun_s
 
     def _pays(self, limits: BatchLimits) -> bool:
-        """Whether a round in order of length can save time: by what an iteration of waiting requests of all lengths that
-        fill the cache loses to unequal lengths. True if that is not known."""
+        """Whether a round in order of length can save time; True if that is not known.
+
+        It can if requests of all waiting lengths, as many as fill the cache, lose enough to unequal lengths.
+        """
         if self._cost is None:
             return True
         lengths = self._sample(limits.max_requests)
@@ -146,7 +148,7 @@ class RoundsPolicy(AlignedPolicy):
         return step_s - self._cost.balanced_step_s((), lengths) >= LEAST_BUBBLE * step_s
 
     def _sample(self, most: int) -> list[int]:
-        """Quantiles of the waiting lengths, as many as fit into the cache and `most`. Each counts as its leaf's middle."""
+        """Quantiles of the waiting lengths (middles of leaves), as many as the cache holds, at most `most`."""
         tree = self.tree
         counts, width = tree.requests[tree.depth], tree.leaf_tokens
         waiting = [(counts[leaf], leaf * width + (width + 1) // 2) for leaf in tree.leaves_below((0, 0))]

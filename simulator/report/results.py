@@ -48,6 +48,25 @@ class StepColumns:
 
 
 @dataclass(slots=True)
+class Barriers:
+    """Iterations of decode instances whose `ranks` ranks wait for each other, in columns of equal length. Seconds.
+
+    `seconds`: of the slowest rank. `own_s`: the sum of what the ranks take alone. `last_join_s`: when the last request
+    began to decode; from then on ranks only run empty. KV was copied from rank to rank (`moved_bytes`), from the pool
+    to ranks (`joined_bytes`) and back (`evicted_bytes`).
+    """
+
+    ranks: int
+    last_join_s: float
+    moved_bytes: int = 0
+    joined_bytes: int = 0
+    evicted_bytes: int = 0
+    start_s: array[float] = field(default_factory=lambda: array("d"))
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+    own_s: array[float] = field(default_factory=lambda: array("d"))
+
+
+@dataclass(slots=True)
 class RunResult:
     """The result of one policy, workload and seed. `instances`: names by the number in `StepColumns.instance`.
 
@@ -62,3 +81,4 @@ class RunResult:
     pool_blocks: list[tuple[float, int]] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
     configuration: Mapping[str, object] = field(default_factory=dict)
+    barriers: Barriers | None = None

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alignedserve.request import Stage
-from alignedserve.simulator.report.results import RequestResult, RunResult, StepColumns
+from alignedserve.simulator.report.results import Barriers, RequestResult, RunResult, StepColumns
 from alignedserve.simulator.report.tokens import Floats, TokenTimes, token_times
 
 Metric = float | int | None
@@ -79,6 +79,7 @@ def measure(run: RunResult, objectives: Objectives, warmup_s: float = 0.0) -> Me
         **_iterations(passes),
         **_throughput(run, warmup_s, span_s, passes, len(tokens.ttft)),
         **_attainment(tokens, objectives, len(counted), span_s),
+        **({} if run.barriers is None else _barriers(run.barriers, passes, warmup_s)),
     }
     return Measured(metrics, tokens, passes)
 
@@ -151,6 +152,26 @@ def _attainment(tokens: TokenTimes, objectives: Objectives, arrived: int, span_s
         "slo_tpot_attainment": _per(int(steady.sum()), arrived) if asked_tpot else None,
         "slo_attainment": _per(good, arrived) if objectives.any else None,
         "goodput_requests_per_s": _per(good, span_s) if objectives.any else None,
+    }
+
+
+def _barriers(barriers: Barriers, passes: PassTimes, warmup_s: float) -> dict[str, Metric]:
+    """What ranks lose by waiting for each other. `filled`: while requests began to decode, the ranks were kept full."""
+    start, seconds, own = (np.frombuffer(getattr(barriers, name)) for name in ("start_s", "seconds", "own_s"))
+    counted = start >= warmup_s
+    shares: list[Metric] = []
+    for some in (counted & (start <= barriers.last_join_s), counted):
+        whole = float(seconds[some].sum()) * barriers.ranks
+        shares.append(1.0 - float(own[some].sum()) / whole if whole else None)
+    filled = passes.start <= barriers.last_join_s
+    span_s = float((passes.start + passes.seconds)[filled].max() - passes.start[filled].min()) if filled.any() else 0.0
+    return {
+        "idle_share": shares[0],
+        "idle_share_run": shares[1],
+        "filled_tokens_per_s": _per(float(passes.decodes[filled].sum()), span_s),
+        "moved_bytes": barriers.moved_bytes,
+        "joined_bytes": barriers.joined_bytes,
+        "evicted_bytes": barriers.evicted_bytes,
     }
 
 

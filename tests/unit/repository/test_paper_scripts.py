@@ -357,6 +357,27 @@ def test_options_that_cannot_be_end_with_a_message(
     assert problem in capsys.readouterr().err
 
 
+def test_the_ranks_have_every_placement_and_metric(
+    capsys: pytest.CaptureFixture[str], data: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "figures.csv"
+    arguments = ("--data", str(data), "--ranks", "2", "--seeds", "1", "--loads", "0.9,at-once", "--csv", str(file))
+    text = report(capsys, "ranks", *arguments)
+    with file.open(encoding="utf-8", newline="") as lines:
+        figures = list(csv.DictReader(lines))
+    names = ["95 % short", "ShareGPT-8k", "Azure conversation"]
+    assert [row["workload"] for row in figures if row["metric"] == "idle_share"] == 2 * names
+    assert {row["ranks"] for row in figures} == {"2"}
+    placements = ["round-robin", "least-requests", "least-tokens", "balance-route", "shared-pool"]
+    assert all(float(row[name]) >= 0 for row in figures for name in placements)
+    moved = [row for row in figures if row["metric"] == "moved_bytes"]
+    assert all(float(row[name]) == 0 for row in moved for name in placements[:-1])
+    shown = rows_of(text, "workload, placement")
+    assert [row["workload, placement"] for row in shown] == [f"{one}, {name}" for one in names for name in placements]
+    idle = [100 * float(figures[0][name]) for name in placements]
+    assert [figure(row["idle"]) for row in shown[:5]] == pytest.approx(idle, abs=6e-3)
+
+
 def test_worth_it_has_every_workload_policy_and_metric(
     capsys: pytest.CaptureFixture[str], data: Path, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from alignedserve.config import SchedulerConfig
 from alignedserve.scheduler.colocated.base import InstanceScheduler
 from alignedserve.scheduler.policies.base import BatchPolicy
 from alignedserve.scheduler.policies.oracle import OraclePolicy
+from alignedserve.scheduler.ranks.base import Placement
 from alignedserve.scheduler.systems import SYSTEMS, Topology, policy_class, resolve, scheduler_class
 from alignedserve.simulator.colocated import simulate_colocated
 from alignedserve.simulator.hardware import Hardware
@@ -25,7 +26,7 @@ PROMPT, ANSWER = 200, 37  # tokens: no other number in the cell equals an answer
 TELLING = ("output", "answer", "final", "remaining")
 LONGEST = 300, 60  # the longest request's prompt and answer: colocated systems are told a rounded sum of both
 BLOCKS = 30  # fewer than an answer's tokens, so that no block id equals them
-CONTRACTS = [BatchPolicy, InstanceScheduler]
+CONTRACTS = [BatchPolicy, InstanceScheduler, Placement]
 COLOCATED = [name for name, system in SYSTEMS.items() if system.topology is Topology.COLOCATED]
 BLIND = [name for name, system in SYSTEMS.items() if system.topology is Topology.DISAGGREGATED and name != "oracle"]
 

@@ -373,3 +373,49 @@ def test_rates_and_seeds() -> None:
     for text in ("0", "a", "1,1"):
         with pytest.raises(ConfigError):
             seeds_of(0, text)
+
+
+RANKS = ("--trace", MIX, "--rate", "40", "--cost-model", "a100-opt-13b", "--prefill", "2")
+
+
+def test_placements_are_compared_on_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (*RANKS, "--ranks", "3", "--placement", "round-robin,shared-pool", "--set")
+    summary, _ = simulate(capsys, *arguments, "shared-pool.decode.max_running=4", "--json")
+    assert set(summary) == {"round-robin", "shared-pool", "run"}
+    assert 0 < summary["shared-pool"]["idle_share"] < 1
+    assert summary["shared-pool"]["counters"]["moved_bytes"] == summary["shared-pool"]["moved_bytes"]
+    described = summary["run"]["configuration"]["policies"]["shared-pool"]
+    assert (described["ranks"], described["config"]["decode"]["max_running"]) == (3, 4)
+    table, _ = simulate(capsys, *RANKS, "--ranks", "2")
+    assert "shared-pool" in table.splitlines()[0]
+    assert "idle share of ranks" in table
+    assert "moved between ranks, B" in table
+
+
+def test_one_rank_is_a_run_without_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, _ = simulate(capsys, *RANKS, "--json")
+    one, _ = simulate(capsys, *RANKS, "--ranks", "1", "--json")
+    assert plain["aligned"] == one["aligned"]
+    assert plain["run"]["configuration"] == one["run"]["configuration"]
+    assert "idle_share" not in one["aligned"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--ranks", "0"), "--ranks must be at least 1"),
+        (("--placement", "round-robin"), "one rank leaves nothing to choose"),
+        (("--ranks", "2", "--policy", "vllm"), "vllm is a colocated policy"),
+        (("--ranks", "2", "--policy", "fcfs"), "give --placement instead"),
+        (("--ranks", "2", "--placement", "round-robbin"), "did you mean round-robin?"),
+        (("--ranks", "2", "--placement", "round-robin,round-robin"), "none twice"),
+        (("--ranks", "2", "--set", "shared-pool.scheduler.waiting_rule=paper"), "a run with ranks does not read it"),
+        (("--ranks", "2", "--set", "shared-pool.decode.graphs=off"), "a run with ranks does not read it"),
+        (("--ranks", "2", "--set", "round-robin.decode.max_running=4"), "with a policy of --policy"),
+    ],
+)
+def test_senseless_options_of_ranks_end_with_a_message(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], problem: str
+) -> None:
+    _, said = simulate(capsys, *RANKS, *arguments, status=2)
+    assert problem in said

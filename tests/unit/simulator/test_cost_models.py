@@ -34,6 +34,7 @@ from alignedserve.scheduler.cost.prior import cost_model_factory
 from alignedserve.scheduler.cost.skew import AXES, SkewTable
 from alignedserve.scheduler.cost.step import KERNEL_MODES, ChunkShape
 from alignedserve.simulator.hardware import Hardware
+from alignedserve.simulator.slowed import SlowedCost
 from support.measured_tables import RTX, TABLES, needs_tables
 
 LENGTHS = st.lists(st.integers(1, 40_000), min_size=1, max_size=40)
@@ -66,6 +67,24 @@ def test_a_run_of_passes_is_each_of_them_bit_for_bit(lengths: list[int], steps: 
         assert cost.run_s(lengths, steps) == expected
         balanced = [cost.balanced_step_s((), [length + step for length in lengths]) for step in range(steps)]
         assert cost.balanced_run_s(lengths, steps) == balanced
+
+
+@given(lengths=LENGTHS, name=st.sampled_from(shipped_names()))
+@settings(max_examples=60, deadline=None)
+def test_number_sum_longest_and_shortest_are_all_that_a_split_kernel_asks(lengths: list[int], name: str) -> None:
+    cost, counted = loaded(name), (len(lengths), sum(lengths), max(lengths), min(lengths))
+    assert cost.counted_s(*counted) == cost.step_s((), lengths)
+    assert SlowedCost(cost, 1.5).counted_s(*counted) == 1.5 * cost.step_s((), lengths)
+    assert cost.counted_s(0, 0, 0, 0) == 0
+
+
+@given(lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=3))
+@settings(max_examples=30, deadline=None)
+def test_other_kernels_take_the_requests_between_as_equal(lengths: list[int]) -> None:
+    """With at most one between, nothing is assumed."""
+    cost = loaded(RTX, "no_split_longest_first")
+    counted = cost.counted_s(len(lengths), sum(lengths), max(lengths), min(lengths))
+    assert counted == pytest.approx(cost.step_s((), lengths))
 
 
 @given(lengths=LENGTHS, longer=st.integers(0, 5000))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.errors import ConfigError
-from alignedserve.scheduler.cost.load import default_hardware, load_parts, load_step_cost
+from alignedserve.scheduler.cost.load import default_hardware, load_parts, load_rank_cost, load_step_cost
 from alignedserve.scheduler.cost.step import ChunkShape
 from support.measured_tables import RTX, TABLES, needs_tables
 
@@ -159,6 +159,19 @@ def test_experts_add_the_time_of_as_many_as_are_active_on_average(folder: Path) 
     costs = [load_step_cost(folder, **SHAPE).step_s((), [64] * count) for count in (1, 2, 100)]
     more = [(cost - before) * 1e6 / SHAPE["layers"] for cost, before in zip(costs, dense, strict=True)]
     assert more == pytest.approx([10, 12 + 8 * 0.75, 60])  # two tokens: 8 (1 - (6 / 8) ** 2) = 3.5 experts of 2 to 4
+
+
+def test_ranks_share_the_experts(folder: Path) -> None:
+    """Two ranks: four tokens of both activate half of those that they would activate of all experts."""
+    text = "".join(f"{t},{a},{10 * a + t}\n" for t in (1, 2, 8, 512) for a in (2, 4, 8))
+    (folder / "moe.csv").write_text(f"tokens,activated_experts,time_us\n{text}")
+    layers = SHAPE["layers"]
+    rank = load_rank_cost(folder, 2, **SHAPE).parts.dense
+    alone = load_step_cost(folder, **SHAPE).parts.dense
+    two = 8 * (1 - (6 / 8) ** 2), 4 * (1 - (6 / 8) ** 4)
+    assert alone.at(2) - rank.at(2) == pytest.approx(layers * 10 * (two[0] - two[1]))
+    assert alone.at(512) - rank.at(512) == pytest.approx(layers * 10 * 4)
+    assert load_rank_cost("a100-opt-13b", 2).describe() == load_step_cost("a100-opt-13b").describe()
 
 
 @pytest.mark.parametrize(("degree", "shape"), [(3, SHAPE), (4, {**SHAPE, "kv_heads": 3})])

@@ -1,0 +1,205 @@
+"""Placements on ranks: who gets what, bounds of waiting, and capacities."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alignedserve.errors import ConfigError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.cost.load import load_step_cost
+from alignedserve.scheduler.ranks.balance_route import BalanceRoute
+from alignedserve.scheduler.ranks.base import Members, Place, Placement, Rank, Ready
+from alignedserve.scheduler.ranks.names import PLACEMENTS, placement_class
+from alignedserve.scheduler.ranks.shared_pool import SLACK, WINDOW_OF_A_RANK, SharedPool
+from alignedserve.scheduler.ranks.window import Window
+
+BLOCK = 16
+
+
+def ready(number: int, tokens: int) -> Ready:
+    return Ready(RequestKey(f"r{number}"), tokens, tokens // BLOCK + 1, number)
+
+
+def ranks(*tokens: int, requests: int = 10, slots: int = 5, room_blocks: int = 10_000) -> list[Rank]:
+    lengths = [(count // requests if requests else 0) for count in tokens]
+    return [
+        Rank(number, requests, count, length, length, slots=slots, room_blocks=room_blocks)
+        for number, (count, length) in enumerate(zip(tokens, lengths, strict=True))
+    ]
+
+
+class Held(Members):
+    def __init__(self, *of_ranks: Iterable[Ready]) -> None:
+        self._of = of_ranks
+
+    def of(self, rank: int) -> Iterator[Ready]:
+        return iter(self._of[rank])
+
+
+def placed(placement: Placement, state: list[Rank], *requests: Ready) -> list[Place]:
+    for request in requests:
+        assert placement.add(request, state) is None
+    return placement.refill(state)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    assert [placement_class(name) for name in PLACEMENTS] == list(PLACEMENTS.values())
+    with pytest.raises(ConfigError, match="did you mean least-tokens"):
+        placement_class("least-token")
+    with pytest.raises(ConfigError, match="round-robin, least-requests"):
+        placement_class("x")
+
+
+def test_sticky_placements_choose_when_a_request_comes() -> None:
+    state = ranks(500, 300, 400)
+    state[1].requests, state[2].queued, state[2].queued_tokens = 12, 1, 50
+    robin = placement_class("round-robin")(3)
+    assert [robin.add(ready(n, 9), state) for n in range(4)] == [0, 1, 2, 0]
+    assert placement_class("least-requests")(3).add(ready(0, 9), state) == 0
+    assert placement_class("least-tokens")(3).add(ready(0, 9), state) == 1
+    state[1].queued_tokens = 500  # those that wait count
+    assert placement_class("least-tokens")(3).add(ready(0, 9), state) == 2
+
+
+# BR-0: F = s - G (s - m)+
+
+
+def test_balance_route_fills_the_margin_with_the_longest_that_fits() -> None:
+    state = ranks(1000, 400, slots=8)
+    state[1].slots = 9  # more than four free slots a rank: stage 1, the rank with the most of them
+    assert placed(BalanceRoute(2), state, ready(0, 700), ready(1, 550), ready(2, 100))[0] == Place(RequestKey("r1"), 1)
+
+
+def test_balance_route_takes_the_best_subset_where_slots_are_scarce() -> None:
+    state = ranks(1000, 400, slots=0)
+    state[1].slots = 2
+    found = placed(BalanceRoute(2), state, ready(0, 500), ready(1, 350), ready(2, 245), ready(3, 60))
+    assert {place.key.request_id for place in found} == {"r1", "r2"}  # 595 of a margin of 600
+    assert {place.rank for place in found} == {1}
+
+
+def test_balance_route_places_something_even_if_it_only_costs() -> None:
+    state = ranks(1000, 1000, slots=0)
+    state[0].slots = 1
+    assert placed(BalanceRoute(2), state, ready(0, 700), ready(1, 500)) == [Place(RequestKey("r1"), 0)]
+    full = ranks(1000, 900, room_blocks=2)
+    assert placed(BalanceRoute(2), full, ready(0, 700)) == []
+
+
+# the shared pool
+
+
+def test_the_longest_request_goes_where_the_gap_is() -> None:
+    state = ranks(9000, 4000, 8500, slots=1)
+    found = placed(SharedPool(3), state, ready(0, 300), ready(1, 4200), ready(2, 100))
+    assert found == [Place(RequestKey("r1"), 1), Place(RequestKey("r2"), 2), Place(RequestKey("r0"), 0)]
+
+
+def test_where_room_binds_the_longest_that_fits_is_taken() -> None:
+    state = ranks(1000, 1000, room_blocks=20, slots=50)
+    found = placed(SharedPool(2), state, ready(0, 900), ready(1, 250), ready(2, 200), ready(3, 40))
+    assert [(place.key.request_id, place.rank) for place in found] == [("r1", 0), ("r2", 1), ("r3", 1)]
+
+
+def test_a_running_request_moves_from_the_fullest_rank() -> None:
+    pool, state = SharedPool(3), ranks(12_000, 8000, 8000)
+    lengths = (100, 1200, 2400, 8100)
+    held = Held([ready(n, tokens) for n, tokens in enumerate(lengths)], [], [])
+    moves = pool.moves(state, held)
+    assert moves[0].key == RequestKey("r1")  # with r2 the other rank would be nearly as full
+    assert (moves[0].from_rank, moves[0].to_rank) == (0, 1)
+    assert max(rank.tokens for rank in state) < 12_000
+    level = ranks(10_000, 10_000, 10_000 + int(SLACK * 10_000))
+    assert pool.moves(level, Held([], [], [ready(0, 100)])) == []
+
+
+def test_nothing_moves_to_a_rank_without_room_or_slots() -> None:
+    for state in (ranks(12_000, 8000, slots=0), ranks(12_000, 8000, room_blocks=3)):
+        assert SharedPool(2).moves(state, Held([ready(0, 1000)], [])) == []
+
+
+def test_the_cost_model_tells_what_a_long_request_costs_beside_its_kv() -> None:
+    pool = SharedPool(2)
+    pool.use_cost(load_step_cost("a100-opt-13b"))
+    state = ranks(40_000, 40_000, requests=40)
+    assert placed(pool, state, ready(0, 500))[0].rank == 0
+    state = ranks(40_000, 40_000, requests=40)
+    state[0].longest, state[0].shortest = 8000, 500  # the same KV, but the others wait for its longest
+    assert placed(pool, state, ready(1, 500))[0].rank == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), count=st.integers(1, 6), name=st.sampled_from(["shared-pool", "balance-route"]))
+def test_every_request_is_placed_once_within_capacity_and_bounds(seed: int, count: int, name: str) -> None:
+    """Requests come, run for a while and end; ranks have few slots and little room."""
+    rng = random.Random(seed)
+    pool = placement_class(name)(count)
+    running: list[dict[RequestKey, Ready]] = [{} for _ in range(count)]
+    overtaken: dict[RequestKey, int] = {}
+    by_key: dict[RequestKey, Ready] = {}
+    number, last, idle = 0, 120, 0
+    while number < last or overtaken:
+        assert idle < 400
+        for _ in range(rng.randint(0, 4) if number < last else 0):
+            request = ready(number, rng.choice([rng.randint(1, 90), rng.randint(900, 1500)]))
+            by_key[request.key], overtaken[request.key] = request, 0
+            pool.add(request, [])
+            number += 1
+        state = [
+            Rank(
+                n,
+                len(held),
+                sum(one.tokens for one in held.values()),
+                max((one.tokens for one in held.values()), default=0),
+                min((one.tokens for one in held.values()), default=0),
+                slots=4 - len(held),
+                room_blocks=120 - sum(one.blocks for one in held.values()),
+            )
+            for n, held in enumerate(running)
+        ]
+        places = pool.refill(state)
+        idle = 0 if places else idle + 1
+        for place in places:
+            request = by_key.pop(place.key)
+            running[place.rank][place.key] = request
+            del overtaken[place.key]
+            for key in overtaken:
+                overtaken[key] += by_key[key].number < request.number
+        if name == "shared-pool":
+            assert all(times < count * WINDOW_OF_A_RANK for times in overtaken.values())
+        assert pool.waiting() == len(overtaken)
+        for rank, held in zip(state, running, strict=True):
+            assert len(held) <= 4
+            assert sum(one.blocks for one in held.values()) <= 120
+            assert (rank.requests, rank.tokens) == (len(held), sum(one.tokens for one in held.values()))
+            for key in [key for key in held if rng.random() < 0.3]:
+                del held[key]
+    assert not by_key
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(1, 8), st.randoms(use_true_random=False))
+def test_the_window_holds_the_oldest_by_length(lengths: list[int], size: int, rng: random.Random) -> None:
+    window, left = Window(size), {}
+    for number, tokens in enumerate(lengths):
+        left[number] = ready(number, tokens)
+        window.add(left[number])
+    while left:
+        oldest = min(left)
+        inside = [one for number, one in left.items() if number < oldest + size]
+        most = rng.randint(0, 500)
+        fitting = [one for one in inside if one.tokens <= most]
+        found = window.longest(most, 10_000)
+        shortest = min(one.tokens for one in inside)
+        assert found is not None
+        assert found.tokens == max((one.tokens for one in fitting), default=shortest)
+        assert window.mean_tokens * len(inside) == pytest.approx(sum(one.tokens for one in inside))
+        gone = rng.choice(inside)
+        window.remove(gone)
+        del left[gone.number]
+    assert len(window) == 0
