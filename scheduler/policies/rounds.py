@@ -5,8 +5,8 @@ ended. So consecutive batches hold adjacent lengths, running requests grow in th
 waits longer than the rest of one round and the next one. A request with its own wait objective that is overdue is the
 seed of a batch of its neighbours, in between.
 
-Late joins keep to the round, too: while members of the round wait, requests that arrived after it began do not take
-their room. An evicted request waits for the next round.
+Late joins keep to the round, too: requests that arrived more than LATE_S after it began wait for the next one. An
+evicted request whose length is still ahead stays in the round.
 
 Where unequal lengths cost little, a round in order of length only delays the long requests. If the cost model knows
 that, the round goes in order of arrival.
@@ -28,7 +28,7 @@ from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.policies.aligned import AlignedPolicy
 from alignedserve.scheduler.policies.base import BatchLimits, Entry, InstanceState, as_many_as_fit
 
-LATE_S = 10.0  # requests that arrived so soon after a round began may join late while its members wait
+LATE_S = 20.0  # requests that arrived so soon after a round began may join its batches late
 LEAST_BUBBLE = 0.07  # share of an iteration's time that unequal lengths must cost for a round in order of length
 
 
@@ -142,8 +142,6 @@ class RoundsPolicy(AlignedPolicy):
         if self._cost is None:
             return True
         lengths = self._sample(limits.max_requests)
-        if len(lengths) == len(self.tree):  # they all fit, in any order
-            return False
         step_s = self._cost.step_s((), lengths)
         return step_s - self._cost.balanced_step_s((), lengths) >= LEAST_BUBBLE * step_s
 

@@ -182,7 +182,7 @@ class SchedulerConfig:
         0.25, "share by which a prefix length may differ from the running batch and still match it", low=0.0
     )
     waiting_rule: str = _key(
-        "overdue",
+        "rounds",
         "policy aligned: overdue: earliest deadline first; paper: subtrees without a batch first; rounds: by length",
         choices=("overdue", "paper", "rounds"),
     )

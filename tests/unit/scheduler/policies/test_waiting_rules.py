@@ -157,7 +157,7 @@ def test_an_overdue_request_is_served_in_between_with_its_neighbours() -> None:
     assert 130 in take(policy, 1.0, limits)
 
 
-def test_newcomers_join_late_only_when_no_member_of_the_round_waits() -> None:
+def test_newcomers_join_late_in_the_next_round() -> None:
     policy, limits = rounds(), BatchLimits(250, 2, 100)
     insert(policy, 0.0, 100, 110, 1000)
     assert sorted(take(policy, 1.0, limits)) == [100, 110]
@@ -165,17 +165,42 @@ def test_newcomers_join_late_only_when_no_member_of_the_round_waits() -> None:
     insert(policy, 1.0 + LATE_S + 0.1, 106)
     assert [entry.tokens for entry in policy.matching(90, 120, LIMITS)] == [105]
     assert take(policy, 30.0, limits) == [1000]
-    assert [entry.tokens for entry in policy.matching(90, 120, LIMITS)] == [105, 106]
+    assert [entry.tokens for entry in policy.matching(90, 120, LIMITS)] == [105]
+    assert take(policy, 31.0, BatchLimits(105, 2, 1)) == [105]  # the turn
+    assert [entry.tokens for entry in policy.matching(90, 120, LIMITS)] == [106]
+
+
+def test_an_evicted_request_stays_in_the_round_if_its_length_is_still_ahead() -> None:
+    policy, limits = rounds(), BatchLimits(1000, 2, 100)
+    insert(policy, 0.0, 100, 300, 900, 950)
+    assert sorted(take(policy, 1.0, limits)) == [100, 300]
+    for tokens in (90, 920):
+        policy.insert(Entry(RequestKey(f"evicted-{tokens}"), tokens, tokens, 5.0, evicted=True))
+        policy.insert(Entry(RequestKey(f"new-{tokens}"), tokens, tokens, 5.0))
+    policy.check_integrity()
+    assert [take(policy, 6.0, limits) for _ in range(3)] == [[900], [920], [950]]
+    assert sorted(take(policy, 7.0, limits)) == [90, 90]
+
+
+def test_late_joins_do_not_overtake_a_batch_in_order_of_arrival() -> None:
+    policy = rounds()
+    policy.use_cost(load_step_cost("rtxpro6000-llama-3.1-8b"))
+    assert policy.overtakes()
+    insert(policy, 0.0, 4000, 200, 3000)
+    assert take(policy, 1.0, BatchLimits(12_000, 36, 256)) == [4000, 200, 3000]
+    assert not policy.overtakes()
 
 
 @pytest.mark.parametrize(("model", "in_order"), [("rtxpro6000-llama-3.1-8b", "age"), ("a100-opt-13b", "length")])
 def test_a_round_goes_in_order_of_arrival_where_unequal_lengths_cost_little(model: str, in_order: str) -> None:
     policy = rounds()
     policy.use_cost(load_step_cost(model))
-    lengths = [4000, *[200] * 60, 3000, *[300] * 40]
+    lengths = [(7919 * number) % 900 + 100 for number in range(40)]
+    lengths[::10] = [4000, 1500, 2500, 3500]
     insert(policy, 0.0, *lengths)
-    found = take(policy, 1.0, BatchLimits(12_000, 36, 256))
-    assert found == (lengths[: len(found)] if in_order == "age" else [200] * 60)
+    found = take(policy, 1.0, BatchLimits(12_000, 8, 256))
+    expected = lengths if in_order == "age" else sorted(lengths)
+    assert sorted(found) == sorted(expected[: len(found)])
     assert policy.matches(4000, 200, 210) is (in_order == "age")
 
 
