@@ -150,7 +150,7 @@ def measure_rules(requests: int, seed: int, clock: Callable[[], int]) -> list[Fi
             figures.append(Figure(f"{what}, {BATCH} of {requests}, P99 ({rule})", p99_ms, "ms", 1.0))
             for name, share in ("P50", 0.5), ("P99", 0.99):
                 ratio = percentile(of_many, share) / percentile(of_few, share)
-                figures.append(Figure(f"  against {FEW} waiting, {name} ({rule})", ratio, "x", 2.0))
+                figures.append(Figure(f"  {what} against {FEW} waiting, {name} ({rule})", ratio, "x", 2.0))
     return figures
 
 
