@@ -155,7 +155,10 @@ class RankCell:
             self.last_join_s = self.clock.now_s
 
     def finish(self, key: RequestKey) -> None:
-        self.request(key).end(self.clock.now_s)
+        self.end(self.request(key))
+
+    def end(self, request: Replayed) -> None:
+        request.end(self.clock.now_s)
 
     # prompts
 
@@ -176,7 +179,7 @@ class RankCell:
         tokens = arrival.input_tokens + arrival.output_tokens
         if tokens > self._most_tokens:
             request.result.refused = f"{tokens} tokens; the stores hold at most {self._most_tokens} of a request"
-            request.end(self.clock.now_s)
+            self.end(request)
             return
         self._queue.append(request)
         self._dispatch()

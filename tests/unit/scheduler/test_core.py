@@ -351,7 +351,7 @@ def test_the_answers_to_one_prompt_are_prefilled_once_and_go_on_together():
 
 
 def test_an_overdue_candidate_is_marked_urgent_where_it_waits():
-    cell = Cell(starvation_after_s=2.0, requests=10)
+    cell = Cell(starvation_after_s=2.0, requests=10, waiting_rule="overdue")
     cell.make_busy(lengths=(10, 10), free=90)
     cell.wait("other", 60)
     assert only(cell.do(ev.Tick(), after_s=1.9), MarkUrgent) == []
@@ -363,7 +363,7 @@ def test_an_overdue_candidate_is_marked_urgent_where_it_waits():
 
 
 def test_an_overdue_request_of_the_pool_goes_before_density():
-    cell = Cell(starvation_after_s=2.0, min_batch_requests=3)
+    cell = Cell(starvation_after_s=2.0, min_batch_requests=3, waiting_rule="overdue")
     cell.make_busy(lengths=(10, 10))
     cell.wait("old", 90)
     actions = cell.do(ev.Tick(), after_s=2.1)

@@ -316,7 +316,7 @@ def test_a_new_core_goes_by_the_objectives_that_it_was_told_of():
 
 
 def test_an_evicted_request_that_comes_back_has_waited_since_its_eviction():
-    cell = Cell(starvation_after_s=5.0)
+    cell = Cell(starvation_after_s=5.0, waiting_rule="overdue")
     cell.do(ev.InventoryTaken("d0", (held("a", False), held("c", True)), restore=True))
     cell.do(ev.Returned(key("c"), 28, 7, waited_s=4.0))
     assert only(cell.do(ev.Tick(), after_s=0.9), MarkUrgent) == []
@@ -324,7 +324,7 @@ def test_an_evicted_request_that_comes_back_has_waited_since_its_eviction():
 
 
 def test_one_that_never_joined_has_waited_all_the_while_whatever_is_said_of_an_eviction_before():
-    cell = Cell(starvation_after_s=5.0)
+    cell = Cell(starvation_after_s=5.0, waiting_rule="overdue")
     cell.make_busy()
     for name in "abc":
         cell.wait(name, 40)

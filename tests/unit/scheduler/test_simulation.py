@@ -160,7 +160,9 @@ def test_a_roomy_cell_never_stalls_drops_or_marks_anything():
 
 def starve(starvation_after_s):
     """Returns how long a long request waited among short ones that keep the only decode instance full, and the cell."""
-    scheduler = SchedulerConfig(min_batch_requests=4, leaf_tokens=4, starvation_after_s=starvation_after_s)
+    scheduler = SchedulerConfig(
+        min_batch_requests=4, leaf_tokens=4, starvation_after_s=starvation_after_s, waiting_rule="overdue"
+    )
     cell = SmallCell(Shape(pool_blocks=2000, batch_buffer=40, requests_buffer=40, max_running=6, scheduler=scheduler))
     for i in range(500):
         cell.at(i * 0.0055, partial(cell.submit, [Request(f"short-{i}", 12, 16, 16, "")]))

@@ -281,7 +281,7 @@ def test_a_request_goes_by_the_objective_that_its_trace_gives_it() -> None:
         short = [Arrival(f"short-{i}", 0.003 * i, 12 + i % 3, 15) for i in range(300)]
         long = Arrival("long", 0.1, 100, 15, objective_s)
         arrivals = sorted([*short, long], key=lambda arrival: arrival.arrival_s)
-        config = small_config(starvation_after_s=5.0)
+        config = small_config(starvation_after_s=5.0, waiting_rule="overdue")
         result = run(Workload(tuple(arrivals)), SYSTEMS["aligned"], config, hardware(pool_tokens=20_000))
         return next(request.pool_wait_s for request in result.requests if request.arrival is long)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from alignedserve.config import Config, DecodeConfig
+from alignedserve.config import Config, DecodeConfig, SchedulerConfig
 from alignedserve.control.convert import spec_to_proto
 from alignedserve.decode_worker.held import Outcome
 from alignedserve.decode_worker.iteration_meter import IterationMeter
@@ -111,7 +111,8 @@ def test_the_simulator_asks_for_what_lies_in_the_cache_before_the_pass() -> None
     hardware = Hardware(kv_tokens=640, kv_bytes_per_token=1 << 16, pool_tokens=4000)
     for leap in (False, True):
         cost = NotingCost()
-        result = simulate(load, resolve("aligned"), Config(), hardware, LinearStepCost(), cost, leap=leap)
+        config = Config(scheduler=SchedulerConfig(waiting_rule="overdue"))  # rounds ask for costs, too
+        result = simulate(load, resolve("aligned"), config, hardware, LinearStepCost(), cost, leap=leap)
         steps = zip(result.steps.decodes, result.steps.total, strict=True)
         assert [total for decodes, total in steps if decodes] == LENGTHS
         if not leap:

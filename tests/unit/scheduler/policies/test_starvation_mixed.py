@@ -39,6 +39,7 @@ class World:
     streams: tuple[tuple[str, tuple[float, ...]], ...]
     policy: str = "aligned"
     tpot_objective_s: float = 0.0
+    waiting_rule: str = "overdue"
 
     def cell(self) -> SmallCell:
         scheduler = SchedulerConfig(
@@ -48,6 +49,7 @@ class World:
             starvation_after_s=0.5,
             late_share=self.late_share,
             policy=self.policy,
+            waiting_rule=self.waiting_rule,
             tpot_objective_s=self.tpot_objective_s,
             refuse_for_load=not self.tpot_objective_s,  # a refused request would not wait
         )
@@ -132,6 +134,13 @@ def test_no_request_waits_past_the_bound_whatever_the_objectives(world: World) -
 @pytest.mark.parametrize("world", BROKEN)
 def test_no_request_waits_past_the_bound_where_some_did(world: World) -> None:
     assert not run(world)[1].broken()
+
+
+@settings(machine_settings(30), phases=[Phase.generate])
+@given(world=WORLDS, objectives_s=st.sampled_from(((SHORT,), (LONG,), MANY)))
+def test_rounds_keep_objectives_to_the_same_bound(world: World, objectives_s: tuple[float, ...]) -> None:
+    streams = tuple((kind, objectives_s) for kind, _ in world.streams)
+    assert not run(replace(world, waiting_rule="rounds", streams=streams))[1].broken()
 
 
 class SkewedCost:
