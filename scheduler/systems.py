@@ -72,7 +72,7 @@ def _colocated(name: str, target: str, summary: str, **options: Option) -> Syste
 SYSTEMS: Mapping[str, System] = {
     system.name: system
     for system in (
-        _disaggregated("aligned", "aligned:AlignedPolicy", "candidate batches of similar lengths, density first"),
+        _disaggregated("aligned", "aligned:AlignedPolicy", "candidate batches of similar lengths"),
         _disaggregated(
             "aligned-cost",
             "aligned_cost:AlignedCostPolicy",
