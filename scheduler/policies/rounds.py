@@ -110,11 +110,12 @@ class RoundsPolicy(AlignedPolicy):
             return selection
         tree = self.tree
         for leaf in tree.leaves_between(self._leaf, tree.leaf_of(tree.max_tokens)):
-            for entry in takewhile(self._is_member, tree.oldest(leaf)):
-                if not self._take(selection, entry, leaf):
-                    return selection
-                if selection.requests == 1:
-                    self._leaf = leaf
+            each = tree.blocks_each[leaf]
+            entries = tree.take(leaf, selection.room(each) + 1, self._begun_s)
+            if entries and not selection.requests:
+                self._leaf = leaf
+            if not selection.add_part(entries, leaf, each) or selection.requests >= limits.max_requests:
+                break
         return selection
 
     def _take(self, selection: Selection, entry: Entry, leaf: int) -> bool:
