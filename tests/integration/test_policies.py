@@ -113,7 +113,7 @@ def test_aligned_serves_what_generate_gives(aligned: Served, tmp_path: Path) -> 
     prompts = random_prompts(LENGTHS, VOCAB_SIZE, seed=42)
     for prompt, answer in zip(prompts, aligned.answers, strict=True):
         assert answer.tokens == greedy(reference, prompt, NEW_TOKENS, answer.tokens)
-    assert aligned.classes == {f"{POLICIES}.aligned:AlignedPolicy"}
+    assert aligned.classes == {f"{POLICIES}.rounds:RoundsPolicy"}
     assert through_buffers(aligned.metrics) > 0
     check(aligned, aligned)
 
@@ -122,7 +122,7 @@ def test_aligned_serves_what_generate_gives(aligned: Served, tmp_path: Path) -> 
     ("policy", "decides", "prefetches"),
     [
         ("fcfs", f"{POLICIES}.fcfs:FcfsPolicy", True),
-        ("aligned-no-prefetch", f"{POLICIES}.aligned:AlignedPolicy", False),
+        ("aligned-no-prefetch", f"{POLICIES}.rounds:RoundsPolicy", False),
         pytest.param("aligned-no-prefetch-fcfs", f"{POLICIES}.fcfs:FcfsPolicy", False, marks=pytest.mark.slow),
     ],
 )
@@ -131,6 +131,16 @@ def test_a_policy_by_name(policy: str, decides: str, prefetches: bool, aligned: 
     check(served, aligned)
     assert served.classes == {decides}
     assert (through_buffers(served.metrics) > 0) == prefetches
+
+
+@pytest.mark.parametrize(
+    ("rule", "decides"), [("overdue", "aligned:AlignedPolicy"), ("paper", "paper_rule:PaperRulePolicy")]
+)
+def test_every_waiting_rule(rule: str, decides: str, aligned: Served, tmp_path: Path) -> None:
+    """Under the default rule, `aligned` serves what the reference gives."""
+    served = serve("aligned", tmp_path, **{"scheduler.waiting_rule": rule})
+    check(served, aligned)
+    assert served.classes == {f"{POLICIES}.{decides}"}
 
 
 def test_aligned_cost_with_a_cost_model_that_ships(aligned: Served, tmp_path: Path) -> None:
