@@ -218,7 +218,8 @@ class LengthShares(Sharing):
         """Add the present costs to the mean costs by cell. `held`: (cell, tokens) of requests at instances."""
         lengths = self._lengths
         first = self._members[0]
-        lengths.learn(first.cost.predict_iteration_s, first.cache_blocks * self._block_size)
+        cache_tokens = first.cache_blocks * self._block_size
+        lengths.learn(first.cost.predict_iteration_s, cache_tokens, first.max_running(self._config))
         waiting: dict[int, int] = {}
         for share in self._shares.values():
             for cell, entries in share.cells.items():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from alignedserve.errors import OverloadedError
 from alignedserve.scheduler.core.admission import MOST_RETRY_AFTER_S, Admission
@@ -203,9 +204,8 @@ class Overload:
         """
         views = [view for view in self._state.instances.decode.values() if view.cache_blocks]
         length = max((view.mean_tokens for view in views if view.mean_tokens), default=max(1, tokens))
-        blocks = min(view.cache_blocks for view in views)
-        most = min(view.max_running(self._state.config) for view in views)
-        fits = max(1, min(most, blocks // self._state.blocks_for(length)))
+        lengths = {view.decode_id: view.mean_tokens or length for view in views}  # they may share lengths out
+        fits = max(1, sum(self._fits(view, lengths[view.decode_id]) for view in views) // len(views))
         decode_s = math.inf
         running = -1
         for _ in range(ROUNDS):
@@ -213,12 +213,16 @@ class Overload:
             before, running = running, min(each, fits)
             if running == before:  # a fixed point
                 break
-            iteration_s = min(self._iteration_s(view, running, length) for view in views)
+            iteration_s = fmean(self._iteration_s(view, running, lengths[view.decode_id]) for view in views)
             if not self._times.mean_tokens:
                 break
             decode_s = self._times.mean_tokens * iteration_s
         wait_s = max(0, each - fits) * decode_s / fits if each > fits and self._times.mean_tokens else 0.0
         return iteration_s, wait_s, (self._times.mean_tokens or 1.0) * iteration_s / (running * len(views))
+
+    def _fits(self, view: DecodeView, tokens: int) -> int:
+        """The most requests of this length that the instance runs."""
+        return min(view.max_running(self._state.config), view.cache_blocks // self._state.blocks_for(tokens))
 
     def _decoding_at(self, now_s: float, after_s: float, decode_s: float) -> float:
         """Number of open requests that will decode, or wait to, `after_s` from now.

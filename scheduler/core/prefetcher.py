@@ -211,7 +211,9 @@ class PrefetchPlanner:
         requests, blocks = other.policy.totals()
         if not decode.has_room(self._config, self._block_size, -(-blocks // requests)):
             return own, limits
-        room, slots = decode.free_blocks(self._config, self._block_size), self._config.decode.max_running - decode.size
+        room, slots = decode.free_blocks(self._config, self._block_size), limits.max_requests - decode.size
+        if slots <= 0:
+            return own, limits
         return other, replace(limits, max_blocks=min(limits.max_blocks, room), max_requests=slots)
 
     def _seed(self, decode: DecodeView, share: Share, limits: BatchLimits) -> RequestKey | None:

@@ -24,7 +24,7 @@ from alignedserve.scheduler.core.sharing import Nearest, Pooled, Sharing
 from alignedserve.scheduler.core.waiting import WaitingClock
 from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.scheduler.policies.base import Entry
-from alignedserve.scheduler.systems import default_objective_s, make_policy
+from alignedserve.scheduler.systems import configured_policy, default_objective_s, make_policy
 
 
 class CoreState:
@@ -48,13 +48,12 @@ class CoreState:
 
     def _make_sharing(self) -> Sharing:
         config = self.config.scheduler
-        policy = make_policy(config)
         rule = config.sharing
         if rule == "auto":
-            rule = "quantiles" if policy.BY_LENGTH else "none"
+            rule = "quantiles" if configured_policy(config).BY_LENGTH else "none"
         if rule != "quantiles":
             kind = Nearest if rule == "nearest" else Pooled
-            return kind(config, policy, self.instances, self.clock)
+            return kind(config, make_policy(config), self.instances, self.clock)
         cost = None
         if config.cost_model:
             from alignedserve.scheduler.cost.load import configured_cost  # imports numpy

@@ -107,6 +107,8 @@ class WaitingClock:
         late = now_s >= wait.due_s
         mostly_overdue = 2 * self._overdue > len(self._waits)
         self.stop(key)
+        if wait.objective_s == math.inf:  # it could not be late
+            return
         self.late += GAIN * (late - self.late)
         if late and wait.objective_s:
             delay_s = max(0.0, now_s - wait.overdue_since_s)

@@ -28,8 +28,8 @@ class CostOfLengths:
     def use_cost(self, cost: StepCost) -> None:
         self._cost, self._worth, self._pays = cost, None, False
 
-    def learn(self, iteration_s: Callable[[Sequence[int]], float], cache_tokens: int) -> None:
-        """From time to time, take what an instance has learned (if nothing was measured), and the size of its cache."""
+    def learn(self, iteration_s: Callable[[Sequence[int]], float], cache_tokens: int, max_requests: int) -> None:
+        """From time to time, take what an instance has learned (if nothing was measured), and how much it holds."""
         self._uses += 1
         if self._worth is not None and self._uses % RELEARN:
             return
@@ -37,7 +37,7 @@ class CostOfLengths:
         self._worth = TokenWorth(
             iteration_s if cost is None else lambda lengths: cost.step_s((), lengths),
             cache_tokens,
-            self._config.decode.max_running,
+            max_requests,
             self._config.scheduler.max_prefix_tokens,
         )
 

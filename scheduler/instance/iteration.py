@@ -52,8 +52,8 @@ class IterationScheduler:
     `max_total_tokens` must fit in the cache (others are returned at once). `starvation_after_s`: a candidate without
     its own wait objective that has waited here for this long gets priority even if no mark from the scheduler came.
     `join_window`: running requests within this share of a new batch's prefix lengths belong to that batch from then on.
-    So a switch ends sooner, if there is one. None: every new batch is a switch from all running requests. `pace`: with
-    it a join must keep the TPOT objective, unless nothing else runs. No request is evicted for growing past it.
+    None: every new batch is a switch from all running requests. `pace`: with it a join must keep the TPOT objective,
+    unless nothing else runs. No request is evicted for growing past it.
     """
 
     def __init__(
@@ -250,6 +250,7 @@ class IterationScheduler:
         evictions = self._leave(now_s) if self._draining else self._relieve(now_s)
         run, stalled = self._cover_next_tokens()
         self._held = self._held and len(self._waiting) > 0
+        self._most = self._most if self._batch.size else self._max_running  # the last members' room is forgotten
         joins = [] if self._draining else self._join(now_s, evictions)
         if evictions:  # requests evicted to make room for an overdue candidate do not run
             run = [item for item in run if item.key in self._batch.running]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from alignedserve.config import Config, DecodeConfig
+from alignedserve.config import Config
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.core import events as ev
@@ -19,13 +19,14 @@ from alignedserve.scheduler.core.instances import DecodeView, Instances
 from alignedserve.scheduler.core.length_shares import MOST_MOVES, REFRESH_S, LengthShares
 from alignedserve.scheduler.core.request_table import Record
 from alignedserve.scheduler.cost.cost_of_lengths import FEW, CostOfLengths
+from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.cost.step import ChunkShape
 from alignedserve.scheduler.policies.base import Entry
 from alignedserve.scheduler.policies.fcfs import FcfsPolicy
 from support.core_cell import BLOCK, CoreCell, decode_report, key, only
 from support.machines import machine_settings
 
-CONFIG = Config(decode=DecodeConfig(max_running=64))
+CONFIG = Config()  # the maximum of running requests is automatic
 CACHE = 1000  # blocks
 LENGTHS = (10, 40, 160, 640)
 
@@ -195,6 +196,12 @@ def test_without_a_backlog_sharing_does_not_pay_if_an_instance_gets_much_slower(
     groups = [[20] * 20, [4000] * 20]
     assert judged(1e-6, groups, waiting=True)
     assert not judged(1e-6, groups, waiting=False)
+
+
+def test_a_token_of_a_long_request_costs_more_than_one_of_a_short_request() -> None:
+    lengths = CostOfLengths(CONFIG, load_step_cost("a100-opt-13b"))
+    lengths.learn(lambda lengths: 1.0, 40_000, 256)
+    assert lengths.of(8_000) > 10 * lengths.of(100)
 
 
 def test_where_the_cost_is_not_measured_lengths_are_shared() -> None:
