@@ -167,6 +167,14 @@ def test_a_request_of_one_token_ends_with_its_prefill() -> None:
     assert sum(found.steps.decodes) == 4
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_request_as_large_as_a_cache_runs_alone_in_spite_of_a_watermark(placement: str) -> None:
+    config = replace(CONFIG, decode=replace(CONFIG.decode, watermark_blocks=20))
+    load = workload((0.0, 636, 4), (0.0, 20, 30), (0.0, 30, 30))
+    found = simulate_ranks(load, placement, config, MACHINE, COST, COST, ranks=1)
+    assert [len(request.token_s) for request in found.requests] == [4, 30, 30]
+
+
 def test_what_no_store_holds_is_refused() -> None:
     found = run(workload((0.0, 600, 200), (0.0, 10, 10)), "shared-pool", 2)
     assert [bool(request.refused) for request in found.requests] == [True, False]
