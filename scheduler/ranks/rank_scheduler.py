@@ -57,12 +57,13 @@ class RankScheduler(IterationScheduler):
     def count(self, rank: Rank, held: Holdings, iterations: int) -> None:
         """Set the rank's counters as they are `iterations` quiet iterations after `held`.
 
-        `room_blocks` is at most what a plan accepts: each request may take `growth_blocks` before the next join.
+        `room_blocks` is at most what a plan accepts: each request may take `growth_blocks` before the next join. An
+        empty rank keeps nothing: its first request may be as large as the cache.
         """
-        kept = (held.size + 1) * self.growth_blocks if held.size else 0
+        kept = (held.size + 1) * self.growth_blocks + self._config.watermark_blocks if held.size else 0
         rank.requests = held.size
         rank.slots = self._max_running - held.size
-        rank.room_blocks = held.available_blocks - held.taken_blocks(iterations) - kept - self._config.watermark_blocks
+        rank.room_blocks = held.available_blocks - held.taken_blocks(iterations) - kept
         rank.tokens = held.tokens + iterations * held.running
         rank.longest = held.longest + iterations
         rank.shortest = held.shortest + iterations

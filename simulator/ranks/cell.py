@@ -1,7 +1,8 @@
 """A cell whose decode instances consist of ranks: prefill instances, the pool, and placements instead of a core.
 
 Prompts are prefilled in order of arrival while the pool has room for them beside `kv_pool.growth_reserve`, each at the
-instance with the least to compute. Requests join from the pool, without candidate buffers.
+instance with the least to compute. Requests join from the pool, without candidate buffers. An evicted request that
+waits too long for room in the pool loses its KV and is prefilled again, before all others.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from alignedserve.config import Config
 from alignedserve.errors import AccountingError, ConfigError
-from alignedserve.request import RequestKey
+from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler.core import events
 from alignedserve.scheduler.core.actions import ReleasePool, StartPrefill
 from alignedserve.scheduler.cost.step import StepCost
@@ -142,7 +143,17 @@ class RankCell:
     def release(self, key: RequestKey) -> None:
         """The pool's copy of the request is no longer needed."""
         self._let_go(key)
-        self.send(self.pool.release, ReleasePool((key,)))
+        self.pool.release(ReleasePool((key,)))  # no message: it could overtake the write of an eviction soon after
+        self.send(self._dispatch)
+
+    def compute_again(self, key: RequestKey) -> None:
+        """Last resort of a full pool: its KV was dropped, and is computed again with the generated tokens."""
+        self.counters["dropped_requests"] += 1
+        self._let_go(key)
+        request = self.request(key)
+        request.stop_waiting(self.clock.now_s)
+        request.enter(Stage.QUEUE, self.clock.now_s)
+        self._queue.appendleft(request)
         self.send(self._dispatch)
 
     def _let_go(self, key: RequestKey) -> None:
@@ -153,9 +164,6 @@ class RankCell:
         if key not in self._joined:
             self._joined.add(key)
             self.last_join_s = self.clock.now_s
-
-    def finish(self, key: RequestKey) -> None:
-        self.end(self.request(key))
 
     def end(self, request: Replayed) -> None:
         request.end(self.clock.now_s)

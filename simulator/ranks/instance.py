@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey, Stage
+from alignedserve.scheduler.core.actions import ReleasePool
+from alignedserve.scheduler.core.pool_relief import PATIENCE_TICKS
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Evict, IterationPlan
 from alignedserve.scheduler.ranks.base import Members, Move, Placement, Ready
@@ -167,7 +169,7 @@ class RankedInstance(Members):
             self._end_run(key, rank)
             del self._home[key], self._number[key]
             self.requests -= 1
-            self._cell.finish(key)
+            self._cell.end(self._cell.request(key))
 
     def _plan(self, rank: SimulatedRank) -> None:
         plan = rank.scheduler.plan(self._clock.now_s)
@@ -324,13 +326,30 @@ class RankedInstance(Members):
         request.enter(Stage.POOL, now_s)
         request.wait(now_s)
         cell.hold(key, evict.kv_tokens)
-        cell.pool.write(Write(self, key, evict.kv_tokens, rank.to_pool, partial(self._returned, evict, rank)))
+        write = Write(self, key, evict.kv_tokens, rank.to_pool, partial(self._returned, evict, rank))
+        cell.pool.write(write)
+        if not write.fresh:
+            self._clock.after(PATIENCE_TICKS * cell.config.scheduler.tick_s, self._give_up, write)
+
+    def _give_up(self, write: Write) -> None:
+        """Cancel the write of an evicted request if it still waits for room.
+
+        Otherwise the pool, full of requests that wait for room in ranks, and the ranks could wait for each other.
+        """
+        if not write.fresh:
+            self._cell.pool.release(ReleasePool((write.key,)))
 
     def _returned(self, evict: Evict, rank: SimulatedRank, new_blocks: int | None) -> None:
+        key = evict.key
         self._interrupt(rank)
-        rank.scheduler.copied_out(evict.key)
-        del self._home[evict.key]
-        self._wait(evict.key, evict.kv_tokens, rank)
+        rank.scheduler.copied_out(key)
+        del self._home[key]
+        if new_blocks is not None:
+            self._wait(key, evict.kv_tokens, rank)
+            return
+        del self._number[key]
+        self.requests -= 1
+        self._cell.compute_again(key)
 
     def report(self) -> None:
         """Nothing here depends on how many blocks its writes wait for."""

@@ -71,8 +71,11 @@ def test_every_request_ends_whole_and_a_leap_is_its_iterations(
         assert bool(request.refused) != (len(times_s) == request.arrival.output_tokens)
         assert times_s == sorted(times_s)
     served = [request for request in leapt.requests if not request.refused]
-    assert sum(leapt.steps.decodes) == sum(len(request.token_s) - 1 for request in served)
-    assert sum(leapt.steps.prefill_tokens) == sum(request.arrival.input_tokens for request in served)
+    dropped = leapt.counters.get("dropped_requests", 0)  # each is prefilled again, which generates a token
+    assert sum(leapt.steps.decodes) == sum(len(request.token_s) - 1 for request in served) - dropped
+    prompts = sum(request.arrival.input_tokens for request in served)
+    again = sum(leapt.steps.prefill_tokens) - prompts
+    assert again > dropped if dropped else again == 0
     stepped = run(load, placement, ranks, machine, **options, leap=False)
     assert pickle.dumps(stepped) == pickle.dumps(leapt)
 
@@ -135,6 +138,41 @@ def test_a_preempted_request_is_counted_and_goes_on() -> None:
         assert found.counters["evictions"] > 0
         assert found.barriers.evicted_bytes > 0
         assert all(len(request.token_s) == 110 for request in found.requests)
+
+
+FULL_POOL = [(0.001, 34, 96), (0.002, 40, 37), (0.022, 65, 73), (0.022, 135, 97), (0.023, 94, 104), (0.023, 94, 2)]
+FULL_POOL += [(0.023, 25, 93), (0.043, 96, 94), (0.043, 88, 87)]
+FULL_AGAIN = [(0.02, 121, 38), (0.02, 134, 13), (0.04, 100, 24), (0.04, 115, 42), (0.04, 78, 81), (0.04, 59, 58)]
+FULL_AGAIN += [(0.04, 129, 107), (0.04, 22, 103), (0.04, 29, 1), (0.041, 130, 114), (0.061, 90, 85)]
+
+
+@pytest.mark.parametrize("leap", [True, False])
+@pytest.mark.parametrize(
+    ("placement", "shapes", "prefills"), [("least-tokens", FULL_POOL, 1), ("balance-route", FULL_AGAIN, 3)]
+)
+def test_evicted_requests_that_find_the_pool_full_are_computed_again(
+    placement: str, shapes: list[tuple[float, int, int]], prefills: int, leap: bool
+) -> None:
+    """Otherwise evicted requests wait for the pool, and those in the pool for the rank."""
+    machine = replace(MACHINE, kv_tokens=480, pool_tokens=400, block_size=1)
+    found = run(workload(*shapes), placement, 1, machine, prefill_instances=prefills, leap=leap)
+    assert 0 < found.counters["dropped_requests"] <= found.counters["evictions"]
+    assert [len(request.token_s) for request in found.requests] == [tokens for _, _, tokens in shapes]
+    assert sum(found.steps.prefill_tokens) > sum(prompt for _, prompt, _ in shapes)
+
+
+def test_a_request_of_one_token_ends_with_its_prefill() -> None:
+    found = run(workload((0.0, 10, 1), (0.0, 20, 5)), "shared-pool", 2)
+    assert [len(request.token_s) for request in found.requests] == [1, 5]
+    assert sum(found.steps.decodes) == 4
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_request_as_large_as_a_cache_runs_alone_in_spite_of_a_watermark(placement: str) -> None:
+    config = replace(CONFIG, decode=replace(CONFIG.decode, watermark_blocks=20))
+    load = workload((0.0, 636, 4), (0.0, 20, 30), (0.0, 30, 30))
+    found = simulate_ranks(load, placement, config, MACHINE, COST, COST, ranks=1)
+    assert [len(request.token_s) for request in found.requests] == [4, 30, 30]
 
 
 def test_what_no_store_holds_is_refused() -> None:
