@@ -31,6 +31,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "aligned, paper": {"color": "#cc79a7", "marker": "D", "ls": ":"},
     "aligned, rounds": {"color": "#009e73", "marker": "^", "ls": "-."},
 }
+WITH_OTHERS = ("fcfs", "aligned", "fcfs + 10 ms", "vllm", "fastgen")
 RULES = ("fcfs", "aligned, overdue", "aligned, paper", "aligned, rounds")
 SWEEP = "load-sweep*.csv"  # of benchmarks/paper/load_sweep.py, one or more
 # The panels of the plots over load: title, then values of the file's columns
@@ -111,7 +112,7 @@ def bubble(left: Axes, right: Axes) -> None:
 def throughput(left: Axes, right: Axes) -> None:
     """Decode throughput of all policies, Llama-3.1-8B on RTX PRO 6000, all requests at time zero"""
     for axes, topology, instances in ((left, "balanced", "1 + 1"), (right, "decode-bound", "4 + 1")):
-        for policy in STYLES:
+        for policy in WITH_OTHERS:
             line(axes, worth_it(topology, "0", "decode_throughput_tokens_per_s"), policy, policy, 1e-3)
         axes.set(title=f"{topology}: {instances} instances", ylim=(0, 13.7), ylabel="1,000 tokens/s")
     left.legend(loc="upper left")
@@ -126,7 +127,7 @@ def latency(left: Axes, right: Axes) -> None:
     ]
     pairs(left, labels[::2], values)
     left.set(title="four decode instances, 95 % short", ylim=(0, 235), ylabel="P99 TPOT, ms")
-    for policy in STYLES:
+    for policy in WITH_OTHERS:
         line(right, worth_it("balanced", "0.9", "tpot_p99_s"), policy, policy, 1e3)
     right.set(title="Llama-3.1-8B, RTX PRO 6000, 1:1, 0.9 of capacity", ylim=(0, 85), ylabel="P99 TPOT, ms")
     right.legend(loc="upper center", ncols=3)
