@@ -23,7 +23,7 @@ from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.simulator.clock import Clock
 from alignedserve.simulator.decode import SimulatedDecode
 from alignedserve.simulator.hardware import Hardware
-from alignedserve.simulator.links import Link
+from alignedserve.simulator.host import OnHardware
 from alignedserve.simulator.pool import Pool
 from alignedserve.simulator.prefill import SimulatedPrefill
 from alignedserve.simulator.report.results import RequestResult
@@ -35,7 +35,7 @@ GATEWAY = "gateway"
 STUCK_S = 3600.0  # of virtual time in which only time passes while requests are open: a bug
 
 
-class Cell:
+class Cell(OnHardware):
     """Replays a workload. Call `run` once, then `check_nothing_is_left`."""
 
     def __init__(
@@ -109,15 +109,6 @@ class Cell:
         self._starting = False
 
     # used by the instances
-
-    def pool_link(self) -> Link:
-        return Link(self.hardware.pool_bandwidth, self.hardware.copy_latency_s)
-
-    def peer_link(self) -> Link:
-        return Link(self.hardware.peer_bandwidth, self.hardware.copy_latency_s)
-
-    def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
 
     def paired(self, decode_id: str) -> tuple[SimulatedPrefill, ...]:
         """The prefill instances paired with the decode instance."""

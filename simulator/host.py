@@ -54,3 +54,19 @@ class Host(Protocol):
     def tell(self, event: events.Event) -> None: ...
 
     def end(self, request: Replayed) -> None: ...
+
+
+class OnHardware:
+    """What follows from the hardware alone, for every cell."""
+
+    hardware: Hardware
+    block_size: int
+
+    def pool_link(self) -> Link:
+        return Link(self.hardware.pool_bandwidth, self.hardware.copy_latency_s)
+
+    def peer_link(self) -> Link:
+        return Link(self.hardware.peer_bandwidth, self.hardware.copy_latency_s)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)

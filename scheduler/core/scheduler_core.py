@@ -126,10 +126,7 @@ class SchedulerCore:
 
     @property
     def bypassed_prefetch(self) -> int:
-        """Requests that decode instances copied from the pool themselves, not through a candidate buffer.
-
-        0 where prefetching is off: then all are.
-        """
+        """Requests that decode instances copied from the pool themselves; 0 where prefetching is off."""
         return self._prefetcher.bypassed_requests
 
     def alarm(self, now_s: float) -> str:

@@ -37,8 +37,7 @@ from alignedserve.scheduler.instance.plan import (
 from alignedserve.scheduler.instance.running_batch import Phase, RunningBatch, RunningRequest, join_range
 from alignedserve.scheduler.instance.skip_ahead import count_blocked, count_quiet, pass_iterations
 
-# Candidates that are skipped in one plan because they do not fit, in favour of smaller ones behind them
-MOST_MISFITS = 8
+MOST_MISFITS = 8  # candidates without room that one plan skips for smaller ones behind them
 PAST_BATCHES = 8  # earlier batches that are remembered: their late candidates do not begin a switch back
 
 

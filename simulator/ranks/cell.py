@@ -22,7 +22,7 @@ from alignedserve.scheduler.ranks.base import Placement
 from alignedserve.simulator.clock import Clock
 from alignedserve.simulator.decode import SimulatedDecode
 from alignedserve.simulator.hardware import Hardware
-from alignedserve.simulator.links import Link
+from alignedserve.simulator.host import OnHardware
 from alignedserve.simulator.pool import Pool
 from alignedserve.simulator.prefill import SimulatedPrefill
 from alignedserve.simulator.ranks.instance import RankedInstance
@@ -33,7 +33,7 @@ from alignedserve.simulator.slowed import SlowedCost
 from alignedserve.simulator.workload import Arrival
 
 
-class RankCell:
+class RankCell(OnHardware):
     """Replays arrivals, sorted by time. Call `run` once, then `check_nothing_is_left`.
 
     `placements`: one for each decode instance. `sizes.decode_cache` is that of one rank.
@@ -91,15 +91,6 @@ class RankCell:
             raise ConfigError(f"no request fits in these stores (in blocks): {self.sizes}")
 
     # what instances and the pool use
-
-    def pool_link(self) -> Link:
-        return Link(self.hardware.pool_bandwidth, self.hardware.copy_latency_s)
-
-    def peer_link(self) -> Link:
-        return Link(self.hardware.peer_bandwidth, self.hardware.copy_latency_s)
-
-    def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
 
     def neighbour(self, prefill_id: str) -> SimulatedDecode | None:
         """None: ranks and prefill instances share no machine."""
