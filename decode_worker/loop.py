@@ -276,6 +276,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
                     buffer=buffer,
                     batch_id=batch_id,
                     wait_objective_s=spec.wait_objective_s,
+                    evictions=stored.evictions,
                 ),
                 now_s,
             )
@@ -375,6 +376,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         held.live.spec.stopwatch.enter(Stage.POOL if evict.to_pool else Stage.PREFETCH, now_ns)
         stored = held.current()
         stored.kv_tokens, stored.evicted_ns = evict.kv_tokens, now_ns
+        stored.evictions += 1
         outcome.evictions.append(EvictionOrder(evict.key, stored, list(evict.block_ids), evict.to_pool))
 
     def _on_evicted(self, order: EvictionOrder, stored: pb.StoredRequest | None, outcome: Outcome) -> None:

@@ -15,9 +15,10 @@ _MOST_TOKENS = 1 << 20
 _MOST_REQUESTS = 1024
 
 
-def pack(spec: pb.RequestSpec, prefill_id: str, evicted_ns: int = 0) -> bytes:
+def pack(spec: pb.RequestSpec, prefill_id: str, evicted_ns: int = 0, evictions: int = 0) -> bytes:
     """The payload of a commit: the StoredRequest without its block ids, which the shard knows."""
-    return pb.StoredRequest(spec=spec, prefill_id=prefill_id, evicted_ns=evicted_ns).SerializeToString()
+    stored = pb.StoredRequest(spec=spec, prefill_id=prefill_id, evicted_ns=evicted_ns, evictions=evictions)
+    return stored.SerializeToString()
 
 
 def unpacked(payload: bytes, holding: Holding, pool_id: str) -> bytes:

@@ -98,7 +98,10 @@ class SimulatedDecode:
         self._source[key], self._length[key] = source, kv_tokens
         most = self._cell.max_total_tokens(request)
         objective_s = request.arrival.wait_objective_s
-        candidate = Candidate(key, kv_tokens, most, "", 0, kind, batch_id, wait_objective_s=objective_s)
+        evictions = request.result.preemptions
+        candidate = Candidate(
+            key, kv_tokens, most, "", 0, kind, batch_id, wait_objective_s=objective_s, evictions=evictions
+        )
         self.scheduler.offer(candidate, self._clock.now_s)
         self._cell.counters["late_candidates"] += kind is BufferKind.REQUESTS
 

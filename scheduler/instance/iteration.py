@@ -179,6 +179,7 @@ class IterationScheduler:
                     buffer=BufferKind.REQUESTS,
                     batch_id=member.batch_id,
                     due_s=math.inf,
+                    evictions=member.candidate.evictions + 1,
                 )
             )
             self._deadlines.set(key, self._due_s(member.candidate, member.left_s))
@@ -336,7 +337,7 @@ class IterationScheduler:
         return since_s + (candidate.wait_objective_s or self._starvation_after_s)
 
     def _relieve(self, now_s: float) -> list[Evict]:
-        """Case 3: evict the longest until the free blocks, including those on their way out, reach the watermark.
+        """Case 3: evict by `eviction_rank` until the free blocks, with those on their way out, reach the watermark.
 
         Of equals the last to join is evicted. One request always stays: alone it has room, by the check in `offer`. No
         request is evicted before its first iteration, for which it has a block, so every evicted request has grown
@@ -356,8 +357,8 @@ class IterationScheduler:
                 victims = [member for member in reversed(running.values()) if member.iterations]
             if not victims:
                 break
-            claims = [self._claim(member) for member in victims]
-            victim = victims.pop(claims.index(max(claims)))
+            ranks = [member.eviction_rank(self._batch_id) for member in victims]
+            victim = victims.pop(ranks.index(max(ranks)))
             shortfall.leave(victim)
             evictions.append(self._evict(victim, now_s))
         return evictions
@@ -366,10 +367,6 @@ class IterationScheduler:
         """Draining: return candidates, and evict running requests, as in `_relieve` after their first iteration."""
         self.recall(list(self._waiting))
         return [self._evict(member, now_s) for member in list(self._batch.running.values()) if member.iterations]
-
-    def _claim(self, member: RunningRequest) -> tuple[bool, int]:
-        """Sort key: the greatest is evicted first. The longest, of the old batch as long as that has members."""
-        return member.batch_id != self._batch_id, member.kv_tokens
 
     def _evict(self, member: RunningRequest, now_s: float) -> Evict:
         blocks = self._batch.blocks_for(member.kv_tokens)
@@ -472,7 +469,8 @@ class IterationScheduler:
         ]
         if room.never_enough(candidate, victims):
             return
-        victims.sort(key=lambda member: (member.candidate.due_s, *self._claim(member)), reverse=True)
+        current = self._batch_id
+        victims.sort(key=lambda member: (member.candidate.due_s, *member.eviction_rank(current)), reverse=True)
         count = room.victims_needed(candidate, victims)
         evictions.extend(self._evict(member, now_s) for member in victims[:count])
 

@@ -20,6 +20,8 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Join, RunItem
 
+MOST_EVICTIONS = 2  # of a request, as long as others can be evicted that had fewer
+
 
 def join_range(shortest_tokens: int, longest_tokens: int, window: float) -> tuple[int, int]:
     """Prefix lengths that match a running batch: within `window` (a share) of its own."""
@@ -44,6 +46,13 @@ class RunningRequest(RunItem):
     left_s: float = 0.0  # when it was evicted
     to_pool: bool = False  # evicted to the pool, not to the candidate request buffer
     cancelled: bool = False  # its blocks are freed when the copy in flight has ended
+
+    def eviction_rank(self, batch_id: int) -> tuple[bool, bool, int]:
+        """The greatest is evicted first: the longest, of other batches than `batch_id` as long as they have members.
+
+        What was evicted MOST_EVICTIONS times goes last, since the longest would be evicted wherever it joins.
+        """
+        return self.batch_id != batch_id, self.candidate.evictions < MOST_EVICTIONS, self.kv_tokens
 
 
 class RunningBatch:

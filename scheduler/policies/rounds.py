@@ -58,7 +58,8 @@ class RoundsPolicy(AlignedPolicy):
         self._instance = instance
 
     def insert(self, entry: Entry) -> None:
-        if entry.evicted and self._members and self.tree.leaf_of(entry.tokens) >= self._leaf:
+        ahead = not self._in_order_of_age and self.tree.leaf_of(entry.tokens) >= self._leaf
+        if entry.evicted and self._members and ahead:
             entry = replace(entry, since_s=min(entry.since_s, self._begun_s))
         super().insert(entry)
         self._ages.add(entry, entry.since_s)

@@ -62,8 +62,10 @@ class Worker:
         group: str = "",
         shared: int = 0,
         due_s: float = math.inf,
+        evictions: int = 0,
     ) -> None:
-        candidate = Candidate(key(name), kv_tokens, most or kv_tokens + 8, group, shared, buffer, batch_id, due_s)
+        most = most or kv_tokens + 8
+        candidate = Candidate(key(name), kv_tokens, most, group, shared, buffer, batch_id, due_s, evictions=evictions)
         self.scheduler.offer(candidate, self.now_s)
 
     def plan(self) -> IterationPlan:

@@ -24,7 +24,7 @@ def pages(count: int) -> PayloadPages:
 def stored(prompt: Sequence[int], output: Sequence[int], **spec: object) -> bytes:
     key = pb.RequestKey(request_id="a")
     values: dict[str, object] = {"prompt_token_ids": prompt, "output_token_ids": output, **spec}
-    return pack(pb.RequestSpec(key=key, **values), "prefill-0", 7)  # type: ignore[arg-type]
+    return pack(pb.RequestSpec(key=key, **values), "prefill-0", 7, 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("length", [1, PAGE_BYTES, PAGE_BYTES + 1, 3 * PAGE_BYTES])
@@ -143,7 +143,8 @@ def test_what_is_read_names_the_blocks_and_checksums_of_its_shard() -> None:
     holding = Holding(A, 8, (3, 1), (30, 10))
     request = pb.StoredRequest.FromString(unpacked(stored(range(6), (1, 2, 3)), holding, "kv_pool-1"))
     assert (request.pool_id, list(request.block_ids), list(request.pool_block_ids)) == ("kv_pool-1", [3, 1], [3, 1])
-    assert (list(request.checksums), list(request.pool_checksums), request.evicted_ns) == ([30, 10], [30, 10], 7)
+    assert (list(request.checksums), list(request.pool_checksums)) == ([30, 10], [30, 10])
+    assert (request.evicted_ns, request.evictions) == (7, 2)
     assert list(request.spec.prompt_token_ids) == list(range(6))
 
 

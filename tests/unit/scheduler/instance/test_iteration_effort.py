@@ -9,9 +9,8 @@ import pytest
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.cache_room import Shortfall
-from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.instance.plan import BufferKind, Candidate
-from alignedserve.scheduler.instance.running_batch import Phase, RunningBatch
+from alignedserve.scheduler.instance.running_batch import Phase, RunningBatch, RunningRequest
 from support.core_cell import key
 from support.iterations import Worker
 
@@ -54,8 +53,8 @@ def test_an_overdue_candidate_that_no_eviction_makes_room_for_is_not_weighed_aga
     worker.step()
     worker.offer("large", 780, most=790, due_s=1.0)
     weighed: list[int] = []
-    claim = IterationScheduler._claim
-    monkeypatch.setattr(IterationScheduler, "_claim", lambda self, member: weighed.append(1) or claim(self, member))
+    rank = RunningRequest.eviction_rank
+    monkeypatch.setattr(RunningRequest, "eviction_rank", lambda self, of: weighed.append(1) or rank(self, of))
     assert worker.plan().evictions == ()
     assert not weighed
 
