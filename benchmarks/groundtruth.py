@@ -68,7 +68,8 @@ def limits_of(folder: Path) -> tuple[dict[str, Option], int]:
         name: meta["engine_kwargs"][name] for name in ("max_num_seqs", "max_num_batched_tokens")
     }
     options["prefix_caching"] = bool(cache.get("enable_prefix_caching"))
-    return options, cache.get("num_gpu_blocks", 0) * cache.get("block_size", 0)
+    blocks = cache.get("num_gpu_blocks", 0)  # one of them is vLLM's null block (`BlockPool`), which no request gets
+    return options, max(0, blocks - 1) * cache.get("block_size", 0)
 
 
 def times_of(result: RunResult) -> list[Times]:
@@ -104,7 +105,8 @@ def compare(
     source = cost_source or str(data / "costmodel" / run)
     hardware = replace(Hardware(**default_hardware(source)), host_overhead_s=host_overhead_s)
     hardware = replace(hardware, kv_tokens=kv_tokens or hardware.kv_tokens)
-    result = simulate_colocated(workload, resolve("vllm"), limits | (options or {}), hardware, load_step_cost(source))
+    cost, changes = load_step_cost(source), limits | (options or {})
+    result = simulate_colocated(workload, resolve("vllm"), changes, hardware, cost, pinned_lengths=True)
     return real_run(folder), times_of(result)
 
 
