@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.colocated.base import Options
+from alignedserve.scheduler.colocated.base import MixedPlan, Options
 from alignedserve.scheduler.colocated.continuous import ActiveRequest, ContinuousScheduler, Draft, whole
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
@@ -16,9 +16,10 @@ class VllmScheduler(ContinuousScheduler):
     """The last admitted request is preempted first, and recomputed. A pass that preempted admits no request.
 
     `async_scheduling`: a pass is planned while the previous one runs, so that the device never waits for the host. A
-    request that arrives in between waits for one more pass; one whose last permitted token is in flight waits for it.
-    `reserve_full_isl`: a request is admitted only if all its tokens fit, not only its first chunk. `prefix_caching`: a preempted request finds those of its own blocks that were
-    not overwritten. `prefix_hit_share`: of each prompt that is in the cache, since lengths do not tell who shares what.
+    request that arrives in between waits for one more pass; one whose last permitted token is in flight is in no other.
+    `reserve_full_isl`: a request is admitted only if all its tokens fit, not only its first chunk. `prefix_caching`: a
+    preempted request finds those of its own blocks that were not overwritten. `prefix_hit_share`: of each prompt that
+    is in the cache, since lengths do not tell who shares what.
     """
 
     def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
