@@ -78,11 +78,9 @@ def simulate_colocated(
         raise ConfigError(f"unknown routing {routing!r}; choose one of: {', '.join(ROUTINGS)}")
     if instances < 1:
         raise ConfigError(f"a colocated system needs at least one instance, not {instances}")
-    simulation = _Simulation(
-        workload, system, with_options(system, options), hardware, cost, instances, seed, routing, leap
-    )
-    simulation.pinned_lengths = pinned_lengths
-    return simulation.run()
+    return _Simulation(
+        workload, system, with_options(system, options), hardware, cost, instances, seed, routing, leap, pinned_lengths
+    ).run()
 
 
 class _Simulation:
@@ -97,9 +95,10 @@ class _Simulation:
         seed: int,
         routing: str,
         leap: bool,
+        pinned_lengths: bool,
     ) -> None:
         self._hardware, self._leap, self._routing = hardware, leap, routing
-        self.pinned_lengths = False
+        self._pinned_lengths = pinned_lengths
         # With several instances, two share a machine, as a prefill and a decode instance do, and mostly both compute.
         self._cost = SlowedCost.of(
             cost, hardware.decode_slowdown if instances == 1 else hardware.decode_slowdown_beside
@@ -176,7 +175,7 @@ class _Simulation:
                 self._release(now_s)
                 continue
             instance = self._route()
-            most = total if self.pinned_lengths else self._max_total
+            most = total if self._pinned_lengths else self._max_total
             instance.scheduler.add(MixedRequest(key, arrival.arrival_s, arrival.input_tokens, most))
             reached[instance.number] = instance
         return [reached[number] for number in sorted(reached)]
