@@ -65,8 +65,12 @@ def simulate_colocated(
     seed: int = 0,
     routing: str = "least-loaded",
     leap: bool = True,
+    pinned_lengths: bool = False,
 ) -> RunResult:
     """Every arrival ends with all of its tokens, or is refused. `options`: changes to the system's options.
+
+    `pinned_lengths`: each request asks for exactly the tokens that it gets (`ignore_eos` and `max_tokens`, as vLLM's
+    benchmarks do), so that the scheduler knows its end. Otherwise all may ask for as many as the longest.
 
     Raises ConfigError for options that the system does not have, and for workloads that cannot be simulated.
     """
@@ -75,7 +79,7 @@ def simulate_colocated(
     if instances < 1:
         raise ConfigError(f"a colocated system needs at least one instance, not {instances}")
     return _Simulation(
-        workload, system, with_options(system, options), hardware, cost, instances, seed, routing, leap
+        workload, system, with_options(system, options), hardware, cost, instances, seed, routing, leap, pinned_lengths
     ).run()
 
 
@@ -91,8 +95,10 @@ class _Simulation:
         seed: int,
         routing: str,
         leap: bool,
+        pinned_lengths: bool,
     ) -> None:
         self._hardware, self._leap, self._routing = hardware, leap, routing
+        self._pinned_lengths = pinned_lengths
         # With several instances, two share a machine, as a prefill and a decode instance do, and mostly both compute.
         self._cost = SlowedCost.of(
             cost, hardware.decode_slowdown if instances == 1 else hardware.decode_slowdown_beside
@@ -169,7 +175,8 @@ class _Simulation:
                 self._release(now_s)
                 continue
             instance = self._route()
-            instance.scheduler.add(MixedRequest(key, arrival.arrival_s, arrival.input_tokens, self._max_total))
+            most = total if self._pinned_lengths else self._max_total
+            instance.scheduler.add(MixedRequest(key, arrival.arrival_s, arrival.input_tokens, most))
             reached[instance.number] = instance
         return [reached[number] for number in sorted(reached)]
 

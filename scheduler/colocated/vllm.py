@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.colocated.base import Options
+from alignedserve.scheduler.colocated.base import MixedPlan, Options
 from alignedserve.scheduler.colocated.continuous import ActiveRequest, ContinuousScheduler, Draft, whole
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
@@ -16,9 +16,10 @@ class VllmScheduler(ContinuousScheduler):
     """The last admitted request is preempted first, and recomputed. A pass that preempted admits no request.
 
     `async_scheduling`: a pass is planned while the previous one runs, so that the device never waits for the host. A
-    request that arrives in between waits for one more pass. `reserve_full_isl`: a request is admitted only if all its
-    tokens fit, not only its first chunk. `prefix_caching`: a preempted request finds those of its own blocks that were
-    not overwritten. `prefix_hit_share`: of each prompt that is in the cache, since lengths do not tell who shares what.
+    request that arrives in between waits for one more pass; one whose last permitted token is in flight is in no other.
+    `reserve_full_isl`: a request is admitted only if all its tokens fit, not only its first chunk. `prefix_caching`: a
+    preempted request finds those of its own blocks that were not overwritten. `prefix_hit_share`: of each prompt that
+    is in the cache, since lengths do not tell who shares what.
     """
 
     def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
@@ -42,7 +43,7 @@ class VllmScheduler(ContinuousScheduler):
         budget = self._budget
         for member in list(self._running.values()):
             tokens = min(member.left, budget - draft.tokens)
-            if member.request.key not in self._running or tokens <= 0:
+            if member.request.key not in self._running or tokens <= 0 or not self._unplanned(member):
                 continue
             if not self._cover_by_preempting(member, tokens, self._latest_first(), draft):
                 return
@@ -60,6 +61,15 @@ class VllmScheduler(ContinuousScheduler):
             self._cover(member, tokens)
             self._admit(member)
             draft.add(member, tokens)
+
+    @staticmethod
+    def _unplanned(member: ActiveRequest) -> int:
+        """How many more tokens it may ask for than planned passes sample."""
+        return member.request.max_total_tokens - member.known
+
+    def quiet_passes(self, plan: MixedPlan) -> int:
+        quiet = super().quiet_passes(plan)
+        return min(quiet, *map(self._unplanned, self._running.values())) if quiet else 0
 
     def _cached_blocks(self, member: ActiveRequest) -> int:
         """Blocks that it finds in the cache. At least one token is computed."""
@@ -105,36 +115,45 @@ class VllmScheduler(ContinuousScheduler):
 class FreedBlocks:
     """The free blocks of a cache, least recently freed first: the order in which vLLM overwrites them.
 
-    A request's blocks are freed together, and its last block is overwritten first.
+    A request's blocks are freed together, and its last block is overwritten first. What it leaves when it comes back is
+    no longer its own.
     """
 
     def __init__(self, blocks: int) -> None:
-        self._runs: OrderedDict[RequestKey | None, tuple[int, int]] = OrderedDict({None: (blocks, 0)})
+        self._runs: OrderedDict[int, tuple[int, RequestKey | None]] = OrderedDict({0: (blocks, None)})
+        self._last: dict[RequestKey, tuple[int, int]] = {}  # the number of its run, and of the run's full blocks
+        self._number = 0
 
     def __len__(self) -> int:
         return sum(blocks for blocks, _ in self._runs.values())
 
     def add(self, key: RequestKey, blocks: int, full: int) -> None:
         """Its blocks are free; the first `full` hold the KV of its first tokens."""
-        self._runs[key] = blocks, full
+        self._number += 1
+        self._runs[self._number] = blocks, key
+        self._last[key] = self._number, full
 
     def found(self, key: RequestKey) -> int:
         """The number of its leading blocks that are still as it left them."""
-        return min(self._runs.get(key, (0, 0)))
+        number, full = self._last.get(key, (-1, 0))
+        return min(self._runs[number][0], full) if number in self._runs else 0
 
     def take_back(self, key: RequestKey, blocks: int) -> None:
-        left = self._runs[key][0] - blocks
+        number, _ = self._last.pop(key)
+        left = self._runs[number][0] - blocks
         if left:
-            self._runs[key] = left, 0
+            self._runs[number] = left, None
         else:
-            del self._runs[key]
+            del self._runs[number]
 
     def overwrite(self, blocks: int) -> None:
         while blocks:
-            key, (count, full) = next(iter(self._runs.items()))
+            number, (count, key) = next(iter(self._runs.items()))
             taken = min(count, blocks)
             blocks -= taken
-            if taken == count:
-                del self._runs[key]
-            else:
-                self._runs[key] = count - taken, full
+            if taken < count:
+                self._runs[number] = count - taken, key
+                continue
+            del self._runs[number]
+            if key is not None and self._last.get(key, (-1, 0))[0] == number:
+                del self._last[key]

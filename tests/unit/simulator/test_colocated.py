@@ -84,8 +84,10 @@ small = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("name", COLOCATED)
 @settings(max_examples=30, deadline=None)
-@given(arrivals, small, st.sampled_from([160, 512, 4096]), st.integers(1, 3), st.sampled_from(ROUTINGS))
-def test_everything_is_kept_and_a_leap_is_what_stepping_gives(name, workload, changes, kv_tokens, instances, routing):
+@given(arrivals, small, st.sampled_from([160, 512, 4096]), st.integers(1, 3), st.sampled_from(ROUTINGS), st.booleans())
+def test_everything_is_kept_and_a_leap_is_what_stepping_gives(
+    name, workload, changes, kv_tokens, instances, routing, pinned
+):
     options = {key: value for key, value in changes.items() if key in SYSTEMS[name].options}
     if "max_num_seqs" in SYSTEMS[name].options:
         options.setdefault("max_num_seqs", 6)
@@ -95,7 +97,9 @@ def test_everything_is_kept_and_a_leap_is_what_stepping_gives(name, workload, ch
         options |= {"chunk_high": 256, "chunk_low": 32}  # one alone would conflict with the other's default
     hardware = replace(HARDWARE, kv_tokens=kv_tokens, host_overhead_s=0.001)
     runs = [
-        simulate(workload, name, options, hardware, instances=instances, routing=routing, leap=leap)
+        simulate(
+            workload, name, options, hardware, instances=instances, routing=routing, leap=leap, pinned_lengths=pinned
+        )
         for leap in (True, False, True)
     ]
     assert frozen(runs[0]) == frozen(runs[1]) == frozen(runs[2])
@@ -107,6 +111,7 @@ def test_everything_is_kept_and_a_leap_is_what_stepping_gives(name, workload, ch
         assert list(one.token_s) == sorted(set(one.token_s))
         assert all(at > one.arrival.arrival_s for at in one.token_s)
     assert len({len(getattr(steps, column)) for column in steps.__slots__}) == 1
+    assert not (pinned and name == "vllm" and runs[0].counters["unused_tokens"])
     decoded = sum(max(len(one.token_s) - 1, 0) for one in runs[0].requests)
     preemptions = sum(one.preemptions for one in runs[0].requests)
     assert decoded - preemptions <= sum(steps.decodes) <= decoded + runs[0].counters["unused_tokens"] + preemptions

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.colocated.base import MixedRequest
+from alignedserve.scheduler.colocated.vllm import FreedBlocks
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.systems import SYSTEMS, Topology, scheduler_class, with_options
 
@@ -96,6 +97,47 @@ def test_vllm_plans_the_next_pass_while_one_runs():
     scheduler.done(second, ())
     scheduler.done(third, ())
     scheduler.check_integrity()
+
+
+def test_vllm_plans_no_pass_after_the_last_permitted_token():
+    scheduler = make("vllm")
+    add(scheduler, 10, longest=12)
+    add_longer = MixedRequest(RequestKey("longer"), 0.0, 10, 14)
+    scheduler.add(add_longer)
+    plans = [scheduler.plan(0.0) for _ in range(4)]
+    assert [shown(plan) for plan in plans] == ["r0:0+10! longer:0+10!", "r0@10 longer@10", "longer@11", "longer@12"]
+    assert not scheduler.plan(0.0)
+    for plan, ended in zip(plans, ([], ["r0"], [], ["longer"]), strict=True):
+        scheduler.done(plan, set(map(RequestKey, ended)))
+    scheduler.check_integrity()
+    assert scheduler.load() == (0, 0)
+
+
+def test_quiet_passes_of_vllm_end_with_the_last_permitted_token():
+    scheduler = make("vllm")
+    add(scheduler, 10, 10, longest=20)
+    assert passes(scheduler, 1) == ["r0:0+10! r1:0+10!"]
+    plan = scheduler.plan(0.0)
+    assert scheduler.quiet_passes(plan) == 8
+    scheduler.repeat(plan, 8)
+    assert not scheduler.plan(0.0)
+
+
+def test_what_a_resumed_request_left_free_is_not_found_again():
+    freed = FreedBlocks(2)
+    one, other = RequestKey("one"), RequestKey("other")
+    freed.add(one, 3, 2)
+    freed.take_back(one, 2)
+    assert (len(freed), freed.found(one)) == (3, 0)  # its third block, in part full, stays free
+    freed.add(other, 1, 1)
+    freed.add(one, 2, 2)
+    assert (len(freed), freed.found(one)) == (6, 2)
+    freed.overwrite(4)  # the two that never held anything, the third block, and the other's
+    assert (len(freed), freed.found(one), freed.found(other)) == (2, 2, 0)
+    freed.overwrite(1)
+    assert (len(freed), freed.found(one)) == (1, 1)
+    freed.overwrite(1)
+    assert (len(freed), freed.found(one)) == (0, 0)
 
 
 def test_sarathi_never_stalls_a_decode_and_fills_what_the_budget_leaves():
