@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.request import RequestKey
@@ -17,7 +18,11 @@ from alignedserve.scheduler.core.waiting import WaitingClock
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.policies.base import BatchPolicy, Entry
 
+if TYPE_CHECKING:
+    from alignedserve.metrics import Page
+
 Prepare = Callable[[BatchPolicy], None]
+MOST_ERROR = 0.03  # standard error of a learned share above which no metric shows it
 
 
 class Share(ABC):
@@ -96,6 +101,17 @@ class Sharing(ABC):
     @abstractmethod
     def policies(self) -> Iterable[BatchPolicy]:
         """The first one exists for good."""
+
+    def show_metrics(self, page: Page, decodes: Iterable[DecodeView]) -> None:
+        """The order in which the policies serve each instance, and what decides it under `rounds`."""
+        for decode in decodes:
+            meaning = "1 if batches for the decode instance go in order of arrival, 0 if by another order"
+            overtakes = self.share_of(decode).policy.overtakes()
+            page.gauge("decode_in_order_of_arrival", meaning, not overtakes, decode=decode.decode_id)
+            learned = decode.cost.unequal_lengths_share()
+            if learned is not None and learned.error <= MOST_ERROR:
+                meaning = "without a cost model: share of its iterations' time that unequal lengths cost, as learned"
+                page.gauge("decode_unequal_lengths_share", meaning, learned.value, decode=decode.decode_id)
 
     def check_integrity(self) -> None:
         """Raises AccountingError if its state, or that of a policy, is inconsistent."""
