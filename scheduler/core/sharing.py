@@ -7,6 +7,7 @@ quantiles  each instance has a range of lengths with an equal share of the cost 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -109,9 +110,11 @@ class Sharing(ABC):
             overtakes = self.share_of(decode).policy.overtakes()
             page.gauge("decode_in_order_of_arrival", meaning, not overtakes, decode=decode.decode_id)
             learned = decode.cost.unequal_lengths_share()
-            if learned is not None and learned.error <= MOST_ERROR:
-                meaning = "without a cost model: share of its iterations' time that unequal lengths cost, as learned"
-                page.gauge("decode_unequal_lengths_share", meaning, learned.value, decode=decode.decode_id)
+            meaning = (
+                "without a cost model: share of its iterations' time that unequal lengths cost, as learned; else NaN"
+            )
+            share = learned.value if learned is not None and learned.error <= MOST_ERROR else math.nan
+            page.gauge("decode_unequal_lengths_share", meaning, share, decode=decode.decode_id)
 
     def check_integrity(self) -> None:
         """Raises AccountingError if its state, or that of a policy, is inconsistent."""

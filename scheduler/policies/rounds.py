@@ -138,8 +138,9 @@ class RoundsPolicy(AlignedPolicy):
     def _pays(self, limits: BatchLimits) -> bool:
         """Whether a round in order of length can save time; True if that is not known.
 
-        It can if requests of all waiting lengths, as many as fill the cache, lose enough to unequal lengths. What was
-        learned counts once it is certain to a standard error; until then the order stays.
+        It can if requests of all waiting lengths, as many as fill the cache, lose enough to unequal lengths. Of what
+        was learned, that they do not has to be certain to one standard error, and then that they do to two: noise is
+        not to make a bubble out of nothing.
         """
         if self._cost is None and self._instance is None:
             return True
@@ -151,9 +152,8 @@ class RoundsPolicy(AlignedPolicy):
         learned = self._instance.cost.unequal_lengths_share(lengths)
         if learned is None:
             return True
-        if abs(learned.value - LEAST_BUBBLE) < learned.error:
-            return not self._in_order_of_age
-        return learned.value >= LEAST_BUBBLE
+        margin = -2.0 * learned.error if self._in_order_of_age else learned.error
+        return learned.value + margin >= LEAST_BUBBLE
 
     def _sample(self, most: int) -> list[int]:
         """Quantiles of the waiting lengths (middles of leaves), as many as the cache holds, at most `most`."""
