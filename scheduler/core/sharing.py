@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from alignedserve.metrics import Page
 
 Prepare = Callable[[BatchPolicy], None]
-MOST_ERROR = 0.03  # standard error of a learned share above which no metric shows it
 
 
 class Share(ABC):
@@ -113,7 +112,7 @@ class Sharing(ABC):
             meaning = (
                 "without a cost model: share of its iterations' time that unequal lengths cost, as learned; else NaN"
             )
-            share = learned.value if learned is not None and learned.error <= MOST_ERROR else math.nan
+            share = learned.value if learned is not None and learned.useful else math.nan
             page.gauge("decode_unequal_lengths_share", meaning, share, decode=decode.decode_id)
 
     def check_integrity(self) -> None:

@@ -136,7 +136,7 @@ class LinearCostModel(CostModel):
         self._chunk_tokens = chunk_tokens
         self._chunk = LinearFit((0.0, prefill_token_s, 0.0), (1.0, 512.0, 4096.0))
         self._iteration = LinearFit((iteration_s, 0.0, 0.0), (1.0, 64.0, 65536.0))
-        self._skew = LearntSkew(iteration_s)
+        self._skew = LearntSkew()
 
     def predict_prefill_s(self, tokens: int, cached_tokens: int = 0) -> float:
         return self._chunk.predict((-(-tokens // self._chunk_tokens), tokens, cached_tokens))

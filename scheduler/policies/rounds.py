@@ -138,9 +138,9 @@ class RoundsPolicy(AlignedPolicy):
     def _pays(self, limits: BatchLimits) -> bool:
         """Whether a round in order of length can save time; True if that is not known.
 
-        It can if requests of all waiting lengths, as many as fill the cache, lose enough to unequal lengths. Of what
-        was learned, that they do not has to be certain to one standard error, and then that they do to two: noise is
-        not to make a bubble out of nothing.
+        It can if requests of all waiting lengths, as many as fill the cache, lose enough to unequal lengths. A learned
+        loss is believed to be small if its error is, or by one standard error; afterwards to be large by two. So noise
+        makes no bubble out of nothing.
         """
         if self._cost is None and self._instance is None:
             return True
@@ -152,8 +152,9 @@ class RoundsPolicy(AlignedPolicy):
         learned = self._instance.cost.unequal_lengths_share(lengths)
         if learned is None:
             return True
-        margin = -2.0 * learned.error if self._in_order_of_age else learned.error
-        return learned.value + margin >= LEAST_BUBBLE
+        if self._in_order_of_age:
+            return learned.value - 2.0 * learned.error >= LEAST_BUBBLE
+        return learned.value + (0.0 if learned.useful else learned.error) >= LEAST_BUBBLE
 
     def _sample(self, most: int) -> list[int]:
         """Quantiles of the waiting lengths (middles of leaves), as many as the cache holds, at most `most`."""

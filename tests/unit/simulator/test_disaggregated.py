@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from alignedserve.config import Config, DecodeConfig, PrefillConfig, SchedulerConfig
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.step import ChunkShape
-from alignedserve.scheduler.systems import System, Topology
+from alignedserve.scheduler.policies.base import BatchLimits
+from alignedserve.scheduler.policies.rounds import RoundsPolicy
+from alignedserve.scheduler.systems import System, Topology, resolve
 from alignedserve.simulator.disaggregated import as_run, configured, simulate
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.report.results import RunResult
@@ -330,3 +332,29 @@ def test_without_a_configured_maximum_the_cache_decides() -> None:
         machine = hardware(kv_tokens=kv_tokens, pool_tokens=400_000)
         config = replace(small_config(), decode=DecodeConfig())
         assert max(run(load, SYSTEMS["fcfs"], config, machine).steps.decodes) == most
+
+
+@pytest.mark.parametrize(("longest_token_s", "in_order"), [(0.0, "age"), (2e-5, "length")])
+def test_rounds_that_do_not_know_the_cost_learn_it(longest_token_s: float, in_order: str) -> None:
+    """They begin by length. Learning makes them as good as knowing."""
+    cost = LinearStepCost(base_s=2e-3, longest_token_s=longest_token_s)
+    load = workload(*[(0.0, 8 + 97 * number % 150, 20 + 31 * number % 90) for number in range(400)])
+    orders: dict[bool, list[str]] = {}
+    ends_s = {}
+    for knows_cost in True, False:
+        seen = orders[knows_cost] = []
+
+        def noting(policy: RoundsPolicy, limits: BatchLimits, seen: list[str] = seen) -> bool:
+            seen.append("length" if pays(policy, limits) else "age")
+            return seen[-1] == "length"
+
+        with pytest.MonkeyPatch.context() as patch:
+            pays = RoundsPolicy._pays
+            patch.setattr(RoundsPolicy, "_pays", noting)
+            found = simulate(load, resolve("aligned"), small_config(), hardware(), cost, cost, knows_cost=knows_cost)
+        assert found.configuration["knows_cost"] is knows_cost
+        ends_s[knows_cost] = found.end_s
+    assert set(orders[True]) == {in_order}
+    assert orders[False][0] == "length"
+    assert set(orders[False][len(orders[False]) // 2 :]) == {in_order}
+    assert ends_s[False] == pytest.approx(ends_s[True], rel=0.02)
