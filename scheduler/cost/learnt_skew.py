@@ -21,8 +21,7 @@ FEWEST_BLOCKS = 16  # with fewer nothing is known; twice as many are merged in p
 FIRST_BLOCK, LARGEST_BLOCK = 4, 64  # observations: the last 1,000 to 2,000 are remembered
 LEAST_TIME = 0.1  # of the mean time, for lengths far from those observed
 TILE = 64.0  # requests
-LEAST_TILE = -2  # up to 8 requests
-TOKENS = 65536.0  # a typical total
+LEAST_TILE = -2
 USEFUL_ERROR = 0.03  # of a share
 # The sums of a tile: of 1, x = (n, total, padded) and y; then of x x' (at PLACES) and of x y.
 PLACES = ((5, 6, 7), (6, 8, 9), (7, 9, 10))
@@ -52,9 +51,8 @@ class LearntSkew:
         self._count = 0  # of its observations
         self._fits: list[_Fit] = []  # of all blocks, then without each of them; empty: to be computed
 
-    def observe(self, requests: float, total: float, padded: float, seconds: float) -> None:
-        """An iteration, or the means of several. `padded`: requests times longest."""
-        n, t, p, y = requests / TILE, total / TOKENS, padded / TOKENS, seconds
+    def observe(self, n: float, t: float, p: float, y: float) -> None:
+        """An iteration, or the means of several: requests, total, requests times longest, and seconds."""
         products = 1.0, n, t, p, y, n * n, n * t, n * p, t * t, t * p, p * p, n * y, t * y, p * y
         tile = _tile(n)
         sums = self._latest.get(tile)
@@ -84,8 +82,7 @@ class LearntSkew:
         fit = self._fits[0]
         x = fit.mean
         if lengths is not None:
-            requests = len(lengths)
-            x = [requests / TILE, sum(lengths) / TOKENS, requests * max(lengths) / TOKENS]
+            x = [float(len(lengths)), float(sum(lengths)), float(len(lengths) * max(lengths))]
         value, *others = (fit.share(x) for fit in self._fits)
         mean = sum(others) / len(others)
         variance = sum((other - mean) ** 2 for other in others) * (len(others) - 1) / len(others)
@@ -96,20 +93,23 @@ class _Fit:
     """`mean`: of x. The bubble may be negative here, or errors of a bubble of 0 would seem to be 0."""
 
     def __init__(self, tiles: Tiles) -> None:
+        count, *means = map(sum, zip(*tiles.values(), strict=True))
+        means = [value / count for value in means]
+        self.mean, self._mean_s = means[:3], means[3]
+        scale = [sqrt(means[PLACES[i][i] - 1]) for i in range(3)]  # typical values
         self._a, b = [[0.0] * 3 for _ in range(3)], [0.0] * 3
         for sums in tiles.values():
             for i in range(3):
                 mean = sums[1 + i] / sums[0]
-                b[i] += sums[11 + i] - mean * sums[4]
+                b[i] += (sums[11 + i] - mean * sums[4]) / scale[i]
                 for j in range(3):
-                    self._a[i][j] += sums[PLACES[i][j]] - mean * sums[1 + j]
-        self._weights = solve_nonnegative(self._a, b, (0.0, 0.0, 0.0), free=(2,))
+                    self._a[i][j] += (sums[PLACES[i][j]] - mean * sums[1 + j]) / (scale[i] * scale[j])
+        weights = solve_nonnegative(self._a, b, (0.0, 0.0, 0.0), free=(2,))
+        self._weights = [weight / typical for weight, typical in zip(weights, scale, strict=True)]
         self._starts = {
             tile: (sums[4] - sum(w * x for w, x in zip(self._weights, sums[1:4], strict=True))) / sums[0]
             for tile, sums in tiles.items()
         }
-        whole = [sum(column) for column in zip(*tiles.values(), strict=True)]
-        *self.mean, self._mean_s = (value / whole[0] for value in whole[1:5])
 
     def share(self, x: Sequence[float]) -> float:
         b, c, d = self._weights
@@ -134,9 +134,10 @@ class _Fit:
         return bubble_s / (equal_s + max(0.0, bubble_s))
 
 
-def _tile(n: float) -> int:
-    """The number of the tile: from 1 at 64 requests on, below for 32, 16 and fewer."""
-    return ceil(n) if n > 1.0 else max(LEAST_TILE, 1 + ceil(log2(n)))
+def _tile(requests: float) -> int:
+    """The number of the tile: 1 for 33 to 64 requests, 2 to 128, 3 to 192; 0 to 32, -1 to 16, -2 to 8."""
+    tiles = requests / TILE
+    return ceil(tiles) if tiles > 1.0 else max(LEAST_TILE, 1 + ceil(log2(tiles)))
 
 
 def _sum(blocks: Iterable[Tiles]) -> Tiles:
