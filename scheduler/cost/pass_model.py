@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
 
-from alignedserve.scheduler.cost.learnt_skew import LearntSkew, Share
+from alignedserve.scheduler.cost.learned_skew import LearnedSkew, Share
 from alignedserve.scheduler.cost.least_squares import solve_nonnegative
 
 EXTRAPOLATION = 2  # a batch may be this many times as large as the largest measured before the fit is mistrusted
@@ -136,7 +136,7 @@ class LinearCostModel(CostModel):
         self._chunk_tokens = chunk_tokens
         self._chunk = LinearFit((0.0, prefill_token_s, 0.0), (1.0, 512.0, 4096.0))
         self._iteration = LinearFit((iteration_s, 0.0, 0.0), (1.0, 64.0, 65536.0))
-        self._skew = LearntSkew()
+        self._skew = LearnedSkew()
 
     def predict_prefill_s(self, tokens: int, cached_tokens: int = 0) -> float:
         return self._chunk.predict((-(-tokens // self._chunk_tokens), tokens, cached_tokens))

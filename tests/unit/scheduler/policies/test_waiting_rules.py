@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.cost.learnt_skew import Share
+from alignedserve.scheduler.cost.learned_skew import Share
 from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.cost.pass_model import LinearCostModel
 from alignedserve.scheduler.policies.aligned import AlignedPolicy

@@ -41,7 +41,7 @@ class Share:
         return self.error <= USEFUL_ERROR
 
 
-class LearntSkew:
+class LearnedSkew:
     """Memory is bounded: by blocks times tiles that they have."""
 
     def __init__(self) -> None:
