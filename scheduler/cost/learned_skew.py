@@ -93,9 +93,10 @@ class _Fit:
     """`mean`: of x. The bubble may be negative here, or errors of a bubble of 0 would seem to be 0."""
 
     def __init__(self, tiles: Tiles) -> None:
-        count, *means = map(sum, zip(*tiles.values(), strict=True))
-        means = [value / count for value in means]
-        self.mean, self._mean_s = means[:3], means[3]
+        count, *sums_of_all = [sum(column) for column in zip(*tiles.values(), strict=True)]
+        means = [value / count for value in sums_of_all]
+        self.mean: list[float] = means[:3]
+        self._mean_s: float = means[3]
         scale = [sqrt(means[PLACES[i][i] - 1]) for i in range(3)]  # typical values
         self._a, b = [[0.0] * 3 for _ in range(3)], [0.0] * 3
         for sums in tiles.values():
@@ -129,7 +130,7 @@ class _Fit:
         n, total, padded = x
         tile = _tile(n)
         start_s = self._starts[min(self._starts, key=lambda other: abs(other - tile))]
-        equal_s = max(start_s + b * n + (c + d) * total, LEAST_TIME * self._mean_s)
+        equal_s: float = max(start_s + b * n + (c + d) * total, LEAST_TIME * self._mean_s)
         bubble_s = d * (padded - total)
         return bubble_s / (equal_s + max(0.0, bubble_s))
 
