@@ -22,7 +22,9 @@ class PassMeter:
         self._taken_s = 0.0
         self.total_s = self.predicted_s = 0.0
 
-    def add(self, tokens: int, cached_tokens: int, seconds: float, predicted_s: float = 0.0) -> None:
+    def add(
+        self, tokens: int, cached_tokens: int, seconds: float, predicted_s: float = 0.0, padded_tokens: int = 0
+    ) -> None:
         """Adds one pass. For the values see `alignedserve.scheduler.cost.pass_model.Passes`."""
         with self._lock:
             self.total_s += seconds
@@ -31,6 +33,7 @@ class PassMeter:
             self._sums.tokens += tokens
             self._sums.cached_tokens += cached_tokens
             self._sums.seconds += seconds
+            self._sums.padded_tokens += padded_tokens
 
     def take(self) -> pb.Passes | None:
         """The sums since they were last taken; None if that was less than REPORT_EVERY_S ago, or if there are none."""

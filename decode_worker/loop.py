@@ -217,8 +217,9 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         self._flights.take(flight, following, outcome)
         now_s = time.perf_counter()
         if self._passes_since_s is not None:
-            took = len(flight.lives), sum(flight.lengths), now_s - self._passes_since_s
-            self.pass_meter.add(*took)
+            requests, lengths = len(flight.lives), flight.lengths
+            took = requests, sum(lengths), now_s - self._passes_since_s
+            self.pass_meter.add(*took, padded_tokens=requests * max(lengths))
             self._scheduler.observe(*took)
         self._passes_since_s = now_s
 

@@ -11,6 +11,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from operator import mul
 from typing import TYPE_CHECKING
 
 from alignedserve.errors import AccountingError
@@ -300,7 +301,9 @@ class SimulatedDecode:
         steps, first = self.steps, self._measured
         self._measured = last = len(steps)
         seconds = sum(steps.seconds[first:last]) + self.gap_s * (last - first)
-        return Passes(last - first, sum(steps.decodes[first:last]), sum(steps.total[first:last]), seconds)
+        decodes = steps.decodes[first:last]
+        padded = sum(map(mul, decodes, steps.longest[first:last]))
+        return Passes(last - first, sum(decodes), sum(steps.total[first:last]), seconds, padded)
 
     def _tell(self, waits: int, measured: Passes | None) -> None:
         self._cell.send_core(decode_report(self.name, self.cache, self.scheduler.status(), waits, measured))

@@ -37,13 +37,15 @@ def simulate(
     refuse_for_load: bool = False,
     leap: bool = True,
     iteration_gap_s: float = 0.0,
+    knows_cost: bool = True,
 ) -> RunResult:
     """Replay the workload to its end. Pure: the same arguments give the same result, to the last bit.
 
     `refuse_for_load`: whether refusals by prediction and queue limits apply, as configured; otherwise every request
     that the stores can hold is served. `seed` is only recorded: nothing here is random. `leap`: False takes every
     iteration alone, with the same results, slowly. `iteration_gap_s`: charged before each decode pass, in addition to
-    the hardware's overhead.
+    the hardware's overhead. `knows_cost`: False lets the scheduler only learn from iterations, as a cluster without
+    `scheduler.cost_model` does.
 
     Raises ConfigError if the system is a colocated one, or no request fits in the hardware's stores.
     """
@@ -52,7 +54,8 @@ def simulate(
     config = as_run(config, system, prefill_instances, decode_instances, refuse_for_load)
     cell = Cell(workload, config, hardware, (prefill_cost, decode_cost), leap, iteration_gap_s)
     cell.core.prepare_policies(partial(_prepare, workload=workload))
-    cell.core.use_cost(decode_cost)
+    if knows_cost:
+        cell.core.use_cost(decode_cost)
     cell.run()
     cell.check_nothing_is_left()
     instances: list[SimulatedPrefill | SimulatedDecode] = [*cell.prefills.values(), *cell.decodes.values()]
@@ -71,6 +74,7 @@ def simulate(
             "decode_cost": decode_cost.describe(),
             "seed": seed,
             "iteration_gap_s": iteration_gap_s,
+            "knows_cost": knows_cost,
         },
     )
 

@@ -37,6 +37,7 @@ _READ_BY_RANKS = (
     "kv_pool.growth_reserve",
 )  # fmt: skip
 ITERATION_GAP = "iteration_gap_s"
+KNOWS_COST = "knows_cost"
 
 
 def has_effect(key: str) -> bool:
@@ -49,7 +50,8 @@ class ComparedPolicy:
     """A policy to run. `config`: for a disaggregated policy. `options`: all options of a colocated one.
 
     `iteration_gap_s`: charged to a disaggregated policy before each decode iteration, on top of the hardware's
-    overhead. `ranks` above 1: `name` is that of a placement.
+    overhead. `knows_cost`: whether it knows the cost model, or learns from iterations as in a cluster without one.
+    `ranks` above 1: `name` is that of a placement.
     """
 
     name: str
@@ -59,6 +61,7 @@ class ComparedPolicy:
     routing: str
     iteration_gap_s: float = 0.0
     ranks: int = 1
+    knows_cost: bool = True
 
     @property
     def colocated(self) -> bool:
@@ -72,7 +75,8 @@ class ComparedPolicy:
     def of(
         cls, name: str, settings: Mapping[str, str], config_file: str | None, tpot_objective_s: float | None = None
     ) -> ComparedPolicy:
-        """`settings`: texts by option (colocated), or by section.key of the configuration (or `iteration_gap_s`).
+        """`settings`: texts by option (colocated), or by section.key of the configuration (or `iteration_gap_s`,
+        `knows_cost`).
 
         `tpot_objective_s`: the objective of a disaggregated policy if neither `settings` nor the file set one. No
         request is refused for load unless `settings` ask for it: the file's value is meant for a cluster. Raises
@@ -84,10 +88,11 @@ class ComparedPolicy:
             routing = own.pop(ROUTING, "least-loaded")
             return cls(name, system, Config(), with_options(system, own, (ROUTING,)), routing)
         gap_s = _gap_s(name, own.pop(ITERATION_GAP, "0"))
+        knows_cost = _knows_cost(name, own.pop(KNOWS_COST, "true"))
         if wrong := [key for key in own if "." not in key]:
             raise ConfigError(
                 f"--set {name}.{wrong[0]}: a disaggregated policy takes {ITERATION_GAP} or SECTION.KEY of the "
-                "configuration"
+                f"configuration, or {KNOWS_COST}"
             )
         for key, option in DECIDED.items():
             if key in own:
@@ -103,7 +108,7 @@ class ComparedPolicy:
         config = load(config_file, environ={}, flags=flags)
         if tpot_objective_s is not None and TPOT_OBJECTIVE not in typed and not config.scheduler.tpot_objective_s:
             config = load(config_file, environ={}, flags={**flags, TPOT_OBJECTIVE: tpot_objective_s})
-        return cls(name, system, config, {}, "", gap_s)
+        return cls(name, system, config, {}, "", gap_s, knows_cost=knows_cost)
 
     @classmethod
     def of_placement(
@@ -127,7 +132,7 @@ class ComparedPolicy:
         if self.ranks > 1:
             return {**shared, "config": to_tree(as_ranks_run(self.config, prefill, decode)), "ranks": self.ranks}
         config = as_run(self.config, self.system, prefill, decode, self.refuse_for_load)
-        return {**shared, "config": to_tree(config), ITERATION_GAP: self.iteration_gap_s}
+        return {**shared, "config": to_tree(config), ITERATION_GAP: self.iteration_gap_s, KNOWS_COST: self.knows_cost}
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +224,7 @@ class Plan:
             seed=seed,
             refuse_for_load=candidate.refuse_for_load,
             iteration_gap_s=candidate.iteration_gap_s,
+            knows_cost=candidate.knows_cost,
         )
 
 
@@ -230,3 +236,9 @@ def _gap_s(policy: str, text: str) -> float:
     if not 0 <= gap_s < float("inf"):
         raise ConfigError(f"--set {policy}.{ITERATION_GAP}: must be at least 0 seconds, not {text!r}")
     return gap_s
+
+
+def _knows_cost(policy: str, text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ConfigError(f"--set {policy}.{KNOWS_COST}: must be true or false, not {text!r}")
+    return text == "true"

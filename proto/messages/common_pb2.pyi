@@ -264,16 +264,18 @@ class Failure(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Passes(_message.Message):
-    __slots__ = ("passes", "tokens", "cached_tokens", "seconds")
+    __slots__ = ("passes", "tokens", "cached_tokens", "seconds", "padded_tokens")
     PASSES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PADDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     passes: int
     tokens: int
     cached_tokens: int
     seconds: float
-    def __init__(self, passes: _Optional[int] = ..., tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    padded_tokens: int
+    def __init__(self, passes: _Optional[int] = ..., tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., seconds: _Optional[float] = ..., padded_tokens: _Optional[int] = ...) -> None: ...
 
 class Empty(_message.Message):
     __slots__ = ()

@@ -193,7 +193,7 @@ class SchedulerCore:
         return self._overload.room(now_s)
 
     def show_metrics(self, page: Page, now_s: float) -> None:
-        """Requests by state, what load has cost, and what is predicted while no role is missing."""
+        """Requests by state, what load has cost, what is predicted while no role is missing, and what was learned."""
         for state, count in self.describe().items():
             page.gauge(f"requests_{state}", _STATES[state], count)
         meaning = "requests refused because they would miss an objective or wait too long"
@@ -210,8 +210,8 @@ class SchedulerCore:
         if outlook is not None:
             meaning = "predicted TTFT of a typical request that arrives now"
             page.gauge("predicted_ttft_seconds", meaning, outlook.ttft_s)
-            meaning = "predicted TPOT of such a request"
-            page.gauge("predicted_tpot_seconds", meaning, outlook.tpot_s)
+            page.gauge("predicted_tpot_seconds", "predicted TPOT of such a request", outlook.tpot_s)
+        self._state.sharing.show_metrics(page, self._state.instances.decode.values())
 
     def check_integrity(self) -> None:
         """Recount everything. Raises AccountingError where two counts of the same thing differ."""

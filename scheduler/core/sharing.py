@@ -7,8 +7,10 @@ quantiles  each instance has a range of lengths with an equal share of the cost 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.request import RequestKey
@@ -16,6 +18,9 @@ from alignedserve.scheduler.core.instances import DecodeView, Instances
 from alignedserve.scheduler.core.waiting import WaitingClock
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.policies.base import BatchPolicy, Entry
+
+if TYPE_CHECKING:
+    from alignedserve.metrics import Page
 
 Prepare = Callable[[BatchPolicy], None]
 
@@ -96,6 +101,19 @@ class Sharing(ABC):
     @abstractmethod
     def policies(self) -> Iterable[BatchPolicy]:
         """The first one exists for good."""
+
+    def show_metrics(self, page: Page, decodes: Iterable[DecodeView]) -> None:
+        """The order in which the policies serve each instance, and what decides it under `rounds`."""
+        for decode in decodes:
+            meaning = "1 if batches for the decode instance go in order of arrival, 0 if by another order"
+            overtakes = self.share_of(decode).policy.overtakes()
+            page.gauge("decode_in_order_of_arrival", meaning, not overtakes, decode=decode.decode_id)
+            learned = decode.cost.unequal_lengths_share()
+            meaning = (
+                "without a cost model: share of its iterations' time that unequal lengths cost, as learned; else NaN"
+            )
+            share = learned.value if learned is not None and learned.useful else math.nan
+            page.gauge("decode_unequal_lengths_share", meaning, share, decode=decode.decode_id)
 
     def check_integrity(self) -> None:
         """Raises AccountingError if its state, or that of a policy, is inconsistent."""

@@ -49,8 +49,8 @@ class CostOfLengths:
         """Whether to share, judged by iterations of these groups of lengths against those of groups that mix them.
 
         The gain is the time that they save. While nothing is `waiting`, throughput is not at stake: what the slowest
-        group takes longer counts against it. True if there is no measured cost: a learned one does not tell what
-        unequal lengths cost.
+        group takes longer counts against it. True if there is no measured cost: what is learned of unequal
+        lengths is too coarse for a gain of this size.
         """
         count = len(groups)
         lengths = [tokens for group in groups for tokens in group]

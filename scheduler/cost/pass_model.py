@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
 
-RIDGE = 1e-4  # weight of the prior, in observations of typical size
+from alignedserve.scheduler.cost.learned_skew import LearnedSkew, Share
+from alignedserve.scheduler.cost.least_squares import solve_nonnegative
+
 EXTRAPOLATION = 2  # a batch may be this many times as large as the largest measured before the fit is mistrusted
 FEW_REQUESTS = 8  # a batch of this size is always within the fit
 MOST_MARGIN = 0.3  # of an objective: lateness with other causes than load is not cured by taking fewer
@@ -23,13 +25,15 @@ class Passes:
     """Sums over forward passes that an instance has measured.
 
     Prefill: `tokens` prompt tokens were computed, after `cached_tokens` with cached KV. Decode: `tokens` requests with
-    `cached_tokens` of prefix in total. `seconds`: the time of the passes, from boundary to boundary.
+    `cached_tokens` of prefix in total, and `padded_tokens` if each had the longest prefix of its iteration (0: not
+    measured). `seconds`: the time of the passes, from boundary to boundary.
     """
 
     passes: int
     tokens: int
     cached_tokens: int
     seconds: float
+    padded_tokens: int = 0
 
 
 class CostModel(ABC):
@@ -50,6 +54,13 @@ class CostModel(ABC):
     @abstractmethod
     def observe_iterations(self, passes: Passes) -> None:
         """Record the measured time of this instance's decode iterations."""
+
+    def unequal_lengths_share(self, lengths: Sequence[int] | None = None) -> Share | None:
+        """The share of an iteration's time that its unequal lengths cost, as learned; None: not known.
+
+        Of an iteration of these prefix lengths, or of the mean of those that were learned from.
+        """
+        return None
 
     @property
     @abstractmethod
@@ -99,7 +110,8 @@ class LinearFit:
         seconds: float = sum(map(mul, self.weights, x))
         return seconds
 
-    def observe(self, x: Sequence[float], y: float) -> None:
+    def observe(self, x: Sequence[float], y: float) -> float:
+        """Returns the y that was used."""
         predicted = self.predict(x)
         if self._seen and predicted > 0.0:  # the error of the prior is not informative
             y = min(y, OUTLIER * predicted)
@@ -109,41 +121,9 @@ class LinearFit:
         for i, row in enumerate(self._a):
             self._a[i] = [self._forget * a + u[i] * value for a, value in zip(row, u, strict=True)]
             self._b[i] = self._forget * self._b[i] + u[i] * y
-        solved = self._fit()
+        solved = solve_nonnegative(self._a, self._b, self._prior)
         self.weights = [weight / scale for weight, scale in zip(solved, self._scale, strict=True)]
-
-    def _fit(self) -> list[float]:
-        """Least squares in which negative weights are set to 0 and the others are fitted again.
-
-        More work never takes less time, but noise in two correlated features could make it seem so.
-        """
-        used = list(range(len(self.weights)))
-        solved = [0.0] * len(self.weights)
-        while used:
-            a = [[self._a[i][j] + (RIDGE if i == j else 0.0) for j in used] for i in used]
-            some = _solve(a, [self._b[i] + RIDGE * self._prior[i] for i in used])
-            worst = min(range(len(used)), key=lambda number: some[number])
-            if some[worst] >= 0.0:
-                for number, i in enumerate(used):
-                    solved[i] = some[number]
-                return solved
-            del used[worst]
-        return solved
-
-
-def _solve(a: list[list[float]], b: list[float]) -> list[float]:
-    """The x of `a x = b` for a small, symmetric, positive definite `a`. Gaussian elimination; overwrites both."""
-    size = len(b)
-    for i in range(size):
-        for j in range(i + 1, size):
-            factor = a[j][i] / a[i][i]
-            b[j] -= factor * b[i]
-            for k in range(i, size):
-                a[j][k] -= factor * a[i][k]
-    x = [0.0] * size
-    for i in reversed(range(size)):
-        x[i] = (b[i] - sum(a[i][k] * x[k] for k in range(i + 1, size))) / a[i][i]
-    return x
+        return y
 
 
 class LinearCostModel(CostModel):
@@ -156,6 +136,7 @@ class LinearCostModel(CostModel):
         self._chunk_tokens = chunk_tokens
         self._chunk = LinearFit((0.0, prefill_token_s, 0.0), (1.0, 512.0, 4096.0))
         self._iteration = LinearFit((iteration_s, 0.0, 0.0), (1.0, 64.0, 65536.0))
+        self._skew = LearnedSkew()
 
     def predict_prefill_s(self, tokens: int, cached_tokens: int = 0) -> float:
         return self._chunk.predict((-(-tokens // self._chunk_tokens), tokens, cached_tokens))
@@ -171,11 +152,22 @@ class LinearCostModel(CostModel):
         _observe(self._chunk, passes)
 
     def observe_iterations(self, passes: Passes) -> None:
-        _observe(self._iteration, passes)
+        seconds = _observe(self._iteration, passes)
+        if passes.padded_tokens:
+            count = passes.passes
+            means = passes.tokens / count, passes.cached_tokens / count, passes.padded_tokens / count
+            self._skew.observe(*means, seconds)
+
+    def unequal_lengths_share(self, lengths: Sequence[int] | None = None) -> Share | None:
+        return self._skew.share(lengths)
 
 
-def _observe(fit: LinearFit, passes: Passes) -> None:
-    """The means of several passes are equivalent to one pass, since the model is linear."""
+def _observe(fit: LinearFit, passes: Passes) -> float:
+    """The means of several passes are equivalent to one pass, since the model is linear.
+
+    Returns the seconds of a pass that were used.
+    """
     count = passes.passes
-    if count:
-        fit.observe((1.0, passes.tokens / count, passes.cached_tokens / count), passes.seconds / count)
+    if not count:
+        return 0.0
+    return fit.observe((1.0, passes.tokens / count, passes.cached_tokens / count), passes.seconds / count)

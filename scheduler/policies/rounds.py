@@ -9,7 +9,7 @@ Late joins keep to the round, too: requests that arrived more than LATE_S after 
 evicted request whose length is still ahead stays in the round.
 
 Where unequal lengths cost little, a round in order of length only delays the long requests. If the cost model knows
-that, the round goes in order of arrival.
+that, or the instance has learned it from its iterations, the round goes in order of arrival.
 """
 
 from __future__ import annotations
@@ -139,13 +139,23 @@ class RoundsPolicy(AlignedPolicy):
     def _pays(self, limits: BatchLimits) -> bool:
         """Whether a round in order of length can save time; True if that is not known.
 
-        It can if requests of all waiting lengths, as many as fill the cache, lose enough to unequal lengths.
+        It can if requests of all waiting lengths, as many as fill the cache, lose enough to unequal lengths. A learned
+        loss is believed to be small if its error is, or by one standard error; afterwards to be large by two. So noise
+        makes no bubble out of nothing.
         """
-        if self._cost is None:
+        if self._cost is None and self._instance is None:
             return True
         lengths = self._sample(limits.max_requests)
-        step_s = self._cost.step_s((), lengths)
-        return step_s - self._cost.balanced_step_s((), lengths) >= LEAST_BUBBLE * step_s
+        if self._cost is not None:
+            step_s = self._cost.step_s((), lengths)
+            return step_s - self._cost.balanced_step_s((), lengths) >= LEAST_BUBBLE * step_s
+        assert self._instance is not None
+        learned = self._instance.cost.unequal_lengths_share(lengths)
+        if learned is None:
+            return True
+        if self._in_order_of_age:
+            return learned.value - 2.0 * learned.error >= LEAST_BUBBLE
+        return learned.value + (0.0 if learned.useful else learned.error) >= LEAST_BUBBLE
 
     def _sample(self, most: int) -> list[int]:
         """Quantiles of the waiting lengths (middles of leaves), as many as the cache holds, at most `most`."""

@@ -150,7 +150,7 @@ def decode_reported(decode_id: str, message: dw.DecodeDescription) -> DecodeRepo
 def _passes(message: pb.Passes) -> Passes | None:
     if not message.passes:
         return None
-    return Passes(message.passes, message.tokens, message.cached_tokens, message.seconds)
+    return Passes(message.passes, message.tokens, message.cached_tokens, message.seconds, message.padded_tokens)
 
 
 def rejection(keys: Iterable[RequestKey], error: AlignedServeError) -> sc.Rejection:

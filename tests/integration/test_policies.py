@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import signal
 from dataclasses import dataclass
@@ -34,10 +35,14 @@ class Served:
     answers: list[Answer]
     metrics: str
     classes: set[str]  # that formed batches
+    learned: str  # the metrics after more load, if it was asked for
 
 
-def serve(policy: str, folder: Path, **flags: object) -> Served:
-    """Serve all prompts at once with a policy, configured as `alignedserve serve --policy` does."""
+def serve(policy: str, folder: Path, *, learn: bool = False, **flags: object) -> Served:
+    """Serve all prompts at once with a policy, configured as `alignedserve serve --policy` does.
+
+    `learn`: afterwards, serve until rounds go in order of arrival.
+    """
     model, trace = make_model("llama", folder / "m", seed=41, vocab_size=VOCAB_SIZE), folder / "trace"
     keys = {
         "scheduler.policy": policy,
@@ -54,7 +59,7 @@ def serve(policy: str, folder: Path, **flags: object) -> Served:
     config = load(environ={}, flags={**keys, **flags}, settings_of=served_settings)
     prompts = random_prompts(LENGTHS, VOCAB_SIZE, seed=42)
 
-    async def run() -> tuple[list[Answer], str, Path]:
+    async def run() -> tuple[list[Answer], str, Path, str]:
         module = "support.traced_roles"
         async with LocalCluster(config, environment={TRACE: str(trace)}, output_dir=folder, module=module) as cluster:
             await cluster.wait_ready()
@@ -68,13 +73,14 @@ def serve(policy: str, folder: Path, **flags: object) -> Served:
                 await driver.wait(answers)
                 metrics = await settled(cluster)
                 assert list((await cluster.status()).degraded) == []  # also where a guarded policy was at fault
-                return answers, metrics, cluster_dir(cluster.cluster_id)
+                learned = await in_order_of_arrival(cluster, driver) if learn else ""
+                return answers, metrics, cluster_dir(cluster.cluster_id), learned
 
-    answers, metrics, runtime = asyncio.run(run())
+    answers, metrics, runtime, learned = asyncio.run(run())
     assert not runtime.exists()
     classes = set(trace.read_text().split())
     assert {named for named in classes if value(metrics, "alignedserve_scheduler_policy", policy=named)} == classes
-    return Served(answers, metrics, classes)
+    return Served(answers, metrics, classes, learned)
 
 
 async def settled(cluster: LocalCluster, timeout_s: float = 10.0) -> str:
@@ -88,6 +94,24 @@ async def settled(cluster: LocalCluster, timeout_s: float = 10.0) -> str:
     return metrics
 
 
+async def in_order_of_arrival(cluster: LocalCluster, driver: Driver, timeout_s: float = 60.0) -> str:
+    """The metrics once rounds go in order of arrival, under more load than the cache holds."""
+    open_answers: list[Answer] = []
+    numbers = itertools.count()
+    async with asyncio.timeout(timeout_s):
+        metrics = ""
+        while not value(metrics, "alignedserve_decode_in_order_of_arrival", decode="decode-0"):
+            open_answers = [answer for answer in open_answers if not answer.done.is_set()]
+            for number in itertools.islice(numbers, 2 * len(LENGTHS) - len(open_answers)):
+                (prompt,) = random_prompts(LENGTHS[number % len(LENGTHS) :][:1], VOCAB_SIZE, seed=number)
+                sampling = SamplingParams(temperature=0.0, max_tokens=10 + 7 * number % 31, ignore_eos=True)
+                open_answers += driver.submit(prompt, sampling)
+            await asyncio.sleep(0.05)
+            metrics = (await cluster.status()).metrics
+        await driver.wait(open_answers)
+    return metrics
+
+
 def through_buffers(metrics: str) -> float:
     """Copies from the pool to the candidate buffers of the prefill instance."""
     copies = (line for line in metrics.splitlines() if line.startswith("alignedserve_transfer_copies_total"))
@@ -97,7 +121,7 @@ def through_buffers(metrics: str) -> float:
 
 @pytest.fixture(scope="module")
 def aligned(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return serve("aligned", tmp_path_factory.mktemp("aligned"))
+    return serve("aligned", tmp_path_factory.mktemp("aligned"), learn=True)
 
 
 def check(served: Served, aligned: Served) -> None:
@@ -116,6 +140,13 @@ def test_aligned_serves_what_generate_gives(aligned: Served, tmp_path: Path) -> 
     assert aligned.classes == {f"{POLICIES}.rounds:RoundsPolicy"}
     assert through_buffers(aligned.metrics) > 0
     check(aligned, aligned)
+
+
+def test_rounds_go_in_order_of_arrival_once_a_cpu_has_shown_that_unequal_lengths_cost_nothing(aligned: Served) -> None:
+    """Each request's attention is computed on its own there. At first they go by length."""
+    name = "alignedserve_decode_in_order_of_arrival"
+    assert value(aligned.metrics, name, decode="decode-0") == 0
+    assert value(aligned.learned, name, decode="decode-0") == 1
 
 
 @pytest.mark.parametrize(

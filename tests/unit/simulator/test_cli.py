@@ -135,6 +135,14 @@ def test_an_iteration_gap_is_charged_to_the_policy_that_it_was_set_for(capsys: p
     assert summary["run"]["configuration"]["policies"]["fcfs"]["iteration_gap_s"] == 0.01
 
 
+def test_a_policy_may_not_know_the_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--trace", MIX, "--policy", "aligned,fcfs", "--set", "aligned.knows_cost=false", "--json")
+    summary, _ = simulate(capsys, *arguments)
+    policies = summary["run"]["configuration"]["policies"]
+    assert policies["aligned"]["knows_cost"] is False
+    assert policies["fcfs"]["knows_cost"] is True
+
+
 def test_files_are_written_and_are_the_same_each_time(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +263,7 @@ def test_without_the_extra_there_is_a_summary_and_out_says_what_to_install(
             ("--trace", MIX, "--set", "aligned.kv_pool.size_gib=2"),
             "no effect in a simulation: see pool_tokens of",
         ),
+        (("--trace", MIX, "--set", "aligned.knows_cost=no"), "knows_cost: must be true or false, not 'no'"),
         (("--trace", MIX, "--set", "aligned.iteration_gap_s=-1"), "iteration_gap_s: must be at least 0 seconds"),
         (
             ("--trace", MIX, "--set", "aligned.iteration_gap_s=ten"),

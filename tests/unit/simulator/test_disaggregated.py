@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from alignedserve.config import Config, DecodeConfig, PrefillConfig, SchedulerConfig
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.step import ChunkShape
-from alignedserve.scheduler.systems import System, Topology
+from alignedserve.scheduler.policies.base import BatchLimits
+from alignedserve.scheduler.policies.rounds import RoundsPolicy
+from alignedserve.scheduler.systems import System, Topology, resolve
 from alignedserve.simulator.disaggregated import as_run, configured, simulate
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.report.results import RunResult
@@ -330,3 +332,37 @@ def test_without_a_configured_maximum_the_cache_decides() -> None:
         machine = hardware(kv_tokens=kv_tokens, pool_tokens=400_000)
         config = replace(small_config(), decode=DecodeConfig())
         assert max(run(load, SYSTEMS["fcfs"], config, machine).steps.decodes) == most
+
+
+class PaddedCost(LinearStepCost):
+    """As if each request read this share of the way from its own KV to that of the longest."""
+
+    def __init__(self, alpha: float) -> None:
+        super().__init__(base_s=2e-3, kv_token_s=5e-6, longest_token_s=0.0)
+        self._alpha = alpha
+
+    def _seconds(self, prompt: int, decodes: int, kv_tokens: int, longest: int) -> float:
+        padding = max(0, decodes * longest - kv_tokens) if decodes else 0
+        return super()._seconds(prompt, decodes, kv_tokens + int(self._alpha * padding), longest)
+
+
+@pytest.mark.parametrize(("alpha", "in_order"), [(0.0, "age"), (0.5, "length")])
+def test_rounds_that_do_not_know_the_cost_learn_it(
+    alpha: float, in_order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They begin by length, and come to go as with the cost."""
+    cost, pays = PaddedCost(alpha), RoundsPolicy._pays
+    seen: list[str] = []
+
+    def noting(policy: RoundsPolicy, limits: BatchLimits) -> bool:
+        seen.append("length" if pays(policy, limits) else "age")
+        return seen[-1] == "length"
+
+    monkeypatch.setattr(RoundsPolicy, "_pays", noting)
+    load = workload(*[(0.0, 8 + 97 * number % 150, 20 + 31 * number % 90) for number in range(300)])
+    for knows_cost in True, False:
+        seen.clear()
+        found = simulate(load, resolve("aligned"), small_config(), hardware(), cost, cost, knows_cost=knows_cost)
+        assert found.configuration["knows_cost"] is knows_cost
+        assert (seen[0] == "age") is knows_cost  # one request waits
+        assert set(seen[-3:-1]) == {in_order}  # few wait when the last one begins

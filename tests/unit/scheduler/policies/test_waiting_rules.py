@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -10,10 +11,12 @@ from hypothesis import strategies as st
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.cost.learned_skew import Share
 from alignedserve.scheduler.cost.load import load_step_cost
+from alignedserve.scheduler.cost.pass_model import LinearCostModel
 from alignedserve.scheduler.policies.aligned import AlignedPolicy
 from alignedserve.scheduler.policies.aligned_cost import AlignedCostPolicy
-from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry
+from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry, InstanceState
 from alignedserve.scheduler.policies.fcfs import FcfsPolicy
 from alignedserve.scheduler.policies.paper_rule import PaperRulePolicy
 from alignedserve.scheduler.policies.rounds import LATE_S, RoundsPolicy
@@ -202,6 +205,53 @@ def test_a_round_goes_in_order_of_arrival_where_unequal_lengths_cost_little(mode
     expected = lengths if in_order == "age" else sorted(lengths)
     assert sorted(found) == sorted(expected[: len(found)])
     assert policy.matches(4000, 200, 210) is (in_order == "age")
+
+
+class Learned(LinearCostModel):
+    """Has learned this share, whatever the lengths; notes those that it was asked for."""
+
+    def __init__(self, share: Share | None) -> None:
+        super().__init__()
+        self.share = share
+        self.asked: list[Sequence[int] | None] = []
+
+    def unequal_lengths_share(self, lengths: Sequence[int] | None = None) -> Share | None:
+        self.asked.append(lengths)
+        return self.share
+
+
+def order_of_the_next_round(policy: RoundsPolicy, now_s: float, share: Share | None) -> str:
+    policy.look_at(InstanceState(0, 0, 0, 0, Learned(share), 12_000))
+    insert(policy, now_s, 4000, 200, 3000)
+    assert len(take(policy, now_s, BatchLimits(12_000, 36, 256))) == 3
+    return "length" if policy.overtakes() else "age"
+
+
+def test_what_an_instance_has_learned_decides_without_a_cost_model() -> None:
+    policy = rounds()
+    assert order_of_the_next_round(policy, 1.0, None) == "length", "not known yet"
+    assert order_of_the_next_round(policy, 2.0, Share(0.06, 0.05)) == "length", "not certain"
+    assert order_of_the_next_round(policy, 3.0, Share(0.01, 0.05)) == "age", "certain by a standard error"
+    assert order_of_the_next_round(policy, 4.0, Share(0.3, 0.2)) == "age", "noise"
+    assert order_of_the_next_round(policy, 5.0, Share(0.12, 0.02)) == "length", "it has come to cost something"
+    assert order_of_the_next_round(policy, 6.0, Share(0.06, 0.03)) == "age", "a useful error"
+    assert order_of_the_next_round(policy, 7.0, None) == "length", "the instance was replaced"
+
+
+def test_the_learned_share_is_that_of_a_batch_of_all_waiting_lengths() -> None:
+    policy, learned = rounds(), Learned(Share(0.0, 0.0))
+    policy.look_at(InstanceState(0, 0, 0, 0, learned, 8_000))
+    insert(policy, 0.0, *[200] * 30, *[1800] * 10)
+    take(policy, 1.0, BatchLimits(8_000, 8, 256))
+    (lengths,) = learned.asked
+    assert lengths is not None
+    assert sum(lengths) == pytest.approx(8_000, rel=0.1)
+    assert {tokens // 100 for tokens in lengths} == {2, 18}
+    policy.use_cost(load_step_cost("a100-opt-13b"))
+    insert(policy, 2.0, 100, 4000)
+    for now_s in (2.0, 3.0):
+        take(policy, now_s, BatchLimits(8_000, 8, 256))
+    assert len(learned.asked) == 1, "a measured cost comes first"
 
 
 @given(
