@@ -24,6 +24,7 @@ APPLICATIONS = {
     "Azure conversation": "Azure\nconversation",
     "Mooncake": "Mooncake",
 }
+TICKS = (0.7, 1, 1.5, 2, 3, 5, 10)  # of logarithmic gains
 STAR: dict[str, Any] = {"marker": "*", "ms": 15, "ls": "none"}
 STATED = "stated in the paper"
 FILE = "paper-figure-{}.csv"
@@ -129,7 +130,8 @@ def figure_09(left: Axes, right: Axes) -> None:
     for axes, machine in ((left, A100), (right, RTX)):
         gains_on_mixes(axes, "09", machine)
         axes.axhspan(*ends, color=LINE, alpha=0.15, linewidth=0, label=f"{STATED}, all models")
-        axes.set(ylim=(0, 3.3), ylabel="other / aligned")
+        axes.set(yscale="log", ylim=(0.7, 12), ylabel="other / aligned")
+        axes.set_yticks(TICKS, map(str, TICKS))
     left.legend(loc="upper left", ncols=2)
 
 
@@ -165,10 +167,11 @@ def figure_10(left: Axes, right: Axes) -> None:
 
 
 def distributions(axes: Axes, figure: str, quantity: str, **wanted: str) -> None:
-    """The quantiles of `aligned` and `fcfs` as a distribution in percent."""
-    for system in ("aligned", "fcfs"):
-        found = ours(figure, quantity=quantity, system=system, **wanted)
-        axes.plot(values(found), [100 * float(row["x"]) for row in found], label=system, **STYLES[system])
+    """The quantiles of each system as a distribution in percent."""
+    found = ours(figure, quantity=quantity, **wanted)
+    for system, style in zip(dict.fromkeys(row["system"] for row in found), ("aligned", "fcfs", "vllm"), strict=False):
+        of = [row for row in found if row["system"] == system]
+        axes.plot(values(of), [100 * float(row["x"]) for row in of], label=system, **STYLES[style])
     axes.set(title=wanted["workload"], ylim=(0, 105), ylabel="iterations, %")
 
 
