@@ -205,11 +205,11 @@ def figure_13(left: Axes, right: Axes) -> None:
         for row in stated("13"):
             name = "more than" if row["system"] == "aligned" else "less than"
             look = {**STAR, "color": STYLES[row["system"]]["color"]}
-            axes.plot([30], [100 * float(row["value"])], label=f"{STATED} for 30 ms on an H100, {name}", **look)
+            axes.plot([30], [100 * float(row["value"])], label=f"paper: {name}", **look)
         scaled = next(row["x"] for row in ours("13", quantity="share within", **of) if "bandwidth" in row["x"])
-        axes.axvline(float(scaled.split()[0]), color=LINE, linewidth=1, ls=":", label=scaled)
+        axes.axvline(float(scaled.split()[0]), color=LINE, linewidth=1, ls=":", label="30 ms by bandwidth")
         axes.set(xlabel="ms", xlim=(0, None))
-    left.legend(loc="upper left", fontsize=9)
+    left.legend(loc="center left", fontsize=9)
 
 
 def figure_14(left: Axes, right: Axes) -> None:
@@ -226,7 +226,9 @@ def figure_14(left: Axes, right: Axes) -> None:
         bars(axes, [name.replace(" as well: ", "\nas well: ") for name in names], shown, looks)
         axes.set(title=quantity, ylabel="%")
         axes.axhline(0, color=LINE, linewidth=1)
-    right.legend(loc="upper right")
+    left.set_ylim(-12, 40)
+    right.set_ylim(0, 100)
+    left.legend(loc="upper left")
 
 
 def in_percent(row: Row) -> Row:
