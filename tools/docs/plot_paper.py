@@ -105,7 +105,7 @@ def figure_03(left: Axes, right: Axes) -> None:
 def gains_on_mixes(axes: Axes, figure: str, machine: str) -> None:
     """How many times better `aligned` is than each other system, by the share of short requests."""
     for other in OTHERS:
-        found = ours(figure, machine=machine, topology="balanced", load="at-once", system=other, quantity="gain")
+        found = ours(figure, machine=machine, topology="1:1", load="at-once", system=other, quantity="gain")
         line(axes, [float(row["workload"].split()[0]) for row in found], found, f"over {other}", other)
     one_is_equal(axes)
     axes.set(title=MACHINES[machine], xlabel="short requests in the mix, %")
@@ -135,35 +135,28 @@ def figure_09(left: Axes, right: Axes) -> None:
     left.legend(loc="upper left", ncols=2)
 
 
-def gains_on_applications(axes: Axes, figure: str, machine: str) -> list[str]:
+def gains_on_applications(axes: Axes, figure: str) -> list[str]:
     """As `gains_on_mixes`, as bars. Returns the workloads."""
-    wanted = {"machine": machine, "topology": "balanced", "load": "at-once", "quantity": "gain"}
+    wanted = {"machine": RTX, "topology": "balanced", "load": "at-once", "quantity": "gain"}
     series = {f"over {other}": ours(figure, **wanted, system=other) for other in OTHERS}
     names = [row["workload"] for row in next(iter(series.values()))]
     looks = {f"over {other}": STYLES[other]["color"] for other in OTHERS}
     bars(axes, [APPLICATIONS[name] for name in names], series, looks)
     one_is_equal(axes)
-    axes.set(title=MACHINES[machine])
     return names
 
 
-def figure_08(left: Axes, right: Axes) -> None:
-    """Figure 8: decode throughput of aligned over each other system, all at time zero"""
-    for axes, machine in ((left, A100), (right, RTX)):
-        names = gains_on_applications(axes, "08", machine)
-        known = [row for row in stated("08") if row["workload"] in names]
-        places = [names.index(row["workload"]) for row in known]
-        axes.plot(places, values(known), label=f"{STATED}, largest of all models", color=INK, **STAR)
-        axes.set(ylim=(0, 2.9), ylabel="aligned / other")
+def figure_08_10(left: Axes, right: Axes) -> None:
+    """Figures 8 and 10: applications, Llama-3.1-8B on RTX PRO 6000, all at time zero"""
+    names = gains_on_applications(left, "08")
+    known = [row for row in stated("08") if row["workload"] in names]
+    places = [names.index(row["workload"]) for row in known]
+    left.plot(places, values(known), label=f"{STATED}, largest of all models", color=INK, **STAR)
+    left.set(title="decode throughput", ylim=(0, 2.9), ylabel="aligned / other")
     left.legend(loc="upper left", ncols=2)
-
-
-def figure_10(left: Axes, right: Axes) -> None:
-    """Figure 10: P99 TPOT over iterations of each other system over that of aligned, all at time zero"""
-    for axes, machine in ((left, A100), (right, RTX)):
-        gains_on_applications(axes, "10", machine)
-        axes.set(ylabel="other / aligned")
-    left.legend(loc="upper right")
+    gains_on_applications(right, "10")
+    right.set(title="P99 TPOT over iterations", yscale="log", ylim=(0.7, 12), ylabel="other / aligned")
+    right.set_yticks(TICKS, map(str, TICKS))
 
 
 def distributions(axes: Axes, figure: str, quantity: str, **wanted: str) -> None:
@@ -256,7 +249,7 @@ def figure_15(left: Axes, right: Axes) -> None:
 
 
 FIGURES: tuple[Callable[[Axes, Axes], None], ...] = (
-    *(figure_01, figure_03, figure_07, figure_08, figure_09, figure_10),
+    *(figure_01, figure_03, figure_07, figure_08_10, figure_09),
     *(figure_11, figure_12, figure_13, figure_14, figure_15),
 )
 PLOTS = {f"paper-{draw.__name__.replace('_', '-')}": draw for draw in FIGURES}

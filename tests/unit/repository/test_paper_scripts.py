@@ -110,6 +110,9 @@ def test_the_objective_that_goodput_counts_by_is_the_one_that_aligned_cost_keeps
     run = replace(ONE, variant=ALIGNED_COST, source=replace(MIX, objectives=Objectives(1.0, 0.07)))
     (candidate,) = run.plan().candidates
     assert candidate.config.scheduler.tpot_objective_s == 0.07
+    for variant in (ALIGNED, FCFS):  # with their defaults
+        (candidate,) = replace(run, variant=variant).plan().candidates
+        assert candidate.config.scheduler.tpot_objective_s == 0.0
     assert execute(run).metrics["refused"] == 0
 
 
