@@ -1,7 +1,7 @@
 """The plots of docs/measurements/paper-figures.md: `python tools/docs/plot_paper.py` draws docs/images/.
 
-It reads docs/measurements/data/paper-figure-NN.csv, which the scripts of benchmarks/paper write. What the paper's text
-states is drawn as stars. Needs matplotlib, as plot_results.py.
+It reads docs/measurements/data/paper-figure-NN.csv, which the scripts of benchmarks/paper write; intervals are there.
+What the paper's text states is drawn as stars. Needs matplotlib, as plot_results.py.
 """
 
 from __future__ import annotations
@@ -48,18 +48,12 @@ def _rows(figure: str, *, is_stated: bool, wanted: Mapping[str, str]) -> list[Ro
     return found
 
 
-def values(found: Sequence[Row], scale: float = 1.0) -> list[float]:
-    return [scale * float(row["value"]) for row in found]
+def values(found: Sequence[Row]) -> list[float]:
+    return [float(row["value"]) for row in found]
 
 
-def errors(found: Sequence[Row], scale: float = 1.0) -> list[float]:
-    """Half of each interval; 0 of a value without one."""
-    return [scale * (float(row["high"]) - float(row["value"])) if row["high"] else 0.0 for row in found]
-
-
-def line(axes: Axes, places: Sequence[float], found: Sequence[Row], label: str, style: str, scale: float = 1.0) -> None:
-    """Points with their intervals."""
-    axes.errorbar(places, values(found, scale), errors(found, scale), capsize=3, label=label, **STYLES[style])
+def line(axes: Axes, places: Sequence[float], found: Sequence[Row], label: str, style: str) -> None:
+    axes.plot(places, values(found), label=label, **STYLES[style])
 
 
 def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Sequence[Row]], looks: Mapping[str, str]) -> None:
@@ -67,8 +61,7 @@ def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Sequence[Row]],
     width = 0.8 / len(series)
     for number, (label, found) in enumerate(series.items()):
         places = [group + (number - (len(series) - 1) / 2) * width for group in range(len(groups))]
-        heights, error = values(found), {"elinewidth": 1, "ecolor": LINE}
-        axes.bar(places, heights, 0.92 * width, yerr=errors(found), label=label, color=looks[label], error_kw=error)
+        axes.bar(places, values(found), 0.92 * width, label=label, color=looks[label])
     axes.set_xticks(range(len(groups)), groups)
     axes.grid(visible=False, axis="x")
 
@@ -225,7 +218,7 @@ def figure_14(left: Axes, right: Axes) -> None:
 
 
 def in_percent(row: Row) -> Row:
-    return {**row, **{name: f"{100 * float(row[name])}" for name in ("value", "low", "high") if row[name]}}
+    return {**row, "value": f"{100 * float(row['value'])}"}
 
 
 def figure_15(left: Axes, right: Axes) -> None:
