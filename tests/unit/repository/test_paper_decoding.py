@@ -100,6 +100,18 @@ def test_figures_1_and_3_are_drawn_from_the_csv_that_they_write(
     assert plots.values(found) == pytest.approx([expected], rel=1e-4)
 
 
+def test_every_figure_can_be_drawn_from_its_measured_data_and_is_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "tools/docs")
+    plots = importlib.import_module("plot_paper")
+    docs = Path(__file__).parents[3] / "docs"
+    page = (docs / "measurements/paper-figures.md").read_text(encoding="utf-8")
+    for name in plots.PLOTS:
+        assert len(plots.svg(name)) < 60_000
+        assert f"(../images/{name}.svg)" in page
+        assert (docs / f"images/{name}.svg").is_file()
+
+
 def test_figure_1_on_the_engine_names_its_clock_and_grows_with_the_long_prompts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

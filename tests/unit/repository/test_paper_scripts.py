@@ -280,6 +280,8 @@ def test_figure_13_s_thresholds(capsys: pytest.CaptureFixture[str], data: Path) 
     figure13 = script("figure13")
     fast, slow = Outcome({}, tuple(n / 500 for n in range(501))), Outcome({}, tuple(1 + n / 500 for n in range(501)))
     assert figure13.furthest(fast, slow) == pytest.approx(1.0)
+    held = figure13.held(Machine("a100-opt-13b"), 0.4)  # of 4,134 blocks
+    assert (held.label, held.settings) == ("aligned, 40 % of the cache", (("decode.watermark_blocks", "2480"),))
     text = report(capsys, "figure13", "--data", str(data), "--limit", "15", "--topology", "2:1", "--loads", "at-once")
     rows = rows_of(text, "share of iterations within a threshold")
     assert list(rows[0].values())[1:] == ["30 ms", "more than 90 %", "less than 10 %"]
