@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from evaluation.decoding import Batch, Decoding, grown, parser, run, whole_numbers
+from evaluation.figures import Row, point, write
 from evaluation.tables import NOT_STATED, claims, number, table
 
 TITLE = "Figure 1: iteration latency with a few long prompts in the batch"
@@ -38,10 +39,20 @@ def curves(decoding: Decoding, named: dict[str, Batch], generated: Sequence[int]
     }
 
 
+def points(decoding: Decoding, named: dict[str, Batch], curve: dict[int, list[float]]) -> list[Row]:
+    """For the CSV file."""
+    return [
+        point(decoding.place(), name, "iteration latency", [value], "ms", x=str(count))
+        for count, values in curve.items()
+        for name, value in zip(named, values, strict=True)
+    ]
+
+
 def report(options: argparse.Namespace, decodings: Sequence[Decoding]) -> str:
     named = batches(options)
     generated = sorted({options.at, *options.generated})
     found = {decoding.name: curves(decoding, named, generated) for decoding in decodings}
+    write(options.csv, (), (row for one in decodings for row in points(one, named, found[one.name])))
     at = {name: curve[options.at] for name, curve in found.items()}
     stated = [NOT_STATED] * len(named)
     latencies = [(name, [number(value) for value in values]) for name, values in at.items()]

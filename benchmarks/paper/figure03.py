@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from evaluation.decoding import Batch, Decoding, parser, run
+from evaluation.figures import Row, point, write
 from evaluation.tables import NOT_STATED, claims, number, table
 
 TITLE = "Figure 3: mean TPOT of aligned batches against mixed ones"
@@ -36,9 +37,19 @@ def tpots_ms(decoding: Decoding, options: argparse.Namespace) -> list[float]:
     return [1e3 * seconds for seconds in decoding.means_s(batches, options.answer)]
 
 
+def points(decoding: Decoding, each: Sequence[int], tpots: Sequence[float]) -> list[Row]:
+    """For the CSV file: `tpots` as of `tpots_ms`."""
+    *aligned, mixed = tpots
+    place, what = decoding.place(), "mean TPOT"
+    rows = [point(place, "aligned", what, [own], "ms", x=str(size)) for size, own in zip(each, aligned, strict=True)]
+    rows.append(point(place, "aligned, mean of all batches", what, [statistics.fmean(aligned)], "ms"))
+    return [*rows, point(place, "mixed", what, [mixed], "ms")]
+
+
 def report(options: argparse.Namespace, decodings: Sequence[Decoding]) -> str:
     each = lengths(options)
     found = {decoding.name: tpots_ms(decoding, options) for decoding in decodings}
+    write(options.csv, (), (row for one in decodings for row in points(one, each, found[one.name])))
     ours = []
     for name, (*aligned, mixed) in found.items():
         mean = statistics.fmean(aligned)

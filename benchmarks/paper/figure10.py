@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from evaluation.comparison import Comparison, report
+from evaluation.figures import add_csv, write
 from evaluation.options import Evaluation, parser, run
 from evaluation.runner import Runner
 from evaluation.tables import NOT_STATED
@@ -26,11 +27,14 @@ def make(options: Evaluation, runner: Runner) -> str:
     )
     stated = {one.name: NOT_STATED for one in APPLICATIONS}
     said = comparison.largest("times lower than any other, at most", stated)
+    write(options.given.csv, (), comparison.points())
     return report(TITLE, comparison, runner, [said], [*left_out, *stand_ins()])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(parser(__doc__ or ""), make, argv)
+    found = parser(__doc__ or "")
+    add_csv(found)
+    return run(found, make, argv)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from evaluation.figures import Row, Stated, add_csv, place_of, point, write
 from evaluation.grid import DECODE_BOUND, Case, Grid, by_condition
 from evaluation.options import Evaluation, head, parser, run, workloads_of
 from evaluation.runner import Runner
@@ -36,8 +37,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 TITLE = "Figure 11: time to schedule an iteration"
 VARIANTS = (ALIGNED, FCFS)
 BOUNDS_MS = (0.1, 0.2, 0.5, 1.0, 5.0, 10.0)
-STATED = {"aligned": ["more than 95 %", NOT_STATED], "fcfs": [NOT_STATED, "less than 20 % (DistServe)"]}
+STATED = (
+    Stated(0.95, "more than 95 %", "section 4.4", system="aligned", quantity="share of whole gaps", x="5"),
+    Stated(0.2, "less than 20 % (DistServe)", "section 4.4", system="fcfs", quantity="share of whole gaps", x="10"),
+)
 QUANTILES = (0.5, 0.95, 0.99)
+LEVELS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999)  # of the CSV file
+Measured = dict[tuple[Case, Variant], list[list[float]]]
+"""Milliseconds of every decision, a list for each seed."""
 
 
 @contextlib.contextmanager
@@ -92,16 +99,36 @@ def decisions_ms(grid: Grid, case: Case, variant: Variant, seed: int, clock_ns: 
     return [value / 1e6 for value in nanoseconds]
 
 
-def decisions(options: Evaluation, grid: Grid, cases: Sequence[Case], variants: Sequence[Variant]) -> str:
+def decisions(options: Evaluation, grid: Grid, cases: Sequence[Case], variants: Sequence[Variant]) -> Measured:
     clock_ns = time.perf_counter_ns if options.given.wall else time.thread_time_ns
+    return {
+        (case, variant): [decisions_ms(grid, case, variant, seed, clock_ns) for seed in options.seeds]
+        for case in cases
+        for variant in variants
+    }
+
+
+def quantiles(runs: Sequence[Sequence[float]], level: float) -> list[float]:
+    """By seed."""
+    return [float(np.quantile(run, level)) for run in runs]
+
+
+def points(grid: Grid, measured: Measured) -> list[Row]:
+    """For the CSV file: quantiles of the decision's time; `x` is the level."""
+    return [
+        point(place_of(case, grid), variant.label, "decision", quantiles(runs, level), "ms", x=f"{level:g}")
+        for (case, variant), runs in measured.items()
+        for level in LEVELS
+    ]
+
+
+def decision_table(measured: Measured) -> str:
     rows = []
-    for case in cases:
-        for variant in variants:
-            runs = [decisions_ms(grid, case, variant, seed, clock_ns) for seed in options.seeds]
-            within = [[float(np.mean(np.array(run) <= bound)) for run in runs] for bound in BOUNDS_MS]
-            levels = [with_interval([float(np.quantile(run, level)) for run in runs]) for level in QUANTILES]
-            name = f"{case.source.name}, {variant.label}"
-            rows.append([name, f"{sum(map(len, runs)):,}", *levels, *map(percent, within)])
+    for (case, variant), runs in measured.items():
+        within = [[float(np.mean(np.array(run) <= bound)) for run in runs] for bound in BOUNDS_MS]
+        levels = [with_interval(quantiles(runs, level)) for level in QUANTILES]
+        name = f"{case.source.name}, {variant.label}"
+        rows.append([name, f"{sum(map(len, runs)):,}", *levels, *map(percent, within)])
     columns = [*(f"P{100 * level:g}, ms" for level in QUANTILES), *(f"within {bound:g} ms" for bound in BOUNDS_MS)]
     return table(["the decision alone", "iterations", *columns], rows)
 
@@ -130,7 +157,8 @@ def whole_gap(options: Evaluation, variants: Sequence[Variant]) -> str:
         ours: list[tuple[str, list[str]]] = []
         if options.given.cluster:
             ours.append(("a real cluster, this machine", cluster(options.given, variant.policy, options.quick)))
-        stated = [*STATED[variant.label], NOT_STATED, NOT_STATED, NOT_STATED]
+        said = {one.x: one.said for one in STATED if one.system == variant.label}
+        stated = [said.get("5", NOT_STATED), said.get("10", NOT_STATED), *[NOT_STATED] * 3]
         parts.append(claims(f"the whole gap between two iterations, {variant.label}", columns, stated, ours))
     if not options.given.cluster:
         parts.append("Ours was not measured in this run: it needs --cluster.")
@@ -144,16 +172,19 @@ def make(options: Evaluation, runner: Runner) -> str:
     cases = by_condition(options.cases(sources))[0]
     clock = "wall clock" if options.given.wall else "processor time of the thread"
     notes = [workloads_of(sources), *left_out, *stand_ins((ARXIV,)), f"times of decisions: {clock}"]
+    measured = decisions(options, grid, cases, variants)
+    write(options.given.csv, STATED, points(grid, measured))
     parts = [
         head(TITLE, options, runner, notes),
         whole_gap(options, variants),
-        decisions(options, grid, cases, variants),
+        decision_table(measured),
     ]
     return "\n\n".join(parts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     found = parser(__doc__ or "", kernel_modes="split_kv", topology=DECODE_BOUND, loads="at-once")
+    add_csv(found)
     found.add_argument("--wall", action="store_true", help="decisions by the wall clock")
     found.add_argument("--cluster", action="store_true", help="start a real cluster and measure its gaps")
     found.add_argument("--model", default="tiny", help="the cluster's model (%(default)s)")

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from evaluation.comparison import COLOCATED
+from evaluation.figures import Row, add_csv, place_of, point, write
 from evaluation.grid import DECODE_BOUND, Case, Grid, by_condition, condition
 from evaluation.options import Evaluation, head, parser, run, workloads_of
 from evaluation.runner import Runner
@@ -51,6 +52,17 @@ def rise(grid: Grid, cases: Sequence[Case], variant: Variant) -> list[float]:
     return ratios(grid.values(cases[-1], variant, METRIC), grid.values(cases[0], variant, METRIC))
 
 
+def points(grid: Grid, reading: str, cases: Sequence[Case], variants: Sequence[Variant]) -> list[Row]:
+    """For the CSV file; `x` is the length of the long requests."""
+    rows = []
+    for length, case in zip(LENGTHS, cases, strict=True):
+        place = {**place_of(case, grid), "workload": reading}
+        for variant in variants:
+            values = grid.values(case, variant, METRIC)
+            rows.append(point(place, variant.label, "mean forward latency", values, "ms", x=str(length), scale=1e3))
+    return rows
+
+
 def section(grid: Grid, reading: str, cases: Sequence[Case], variants: Sequence[Variant]) -> str:
     rows = []
     for length, case in zip(LENGTHS, cases, strict=True):
@@ -66,6 +78,7 @@ def make(options: Evaluation, runner: Runner) -> str:
     cases = {name: options.cases(found) for name, found in listed.items()}
     grid.prepare([case for found in cases.values() for case in found], variants)
     groups = [(name, group) for name, found in cases.items() for group in by_condition(found)]
+    write(options.given.csv, (), (row for name, group in groups for row in points(grid, name, group, variants)))
     labels = [variant.label for variant in variants]
     rises = [
         (f"{name}; {condition(group[0])}", [gain(rise(grid, group, variant)) for variant in variants])
@@ -96,6 +109,7 @@ def make(options: Evaluation, runner: Runner) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     found = parser(__doc__ or "", topology=DECODE_BOUND, loads="at-once")
+    add_csv(found)
     found.add_argument("--short-tokens", type=int, default=500, help="length of the short requests (%(default)s)")
     return run(found, make, argv)
 

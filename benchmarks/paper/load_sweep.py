@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, product
 from pathlib import Path
 
-from evaluation.grid import CLOSED, Case, Grid, by_condition
-from evaluation.options import A100, Evaluation, arrivals, head, loads_of, parser, run, workloads_of
+from evaluation.grid import Case, Grid, by_condition
+from evaluation.options import A100, Evaluation, arrivals, head, load_name, loads_of, parser, run, workloads_of
 from evaluation.runner import Runner
 from evaluation.runs import FASTGEN, FCFS, VLLM, Machine, Variant
 from evaluation.tables import gain, in_csv, number, ratios, table, with_interval
@@ -178,11 +178,6 @@ def sweep_grid(options: Evaluation, runner: Runner, seeds: Sequence[int]) -> Gri
     """With the capacities of this sweep."""
     own, capacity = {one.policy for one in OTHERS}, "sustained_requests_per_s"
     return Grid(runner, seeds, options.decode, options.most_prefill, own=own, capacity=capacity)
-
-
-def load_name(load: float | None) -> str:
-    """As `--loads` names it."""
-    return "at-once" if load is None else "closed" if load == CLOSED else f"{load:g}"
 
 
 def _fitting(sources: Iterable[Source], options: Evaluation) -> tuple[list[Source], list[str]]:

@@ -16,12 +16,12 @@ from itertools import chain
 from pathlib import Path
 
 from evaluation.grid import Case
-from evaluation.options import A100, RTX_PRO_6000, Evaluation, head, parser, run, workloads_of
+from evaluation.options import A100, RTX_PRO_6000, Evaluation, head, load_name, parser, run, workloads_of
 from evaluation.runner import Runner
 from evaluation.runs import FCFS, Machine, Variant
 from evaluation.tables import in_csv, ratios, table
 from evaluation.workloads import mixes
-from load_sweep import RULES, load_name, sweep_grid
+from load_sweep import RULES, sweep_grid
 
 MACHINES = ((A100, "2:1", 1.0), (RTX_PRO_6000, "6:1", 2.0))  # cost model, prefill:decode, scale of the workloads
 REQUESTS = 800

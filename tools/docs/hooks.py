@@ -32,7 +32,7 @@ MADE_HERE = {
     "the client's names": python_api.client_names,
 }
 PLACE = re.compile(rf"^\{{\{{ (?P<name>{'|'.join(MADE_HERE)}) \}}\}}$", re.MULTILINE)
-DIAGRAM = re.compile(r'<p><img alt="[^"]*" src="[^"]*images/(?P<name>[a-z-]+\.svg)" /></p>')
+DIAGRAM = re.compile(r'<p><img alt="[^"]*" src="[^"]*images/(?P<name>[a-z0-9-]+\.svg)" /></p>')
 PATH = re.compile(r"(?<=<code>)[\w.-]+(?:/[\w.-]+)+(?=</code>)")
 KEY = re.compile(r"<code>(?P<key>[a-z_]+\.[a-z_0-9]+)</code>")
 

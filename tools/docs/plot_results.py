@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,11 +204,16 @@ PLOTS = {f"plot-{draw.__name__.replace('_', '-')}": draw for draw in (gain, bubb
 
 
 def svg(name: str) -> str:
-    title = str(PLOTS[name].__doc__)
+    return drawn(name, PLOTS[name])
+
+
+def drawn(name: str, draw: Callable[[Axes, Axes], None]) -> str:
+    """The SVG that `draw` makes of two panels; its docstring is the title."""
+    title = str(draw.__doc__)
     with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": name}):
         figure = Figure(figsize=(11, 4.2), layout="constrained")
         figure.suptitle(title, fontsize=13)
-        PLOTS[name](*figure.subplots(1, 2))
+        draw(*figure.subplots(1, 2))
         to = io.StringIO()
         figure.savefig(to, format="svg", transparent=True)
     text = to.getvalue().replace(INK, f"var(--md-typeset-color, var(--d-ink, {INK}))")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
+from evaluation.figures import Row, metric_point, place_of, point
 from evaluation.grid import Case, by_condition, condition
 from evaluation.options import Evaluation, arrivals, head, workloads_of
 from evaluation.runner import Runner
@@ -53,6 +54,18 @@ class Comparison:
             title = f"{self._unit}: {first.machine.mode}; {first.topology}; {arrivals(first.load)}"
             parts.append(f"### {title}\n\n{self._table(cases)}")
         return "\n\n".join(parts)
+
+    def points(self) -> list[Row]:
+        """For the CSV file: the metric of every variant, and the gain over each other one."""
+        found = []
+        for case in self.cases:
+            place = place_of(case, self.grid)
+            found += [
+                metric_point(self.grid, case, variant, self._metric, self._unit, scale=self._scale)
+                for variant in self.variants
+            ]
+            found += [point(place, other.label, "gain", self.gain(case, other.label)) for other in self.variants[1:]]
+        return found
 
     def beside(self, what: str, source: str, stated: Mapping[str, str]) -> str:
         """The paper's gains over each other variant on the workload `source`, and ours under every condition."""

@@ -14,6 +14,7 @@ from alignedserve.cluster.cli.profile_command import environment_of_a_worker
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError, ConfigError
 from alignedserve.simulator.report.provenance import own_commit
+from evaluation.figures import Row, add_csv
 from evaluation.options import RTX_PRO_6000
 from evaluation.runs import Machine
 
@@ -22,9 +23,14 @@ Batch = tuple[int, ...]
 
 
 class Decoding(ABC):
-    """Iteration times of one machine. `name` is its name in tables."""
+    """Iteration times of one machine. `name` is its name in tables, `machine` its cost model, or the engine's model."""
 
     name: str
+    machine: str
+
+    def place(self) -> Row:
+        """The columns of the CSV file that say what a time is of."""
+        return {"machine": self.machine, "kernel_mode": self.name}
 
     @abstractmethod
     def describe(self) -> list[str]:
@@ -45,6 +51,7 @@ class ByCostModel(Decoding):
     def __init__(self, machine: Machine) -> None:
         self._cost = machine.cost()
         self.name = machine.mode
+        self.machine = Path(machine.cost_model).name
 
     def describe(self) -> list[str]:
         cost = self._cost.describe()
@@ -87,6 +94,7 @@ class OnEngine(Decoding):
         self._repeats, self._points = repeats, points
         self._clocks: set[str] = set()
         self.name = f"engine, {device}"
+        self.machine = self._info.name
 
     def describe(self) -> list[str]:
         clocks = " or ".join(sorted(self._clocks))
@@ -132,6 +140,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     add("--threads", type=int, default=1, help="with --engine on a CPU; one is timed by processor time (default 1)")
     add("--repeats", type=int, default=5, help="with --engine: iterations of which the median counts (%(default)s)")
     add("--points", type=int, default=3, help="with --engine: iterations of a mean (%(default)s)")
+    add_csv(found)
     return found
 
 
@@ -151,7 +160,8 @@ def run(
         text = report(options, decodings)
     except (AlignedServeError, ValueError) as error:
         found.error(str(error))
-    words = shlex.join(sys.argv[1:] if argv is None else argv)
+    given = sys.argv[1:] if argv is None else argv
+    words = shlex.join("FILE" if text == str(options.csv) else text for text in given)
     described = [line for decoding in decodings for line in decoding.describe()]
     paper = "the paper ran Llama-7B (Llama2-7B in figure 3) on vLLM on an H100"
     command = f"python benchmarks/paper/{Path(found.prog).name} {words}".rstrip()

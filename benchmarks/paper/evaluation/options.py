@@ -159,6 +159,11 @@ def loads_of(text: str) -> tuple[float | None, ...]:
     return loads
 
 
+def load_name(load: float | None) -> str:
+    """As `--loads` names it."""
+    return "at-once" if load is None else "closed" if load == CLOSED else f"{load:g}"
+
+
 def _command(program: str, argv: Sequence[str], given: argparse.Namespace) -> str:
     """The command for another machine, with placeholders for paths."""
     paths = {str(given.data): "DIR", str(given.out): "OUT", str(getattr(given, "csv", None)): "FILE"}

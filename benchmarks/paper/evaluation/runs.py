@@ -68,8 +68,9 @@ class Variant:
     settings: tuple[tuple[str, str], ...] = ()
 
     def candidate(self, tpot_objective_s: float | None = None) -> ComparedPolicy:
-        """`tpot_objective_s`: the TPOT objective of `aligned-cost`."""
-        return ComparedPolicy.of(self.policy, dict(self.settings), None, tpot_objective_s)
+        """`tpot_objective_s`: the TPOT objective of `aligned-cost`; the others have none, as by default."""
+        objective_s = tpot_objective_s if self.policy == "aligned-cost" else None
+        return ComparedPolicy.of(self.policy, dict(self.settings), None, objective_s)
 
 
 ALIGNED = Variant("aligned", "aligned")

@@ -77,6 +77,41 @@ def test_figure_3_has_the_mean_of_the_aligned_batches_and_the_mixed_one(capsys: 
     assert [figures(cells(text, f"{length:,}")[0])[0] for length in lengths] == pytest.approx(each, rel=5e-3)
 
 
+def test_figures_1_and_3_are_drawn_from_the_csv_that_they_write(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "tools/docs")
+    results, plots = (importlib.import_module(name) for name in ("plot_results", "plot_paper"))
+    monkeypatch.setattr(results, "DOCS", tmp_path)
+    (tmp_path / "measurements/data").mkdir(parents=True)
+    for number in ("01", "03"):
+        file = tmp_path / f"measurements/data/paper-figure-{number}.csv"
+        file.write_text("")
+        with pytest.raises(ValueError, match=f"paper-figure-{number}.csv has no row"):
+            plots.svg(f"paper-figure-{number}")
+        file.unlink()
+        for machine in plots.MACHINES:
+            report(capsys, f"figure{number}", "--cost-model", machine, "--kernel-modes", "split_kv", "--csv", str(file))
+        drawn = plots.svg(f"paper-figure-{number}")
+        assert all(name in drawn for name in (*plots.MACHINES.values(), "60+4" if number == "01" else "mixed"))
+    found = plots.ours("01", machine=RTX, system="63+1", x="600")
+    expected = 1e3 * load_step_cost(RTX).step_s((), [4696] + [632] * 63)
+    assert plots.values(found) == pytest.approx([expected], rel=1e-4)
+
+
+def test_every_figure_can_be_drawn_from_its_measured_data_and_is_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "tools/docs")
+    plots = importlib.import_module("plot_paper")
+    docs = Path(__file__).parents[3] / "docs"
+    page = (docs / "measurements/paper-figures.md").read_text(encoding="utf-8")
+    for name in plots.PLOTS:
+        assert len(plots.svg(name)) < 60_000
+        assert f"(../images/{name}.svg)" in page
+        assert (docs / f"images/{name}.svg").is_file()
+
+
 def test_figure_1_on_the_engine_names_its_clock_and_grows_with_the_long_prompts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -18,7 +18,7 @@ from support.paper_scripts import RTX, figure, report, rows_of, script, simulate
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks/paper"))
 
-from evaluation import tables, workloads
+from evaluation import figures, tables, workloads
 from evaluation.grid import BALANCED, DECODE_BOUND, Case, Grid
 from evaluation.runner import Runner
 from evaluation.runs import (
@@ -110,6 +110,9 @@ def test_the_objective_that_goodput_counts_by_is_the_one_that_aligned_cost_keeps
     run = replace(ONE, variant=ALIGNED_COST, source=replace(MIX, objectives=Objectives(1.0, 0.07)))
     (candidate,) = run.plan().candidates
     assert candidate.config.scheduler.tpot_objective_s == 0.07
+    for variant in (ALIGNED, FCFS):  # with their defaults
+        (candidate,) = replace(run, variant=variant).plan().candidates
+        assert candidate.config.scheduler.tpot_objective_s == 0.0
     assert execute(run).metrics["refused"] == 0
 
 
@@ -277,6 +280,8 @@ def test_figure_13_s_thresholds(capsys: pytest.CaptureFixture[str], data: Path) 
     figure13 = script("figure13")
     fast, slow = Outcome({}, tuple(n / 500 for n in range(501))), Outcome({}, tuple(1 + n / 500 for n in range(501)))
     assert figure13.furthest(fast, slow) == pytest.approx(1.0)
+    held = figure13.held(Machine("a100-opt-13b"), 0.4)  # of 4,134 blocks
+    assert (held.label, held.settings) == ("aligned, 40 % of the cache", (("decode.watermark_blocks", "2480"),))
     text = report(capsys, "figure13", "--data", str(data), "--limit", "15", "--topology", "2:1", "--loads", "at-once")
     rows = rows_of(text, "share of iterations within a threshold")
     assert list(rows[0].values())[1:] == ["30 ms", "more than 90 %", "less than 10 %"]
@@ -319,7 +324,43 @@ def test_figure_15_has_starvation_handling_disabled_and_not(capsys: pytest.Captu
             assert figure(row["aligned: mean, s"]) <= figure(row["aligned: largest, s"])
     variant = script("figure15").VARIANTS[0]
     scheduler = variant.candidate().config.scheduler
-    assert (scheduler.starvation_after_s, scheduler.late_share) == (1e9, 1.0)
+    assert (scheduler.waiting_rule, scheduler.starvation_after_s, scheduler.late_share) == ("paper", 1e9, 1.0)
+
+
+def test_a_csv_file_has_what_is_stated_first_and_keeps_the_rows_of_other_machines(tmp_path: Path) -> None:
+    file, stated = tmp_path / "figure.csv", figures.Stated(1.35, "1.35 (DistServe)", "section 4.2", system="fcfs")
+    figures.write(None, (stated,), ())
+    for machine, values in (("b", [2.0]), ("a", [1.0, 3.0]), ("b", [0.5])):
+        row = figures.point({"machine": machine, "load": "0.9"}, "fcfs", "wait", values, "ms", x="8", scale=1e3)
+        figures.write(file, (stated,), (row,))
+    of_paper, *ours = figures.read(file)
+    assert (of_paper["value"], of_paper["stated"]) == ("1.35", "section 4.2, text: 1.35 (DistServe)")
+    shown = [(row["machine"], row["value"], row["low"], row["high"], row["seeds"], row["stated"]) for row in ours]
+    assert shown == [("a", "2000", "-1.071e+04", "1.471e+04", "2", ""), ("b", "500", "", "", "1", "")]
+    assert {(row["load"], row["quantity"], row["unit"], row["x"]) for row in ours} == {("0.9", "wait", "ms", "8")}
+    unknown = figures.point({}, "vllm", "wait", [1.0, float("nan")])
+    assert (unknown["value"], unknown["seeds"]) == ("", "2")
+
+
+def test_figure_14_s_csv_has_what_its_tables_have(
+    capsys: pytest.CaptureFixture[str], data: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "figure.csv"
+    arguments = (*ONE_SEED, "--limit", "12", "--loads", "at-once", "--csv", str(file))
+    text = report(capsys, "figure14", "--data", str(data), *arguments)
+    assert "--csv FILE`" in text
+    rows = figures.read(file)
+    stated = [(row["quantity"], row["workload"], row["value"]) for row in rows if row["stated"]]
+    assert stated == [
+        *(("throughput lost", "Azure code", value) for value in ("0.1473", "0.2851")),
+        ("switch iterations", "ShareGPT-8k", "0.0861"),
+        ("switch iterations", "arXiv summarization", "0.1237"),
+    ]
+    ours = [row for row in rows if not row["stated"]]
+    assert {tuple(row[name] for name in figures.PLACE) for row in ours} == {(RTX, "split_kv", "2:1", "at-once")}
+    _, lost = rows_of(text, "throughput lost")
+    found = {row["system"]: 100 * float(row["value"]) for row in ours if row["quantity"] == "throughput lost"}
+    assert found == pytest.approx({name: figure(cell) for name, cell in list(lost.items())[1:]}, abs=6e-3)
 
 
 def test_a_report_says_what_it_hangs_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from support.paper_scripts import RTX, figure, report, rows_of, script, simulate
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks/paper"))
 
 from evaluation import workloads
-from evaluation.grid import Case, Grid
+from evaluation.grid import CLOSED, Case, Grid
 from evaluation.runner import Runner
 from evaluation.runs import ALIGNED, FCFS, Machine, Run, Topology, execute
 
@@ -99,7 +99,7 @@ def test_loads_of_the_sweep_are_shares_of_what_each_system_can_do_and_a_closed_l
             (run,) = grid.runs([case], [variant])
             sustained = execute(replace(ONE, variant=by)).value("sustained_requests_per_s")
             assert run.rate_per_s == pytest.approx(sustained / 2)
-        (run,) = grid.runs([replace(case, load=load_sweep.CLOSED)], [ALIGNED])
+        (run,) = grid.runs([replace(case, load=CLOSED)], [ALIGNED])
         assert run.clients == round(2 * execute(ONE).value("batch_mean_requests"))
         assert run.rate_per_s is None
         assert len({one.arrival_s for one in run.plan().workload(None, 0).arrivals}) == 1
