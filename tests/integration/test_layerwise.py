@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-import torch
 
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
@@ -40,7 +39,6 @@ class Model:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    torch.set_num_threads(1)  # the reference's; the roles have their own
     folder = make_model("llama", tmp_path_factory.mktemp("model"), seed=3, num_hidden_layers=6)
     reference, prompts = load_reference(folder), random_prompts(LENGTHS, VOCAB_SIZE, seed=5)
     return Model(folder, prompts, [greedy(reference, prompt, NEW_TOKENS) for prompt in prompts])
