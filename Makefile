@@ -41,7 +41,7 @@ serve: setup
 test: setup-test
 	@exec $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder -m "not slow" $(ARGS)
 
-test-all: FUZZ = 2
+test-all: FUZZ = 3
 test-all: setup-test
 	@export ALIGNEDSERVE_FUZZ=$(FUZZ); \
 	  $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder --ignore tests/chaos $(ARGS) || [ $$? = 5 ]

@@ -1,6 +1,7 @@
 """Settings for all tests. Triton decides at its import whether kernels run in its interpreter."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from support.scheduling import FolderScheduling
 
     return FolderScheduling(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """This process's torch has one thread: a second one would spin on a core that the other tests use."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.hookimpl(tryfirst=True)

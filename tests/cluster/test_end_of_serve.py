@@ -55,44 +55,34 @@ def probe(server: ServeProcess) -> httpx.Response:
             return answer
 
 
-def test_a_signal_lets_what_is_open_finish_and_refuses_what_is_new() -> None:
-    with ServeProcess("--model", "tiny", "--set", f"gateway.drain_s={DRAIN_S}") as server:
-        pids = [role["pid"] for role in server.roles()]
-        wait_told(server)
-        with begun_stream(server, 1200) as lines:
-            server.process.send_signal(signal.SIGTERM)
-            refused = probe(server)
-            health = httpx.get(f"{server.url}/health", timeout=30.0)
-            with grpc.insecure_channel(server.grpc_address) as channel, pytest.raises(grpc.RpcError) as broken:
-                open_stub(channel).Generate(inf.GenerateRequest(prompt="a", max_tokens=1), timeout=30.0)
-            shared = shared_files(server.pids(""))
-            rest = list(lines)
-        ended = time.monotonic()
-        code = server.process.wait(DRAIN_S)
-        seconds = time.monotonic() - ended
-
+def assert_new_ones_are_refused(server: ServeProcess) -> None:
+    refused = probe(server)
+    health = httpx.get(f"{server.url}/health", timeout=30.0)
+    with grpc.insecure_channel(server.grpc_address) as channel, pytest.raises(grpc.RpcError) as broken:
+        open_stub(channel).Generate(inf.GenerateRequest(prompt="a", max_tokens=1), timeout=30.0)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
     assert int(refused.headers["retry-after"]) >= 1
     assert (health.status_code, health.json()["status"]) == (503, "draining")
     assert broken.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def assert_whole(rest: list[str]) -> None:
     assert rest[-1] == "data: [DONE]"
     assert sum(len(json.loads(line[6:])["choices"]) for line in rest[:-1]) > 200
-    assert code == 0
-    assert seconds < DRAIN_S / 2
-    assert [pid for pid in pids if is_alive(pid)] == []
-    assert [file for file in shared if os.path.exists(file)] == []
 
 
-def test_a_second_signal_ends_what_is_open_with_an_error() -> None:
+def test_a_signal_lets_what_is_open_finish_and_refuses_what_is_new_and_a_second_one_ends_what_is_still_open() -> None:
     with ServeProcess("--model", "tiny", "--set", f"gateway.drain_s={DRAIN_S}") as server:
         pids = [role["pid"] for role in server.roles()]
         wait_told(server)
-        with begun_stream(server, 8000) as lines:
-            begun = time.monotonic()
+        with begun_stream(server, 8000) as long, begun_stream(server, 1200) as lines:
             server.process.send_signal(signal.SIGINT)
-            assert probe(server).status_code == 503
+            assert_new_ones_are_refused(server)
+            shared = shared_files(server.pids(""))
+            assert_whole(list(lines))
+            begun = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
-            last = list(lines)[-1]
+            last = list(long)[-1]
         code = server.process.wait(DRAIN_S)
         seconds = time.monotonic() - begun
 
@@ -100,3 +90,25 @@ def test_a_second_signal_ends_what_is_open_with_an_error() -> None:
     assert code == 0
     assert seconds < DRAIN_S / 2
     assert [pid for pid in pids if is_alive(pid)] == []
+    assert [file for file in shared if os.path.exists(file)] == []
+
+
+@pytest.mark.slow
+def test_one_signal_is_enough_when_what_is_open_has_finished() -> None:
+    with ServeProcess("--model", "tiny", "--set", f"gateway.drain_s={DRAIN_S}") as server:
+        pids = [role["pid"] for role in server.roles()]
+        wait_told(server)
+        with begun_stream(server, 1200) as lines:
+            server.process.send_signal(signal.SIGTERM)
+            assert_new_ones_are_refused(server)
+            shared = shared_files(server.pids(""))
+            rest = list(lines)
+        ended = time.monotonic()
+        code = server.process.wait(DRAIN_S)
+        seconds = time.monotonic() - ended
+
+    assert_whole(rest)
+    assert code == 0
+    assert seconds < DRAIN_S / 2
+    assert [pid for pid in pids if is_alive(pid)] == []
+    assert [file for file in shared if os.path.exists(file)] == []

@@ -19,7 +19,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import torch
 
 from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.cluster.launch.descendants import Descendants
@@ -73,11 +72,8 @@ def server(model: Path, disk: SmallDisk) -> Iterator[ServeProcess]:
 
 
 @pytest.fixture(scope="module")
-def world(server: ServeProcess, model: Path) -> Iterator[World]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # those of a second one would spin, on the server's cores
-    yield World(server.url, model)
-    torch.set_num_threads(threads)
+def world(server: ServeProcess, model: Path) -> World:
+    return World(server.url, model)
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from alignedserve.cluster.local import LocalCluster
@@ -84,7 +83,6 @@ class Model:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    torch.set_num_threads(1)  # the reference's; the roles have their own
     folder = make_model("llama", tmp_path_factory.mktemp("model"), seed=3)
     return Model(folder, load_reference(folder))
 

@@ -164,14 +164,11 @@ def test_a_policy_by_name(policy: str, decides: str, prefetches: bool, aligned: 
     assert (through_buffers(served.metrics) > 0) == prefetches
 
 
-@pytest.mark.parametrize(
-    ("rule", "decides"), [("overdue", "aligned:AlignedPolicy"), ("paper", "paper_rule:PaperRulePolicy")]
-)
-def test_every_waiting_rule(rule: str, decides: str, aligned: Served, tmp_path: Path) -> None:
-    """Under the default rule, `aligned` serves what the reference gives."""
-    served = serve("aligned", tmp_path, **{"scheduler.waiting_rule": rule})
+def test_the_papers_waiting_rule(aligned: Served, tmp_path: Path) -> None:
+    """`aligned` has the default rule, and the last test the third one."""
+    served = serve("aligned", tmp_path, **{"scheduler.waiting_rule": "paper"})
     check(served, aligned)
-    assert served.classes == {f"{POLICIES}.{decides}"}
+    assert served.classes == {f"{POLICIES}.paper_rule:PaperRulePolicy"}
 
 
 def test_aligned_cost_with_a_cost_model_that_ships(aligned: Served, tmp_path: Path) -> None:
@@ -202,12 +199,17 @@ def test_a_class_beside_the_command_that_names_it(
     assert served.classes == {"my_shortest_first:ShortestFirst"}
 
 
+@pytest.mark.parametrize(
+    ("rule", "decides"),
+    [("overdue", "aligned:AlignedPolicy"), pytest.param("rounds", "rounds:RoundsPolicy", marks=pytest.mark.slow)],
+)
 def test_with_an_objective_that_only_one_request_meets_they_run_one_after_the_other(
-    aligned: Served, tmp_path: Path
+    rule: str, decides: str, aligned: Served, tmp_path: Path
 ) -> None:
     never = {"scheduler.tpot_objective_s": 1e-6, "scheduler.refuse_for_load": False}
-    served = serve("aligned", tmp_path, **never)
+    served = serve("aligned", tmp_path, **never, **{"scheduler.waiting_rule": rule})
     check(served, aligned)
+    assert served.classes == {f"{POLICIES}.{decides}"}
     iterations, most = "alignedserve_decode_iterations_total", "alignedserve_decode_max_running"
     assert value(served.metrics, iterations) == len(LENGTHS) * (NEW_TOKENS - 1)
     assert value(served.metrics, "alignedserve_decode_held_iterations_total") > 0

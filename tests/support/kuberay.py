@@ -41,7 +41,8 @@ def kustomization(name: str) -> Manifest:
 
 
 def _documents(file: Path) -> list[Manifest]:
-    return [document for document in yaml.safe_load_all(file.read_text(encoding="utf-8")) if document]
+    """The loader in C takes a tenth of the time."""
+    return [document for document in yaml.load_all(file.read_text(encoding="utf-8"), yaml.CSafeLoader) if document]
 
 
 def of_kind(found: list[Manifest], kind: str) -> list[Manifest]:
@@ -55,7 +56,7 @@ def ray_service(name: str) -> Manifest:
 
 def serve_config(name: str) -> dict[str, Any]:
     """The Serve configuration in the RayService, parsed."""
-    found: dict[str, Any] = yaml.safe_load(ray_service(name)["spec"]["serveConfigV2"])
+    found: dict[str, Any] = yaml.load(ray_service(name)["spec"]["serveConfigV2"], yaml.CSafeLoader)
     return found
 
 

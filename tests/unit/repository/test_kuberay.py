@@ -93,7 +93,7 @@ def test_kustomize_makes_of_them_what_the_tests_read(variant: str) -> None:
     need("" if shutil.which("kubectl") else "kubectl is not installed")
     command = ["kubectl", "kustomize", str(kuberay.FOLDER / variant)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    made = list(yaml.safe_load_all(done.stdout))
+    made = list(yaml.load_all(done.stdout, yaml.CSafeLoader))
     read = kuberay.manifests(variant)
     assert {(e["kind"], e["metadata"]["name"]) for e in made} == {(e["kind"], e["metadata"]["name"]) for e in read}
     (service,) = of_kind(made, "RayService")

@@ -41,7 +41,7 @@ MONITORS: dict[str, dict[str, set[str]]] = {
 @functools.cache
 def ray_service_schema() -> dict[str, Any]:
     """The definition as a JSON schema that allows no undeclared properties."""
-    definition = yaml.safe_load(DEFINITION.read_text(encoding="utf-8"))
+    definition = yaml.load(DEFINITION.read_text(encoding="utf-8"), yaml.CSafeLoader)
     (version,) = (v for v in definition["spec"]["versions"] if v["name"] == "v1")
     schema: dict[str, Any] = version["schema"]["openAPIV3Schema"]
     schema["properties"]["metadata"] = {"type": "object", "required": ["name"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 import subprocess
@@ -80,9 +81,14 @@ def sources() -> Iterator[tuple[str, Path]]:
             yield "shared", file
 
 
-def imports(file: Path) -> Iterator[tuple[str, bool]]:
+@functools.cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports(file: Path) -> tuple[tuple[str, bool], ...]:
     """`(module, lazily)` of every import in a file; type-checking blocks count as lazy."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
 
     def walk(node: ast.AST, lazily: bool) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
@@ -100,7 +106,7 @@ def imports(file: Path) -> Iterator[tuple[str, bool]]:
                 guarded = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
                 yield from walk(child, lazily or inside or guarded)
 
-    return walk(tree, False)
+    return tuple(walk(tree_of(file), False))
 
 
 def component_of(module: str) -> str | None:
@@ -186,7 +192,7 @@ def test_nothing_is_unpickled() -> None:
         if modules & set(module.split("."))
     ]
     for _, file in sources():
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(file)):
             match node:
                 case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr=name)) if (module, name) in calls:
                     wrong.append(f"{relative(file)}:{node.lineno} calls {module}.{name}")

@@ -15,8 +15,9 @@ from alignedserve.geometry import KvGeometry
 from alignedserve.prefill_worker import layerwise as layerwise_module
 from alignedserve.prefill_worker.layerwise import Ahead, Layerwise
 from alignedserve.prefill_worker.layerwise_choice import LONGEST_TOKENS, OffloadCosts
+from alignedserve.prefill_worker.loop import PrefilledJob
 from alignedserve.prefill_worker.offload import Offloader
-from alignedserve.request import RequestKey
+from alignedserve.request import RequestKey, RequestSpec, SamplingParams
 from alignedserve.transfer.block_store import HostBlockStore
 from alignedserve.transfer.completion import Completion
 from alignedserve.transfer.copier import Copier, Route
@@ -155,6 +156,10 @@ class Pool:
     def __init__(self, blocks: int) -> None:
         self.free = list(range(blocks))
         self.more = asyncio.Event()
+        self.committed: list[int] = []
+
+    async def commit(self, key: RequestKey, tokens: int, blocks: Sequence[int], *more: Any) -> None:
+        self.committed = list(blocks)
 
     async def take(self, count: int) -> list[int]:
         while len(self.free) < count:
@@ -189,6 +194,32 @@ async def test_what_was_taken_for_a_prompt_that_is_given_up_comes_back_when_its_
     await asyncio.sleep(0.01)
     assert sorted(pool.free) == [0, 1, 2, 3]
     assert offloader.idle
+
+
+@pytest.mark.parametrize(("before_pass", "copied_ahead"), [(0, 5), (1, 5), (2, 0)])
+async def test_all_blocks_go_ahead_if_their_lease_comes_before_the_last_pass(
+    before_pass: int, copied_ahead: int
+) -> None:
+    world, pool, blocks = World(), Pool(8), [4, 5, 7, 6, 1]
+    lease: Any = pool
+    offloader = Offloader("prefill-0", lease, world.copier, world.channel, "pool", 4)
+    ahead = world.layerwise.open(KEY, 18, 0, 0)
+    assert ahead is not None
+    passes = [(0, 8, False), (8, 18, True)]
+    for number in range(3):
+        if number == before_pass:
+            offloader.prepare(ahead)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        if number < len(passes):
+            begin, end, last = passes[number]
+            world.chunk(ahead, blocks[: -(-end // 4)], begin, end, last=last)
+    spec = RequestSpec(KEY, list(range(18)), SamplingParams())
+    (prefilled,), gone = await offloader.offload(PrefilledJob(KEY, [spec], 18, blocks, ahead=ahead))
+    assert (prefilled.blocks, gone) == (5, [])
+    assert (offloader.blocks, offloader.blocks_ahead) == (5, copied_ahead)
+    assert pool.committed == [0, 1, 2, 3, 4]
+    assert np.array_equal(world.pool.blocks[pool.committed], world.cache.blocks[blocks])
 
 
 MIB = 1 << 20

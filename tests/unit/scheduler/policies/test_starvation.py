@@ -93,7 +93,7 @@ LOADS = [
 
 
 @pytest.mark.parametrize("load", LOADS)
-@settings(machine_settings(15), phases=[Phase.generate])
+@settings(machine_settings(10), phases=[Phase.generate])
 @given(
     seed=st.integers(0, 10_000),
     decodes=st.sampled_from((1, 1, 2)),
@@ -118,7 +118,7 @@ def test_no_request_waits_past_the_bound(
 
 @pytest.mark.parametrize("rule", ["rounds", "paper"])
 @pytest.mark.parametrize("load", LOADS)
-@settings(machine_settings(8), phases=[Phase.generate])
+@settings(machine_settings(4), phases=[Phase.generate])
 @given(seed=st.integers(0, 10_000), decodes=st.sampled_from((1, 2)), prefetch=st.booleans())
 def test_every_request_ends_under_the_other_rules(
     load: Callable[[Load], None], rule: str, seed: int, decodes: int, prefetch: bool
