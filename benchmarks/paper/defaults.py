@@ -30,8 +30,6 @@ CHANGES = {
     "scheduler.flush_after_s": ("0", "0.5", "2"),
     "scheduler.join_window": ("0.05", "0.1", "0.25", "0.5", "1"),
     "scheduler.balance_slack": ("0", "0.1", "0.25", "0.5", "1"),
-    "scheduler.starvation_after_s": ("2", "5", "10", "30", "120"),
-    "scheduler.late_share": ("0.05", "1"),
     "decode.join_iterations": ("2", "8", "16", "32"),
     "decode.watermark_blocks": ("0", "128", "512"),
 }

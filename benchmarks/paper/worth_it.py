@@ -186,7 +186,7 @@ def make(options: Evaluation, runner: Runner) -> str:
         *stand_ins(),
         results.objectives(),
         COLOCATED,
-        "aligned, 60 s: a starvation threshold of 60 s (scheduler.starvation_after_s; 5 s by default)",
+        "aligned, 60 s: scheduler.waiting_rule overdue, with a threshold of 60 s (5 s by default)",
         "fcfs + 10 ms: DistServe's time between two iterations, charged before each decode pass",
     ]
     sections = [

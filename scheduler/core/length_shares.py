@@ -11,11 +11,12 @@ hold every request, all instances take from one common share, as with `scheduler
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 
 from alignedserve.config import Config
-from alignedserve.errors import AccountingError
+from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.core.decode_times import DecodeTimes
 from alignedserve.scheduler.core.instances import DecodeView, Instances
@@ -27,6 +28,7 @@ from alignedserve.scheduler.deadlines import Deadlines
 from alignedserve.scheduler.length_ranges import cell_of, divide, first_tokens
 from alignedserve.scheduler.policies.base import BatchPolicy, Entry
 
+logger = logging.getLogger(__name__)
 REFRESH_S = 1.0  # between two computations of the ranges
 MOST_MOVES = 32  # waiting requests that follow a boundary after one event
 GAIN = 0.05  # of the mean costs: about the last twenty computations
@@ -90,6 +92,7 @@ class LengthShares(Sharing):
         self._means: list[float] = []  # mean cost by cell
         self._refreshes = 0
         self._sharing = False
+        self._divisible = True  # the policy can be created for each range
         self._longest_tokens = 0  # that a request may become
         self._next_s = 0.0
         self._changed = True
@@ -202,17 +205,28 @@ class LengthShares(Sharing):
     def _line_up(self) -> None:
         """The instances that have a range, by the mean length that they hold; shares of others end when empty."""
         views = [view for view in self._instances.open_decode() if view.report is not None]
+        views = views if self._with_policies(views) else []
         if {view.decode_id for view in views} != self._places.keys() or self._changed:
             self._members = sorted(views, key=DecodeView.mean_held)
             self._places = {view.decode_id: place for place, view in enumerate(self._members)}
-        for view in views:
-            if view.decode_id not in self._shares and len(views) > 1:
-                policy = self._new_policy()
-                for prepare in self._prepare:
-                    prepare(policy)
-                self._shares[view.decode_id] = RangeShare(policy)
         names = {view.decode_id for view in views} | {COMMON}
         self._shares = {name: share for name, share in self._shares.items() if name in names or len(share)}
+
+    def _with_policies(self, views: Sequence[DecodeView]) -> bool:
+        """Whether each of several instances has a share. False for good if a user's policy cannot be created again."""
+        for view in views if len(views) > 1 and self._divisible else ():
+            if view.decode_id in self._shares:
+                continue
+            try:
+                policy = self._new_policy()
+            except ConfigError as error:
+                logger.error("lengths are not shared out among decode instances: %s", error)
+                self._divisible = False
+                break
+            for prepare in self._prepare:
+                prepare(policy)
+            self._shares[view.decode_id] = RangeShare(policy)
+        return self._divisible
 
     def _weigh(self, held: Sequence[tuple[int, int]]) -> None:
         """Add the present costs to the mean costs by cell. `held`: (cell, tokens) of requests at instances."""

@@ -74,7 +74,9 @@ class Variant:
 
 
 ALIGNED = Variant("aligned", "aligned")
-ALIGNED_60_S = Variant("aligned, 60 s", "aligned", (("scheduler.starvation_after_s", "60"),))
+ALIGNED_60_S = Variant(
+    "aligned, 60 s", "aligned", (("scheduler.waiting_rule", "overdue"), ("scheduler.starvation_after_s", "60"))
+)
 ALIGNED_COST = Variant("aligned-cost", "aligned-cost")
 FCFS = Variant("fcfs", "fcfs")
 FCFS_10_MS = Variant("fcfs + 10 ms", "fcfs", (("iteration_gap_s", "0.01"),))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from alignedserve.config import Config
-from alignedserve.errors import AccountingError
+from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.core import events as ev
 from alignedserve.scheduler.core.actions import Prefetch
@@ -21,7 +21,7 @@ from alignedserve.scheduler.core.request_table import Record
 from alignedserve.scheduler.cost.cost_of_lengths import FEW, CostOfLengths
 from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.cost.step import ChunkShape
-from alignedserve.scheduler.policies.base import Entry
+from alignedserve.scheduler.policies.base import BatchPolicy, Entry
 from alignedserve.scheduler.policies.fcfs import FcfsPolicy
 from support.core_cell import BLOCK, CoreCell, decode_report, key, only
 from support.machines import machine_settings
@@ -34,11 +34,14 @@ LENGTHS = (10, 40, 160, 640)
 class Shared:
     """LengthShares with decode instances that hold the given prefix lengths."""
 
-    def __init__(self, held: Iterable[Sequence[int]] = ((),) * 2, cost: object = None) -> None:
+    def __init__(
+        self,
+        held: Iterable[Sequence[int]] = ((),) * 2,
+        cost: object = None,
+        new_policy: Callable[[], BatchPolicy] = lambda: FcfsPolicy(CONFIG.scheduler),
+    ) -> None:
         self.instances = Instances()
-        self.sharing = LengthShares(
-            CONFIG, BLOCK, lambda: FcfsPolicy(CONFIG.scheduler), self.instances, DecodeTimes(), cost
-        )
+        self.sharing = LengthShares(CONFIG, BLOCK, new_policy, self.instances, DecodeTimes(), cost)
         self.now_s = 0.0
         for number, lengths in enumerate(held):
             self.join(f"d{number}", lengths)
@@ -299,3 +302,22 @@ class SharesMachine(RuleBasedStateMachine):
 
 TestShares = SharesMachine.TestCase
 TestShares.settings = machine_settings(60, 40)
+
+
+def test_a_policy_that_can_be_created_only_once_serves_all_instances(caplog: pytest.LogCaptureFixture) -> None:
+    made = []
+
+    def once() -> FcfsPolicy:
+        if made:
+            raise ConfigError("it can be created only once")
+        made.append(FcfsPolicy(CONFIG.scheduler))
+        return made[0]
+
+    shared = Shared([LONG, SHORT], new_policy=once)
+    one = shared.wait("one", 20)
+    shared.join("d2", SHORT)
+    shared.pass_time()
+    assert all(shared.sharing.takes(shared.view(number), one) for number in (0, 1, 2))
+    assert [record.message for record in caplog.records] == [
+        "lengths are not shared out among decode instances: it can be created only once"
+    ]
