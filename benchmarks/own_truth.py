@@ -11,6 +11,9 @@ Each worker computes with `--threads` of the cores (half of them by default). Ga
 share them, as the profile's slowdowns account for. A client that uses more or less CPU than this load slows passes by
 more or less. Time to first token is measured from the submission to the scheduler to the token's arrival at
 the gateway. So the profile's time of two messages is added to the simulated one.
+
+A probe shows how much the machine's own speed changed: fixed work on every core, before the profile, before the load
+and after it. `drift` is the speed before and after the load over that before the profile. Nothing is corrected by it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import argparse
 import asyncio
 import csv
 import json
+import multiprocessing
 import statistics
 import subprocess
 import sys
@@ -29,6 +33,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from mixed_load import MixedLoad
 
 from alignedserve.cluster.cli.open_loop import Load, Outcome, drive_apart
@@ -40,7 +45,9 @@ from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cos
 from alignedserve.simulator.hardware_file import default_hardware
 from alignedserve.simulator.replay import has_effect
 
-AIM = 0.1
+AIM = 0.05
+PROBE_S = 3.0
+PROBE_SIZE = 192  # of its matrices: 144 KiB each
 LISTEN_S = 3.0
 STAGES = ("queue", "prefill", "pool", "prefetch", "handover", "decode")
 STORES = {  # configuration key -> first part of the store's name in the metrics
@@ -142,6 +149,25 @@ def other_work_share() -> float:
     return round(share, 3)
 
 
+def probe() -> float:
+    """Units of fixed work per second (a matrix product, a copy, a loop of Python), all cores at once."""
+    cores = usable_cores()
+    with multiprocessing.get_context("spawn").Pool(cores) as pool:
+        return round(sum(pool.map(_units_per_s, [PROBE_S] * cores, chunksize=1)), 1)
+
+
+def _units_per_s(seconds: float) -> float:
+    torch.set_num_threads(1)
+    matrix, large = torch.rand(PROBE_SIZE, PROBE_SIZE), torch.rand(1 << 18)
+    units, begun_s = 0, time.perf_counter()
+    while (now_s := time.perf_counter()) < begun_s + seconds:
+        matrix @ matrix
+        large.clone()
+        sum(range(2000))
+        units += 1
+    return units / (now_s - begun_s)
+
+
 def each(flag: str, values: Iterable[str]) -> list[str]:
     return [word for value in values for word in (flag, value)]
 
@@ -185,14 +211,17 @@ def figures(answers: Iterable[Answer]) -> dict[str, float]:
 
 
 def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    speeds = [probe()]
     profile = options.profile
     if profile is None:
         profile = folder / "profile.json"
         words = ("--model", options.model, "--out", str(profile), "--seconds", str(options.profile_s))
         command("profile", *words, *each("--set", options.set))
     busy = other_work_share()
+    speeds.append(probe())
     log, trace, out = folder / "requests.jsonl", folder / "trace.jsonl", folder / "simulated"
     run = measure(log, trace, options)
+    speeds.append(probe())
     simulate(trace, profile, run["blocks"], options, out)
     messages_s = 2 * default_hardware(hardware_of_cost(profile)).message_s
     real, ours = figures(real_answers(trace)), figures(simulated_answers(out, messages_s))
@@ -203,6 +232,8 @@ def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "requests": options.requests,
         "share_of_capacity": options.share,
         "other_work_share_before": busy,
+        "probe_units_per_s": speeds,
+        "drift": [round(speed / speeds[0] - 1, 4) for speed in speeds[1:]],
         "profile_quiet": json.loads(profile.read_text(encoding="utf-8"))["fit"].get("quiet"),
         **run,
         "real_mean_ms": real,
