@@ -11,6 +11,8 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import (
     FinishReason,
+    GrammarKind,
+    GrammarSpec,
     RequestKey,
     RequestSpec,
     SamplingParams,
@@ -20,7 +22,10 @@ from alignedserve.request import (
 )
 
 # Each field of the message corresponds to the field of SamplingParams with the same name.
-_OPTIONAL = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence]
+_MESSAGES = ("grammar",)
+_OPTIONAL = [
+    field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence and field.name not in _MESSAGES
+]
 _OTHERS = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields if not field.has_presence]
 _PLAIN = [name for name in _OTHERS if isinstance(getattr(pb.SamplingParams(), name), bool | int | float | str)]
 _LISTS = [name for name in _OTHERS if name not in _PLAIN and name != "logit_bias"]
@@ -48,6 +53,8 @@ def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
     for name in _OPTIONAL:
         if (value := getattr(sampling, name)) is not None:
             setattr(message, name, value)
+    if (grammar := sampling.grammar) is not None:
+        message.grammar.CopyFrom(pb.Grammar(kind=grammar.kind, text=grammar.text, whitespace=grammar.whitespace))
     return message
 
 
@@ -55,7 +62,14 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     values: dict[str, Any] = {name: getattr(message, name) for name in _PLAIN}
     values |= {name: tuple(getattr(message, name)) for name in _LISTS}
     values |= {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
+    if message.HasField("grammar"):
+        values["grammar"] = _grammar_from_proto(message.grammar)
     return SamplingParams(**values, logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias))
+
+
+def _grammar_from_proto(message: pb.Grammar) -> GrammarSpec:
+    whitespace = message.whitespace if message.HasField("whitespace") else None
+    return GrammarSpec(GrammarKind(message.kind), message.text, whitespace)
 
 
 def timings_to_proto(stopwatch: Stopwatch) -> pb.Timings:

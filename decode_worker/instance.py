@@ -23,6 +23,7 @@ from alignedserve.engine.model import host
 from alignedserve.engine.model.instance_memory import InstanceMemory
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.errors import AlignedServeError
+from alignedserve.grammar.compiled import Grammars
 from alignedserve.kv_pool.attachment import PoolAttachment
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.model import ModelInfo
@@ -135,7 +136,10 @@ class DecodeInstance:
         meter = IterationMeter(configured_cost(config.scheduler))
         pull, overlap = self.handover.pull, OVERLAP[config.decode.overlap]
         self.engine = engine = decode_engine(runner, config, self.capturing)
-        compute = DecodeLoop(settings.id, engine, scheduler, tokenizer, pull, self._post, meter, overlap=overlap)
+        grammars = Grammars.of(tokenizer, loaded.info.vocab_size)
+        compute = DecodeLoop(
+            settings.id, engine, scheduler, tokenizer, pull, self._post, meter, overlap=overlap, grammars=grammars
+        )
         await asyncio.to_thread(compute.warm_up)
         self.memory.note_graphs(engine.graph_memory_bytes)
         self.compute = compute

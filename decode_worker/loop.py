@@ -14,14 +14,15 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from alignedserve.control.compute_thread import ComputeThread
-from alignedserve.control.convert import key_from_proto, spec_from_proto
+from alignedserve.control.convert import key_from_proto, sampling_from_proto, spec_from_proto
 from alignedserve.control.passes import PassMeter
 from alignedserve.decode_worker.flights import Flight, Flights
 from alignedserve.decode_worker.held import EvictionOrder, Held, Outcome
 from alignedserve.decode_worker.iteration_meter import IterationMeter
 from alignedserve.engine.decoding import DecodeEngine
 from alignedserve.engine.live import LiveRequest
-from alignedserve.errors import TransferError
+from alignedserve.errors import GrammarError, TransferError
+from alignedserve.grammar.compiled import Grammars
 from alignedserve.metrics import Page
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, Stage
@@ -72,12 +73,14 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         iterations: IterationMeter | None = None,
         *,
         overlap: bool | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         super().__init__("decode")
         self._engine = engine
         self._overlap = overlap
         self._scheduler = scheduler
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._pull = pull
         self._post = post
         self._held: dict[RequestKey, Held] = {}
@@ -123,6 +126,11 @@ class DecodeLoop(ComputeThread[[Outcome]]):
     def offer(self, buffer: BufferKind, batch_id: int, requests: Iterable[pb.StoredRequest]) -> None:
         """Offer candidates whose KV is complete at its source."""
         found = list(requests)
+        for stored in found:
+            if self._grammars is not None and stored.spec.sampling.HasField("grammar"):
+                sampling = sampling_from_proto(stored.spec.sampling)
+                assert sampling.grammar is not None
+                self._grammars.begin(sampling.grammar, sampling.eos_token_ids)
         self.tell(lambda outcome: self._offer(buffer, batch_id, found, outcome))
 
     def cancel(self, keys: Sequence[RequestKey]) -> None:
@@ -335,7 +343,12 @@ class DecodeLoop(ComputeThread[[Outcome]]):
     def _join(self, join: Join, now_ns: int) -> None:
         held = self._held[join.key]
         if held.live is None:
-            held.live = LiveRequest(spec_from_proto(held.stored.spec), self._tokenizer)
+            try:
+                held.live = LiveRequest(spec_from_proto(held.stored.spec), self._tokenizer, self._grammars)
+            except GrammarError as error:  # prefill compiled it: this library is another one
+                unusable = TransferError(error.message)
+                self.tell(lambda outcome: self._on_copied_in(join.key, unusable, outcome))
+                return
         held.live.spec.stopwatch.enter(Stage.HANDOVER, now_ns)
 
         def ended(completion: Completion) -> None:

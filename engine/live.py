@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from alignedserve.engine.sampling.sampler import SampledToken, SampleRow
+from alignedserve.grammar.compiled import Grammars
 from alignedserve.request import FinishReason, RequestKey, RequestSpec
 from alignedserve.text import StopChecker, Tokenizer
 
@@ -10,18 +11,18 @@ from alignedserve.text import StopChecker, Tokenizer
 class LiveRequest:
     """Wraps a `RequestSpec`, whose `output_token_ids` grow only here.
 
-    `tokenizer` is needed for stop strings only.
+    `tokenizer` is needed for stop strings only, `grammars` for a grammar. Raises GrammarError.
     """
 
     __slots__ = ("_ends", "_stops", "row", "spec")
 
-    def __init__(self, spec: RequestSpec, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, spec: RequestSpec, tokenizer: Tokenizer | None, grammars: Grammars | None = None) -> None:
         self.spec = spec
         sampling = spec.sampling
         self.row = SampleRow(sampling, spec.prompt_token_ids, spec.output_token_ids)
-        self._ends = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            self._ends |= frozenset(sampling.eos_token_ids)
+        if grammars is not None:
+            self.row.grammar = grammars.row(sampling)
+        self._ends = frozenset(sampling.end_token_ids)
         self._stops: StopChecker | None = None
         if sampling.stop and tokenizer is not None:
             self._stops = StopChecker(
@@ -37,7 +38,8 @@ class LiveRequest:
         spec = self.spec
         spec.output_token_ids.append(sampled.token_id)
         stopped = self._stops is not None and self._stops.push(sampled.token_id)
-        if stopped or (len(spec.output_token_ids) >= spec.sampling.min_tokens and sampled.token_id in self._ends):
+        early = self.row.grammar is None and len(spec.output_token_ids) < spec.sampling.min_tokens
+        if stopped or (not early and sampled.token_id in self._ends):
             return FinishReason.STOP
         if spec.remaining_tokens <= 0:
             return FinishReason.LENGTH

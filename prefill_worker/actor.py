@@ -211,6 +211,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
             specs = sent_specs(group) or await self._specs.read(group.gateway_address, keys)
             if specs:
                 check_group(list(specs.values()), self._instance.vocab_size)
+                await self._instance.compile_grammars(specs.values())
         except AlignedServeError as error:
             failure = error
         expected = [key for key in keys if self._expected.get(key) is group]  # others were cancelled

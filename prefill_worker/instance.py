@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from alignedserve.config import Config
+from alignedserve.control.convert import sampling_from_proto
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.engine.model import host
 from alignedserve.engine.model.instance_memory import InstanceMemory
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.geometry import KvGeometry
+from alignedserve.grammar.compiled import Grammars
 from alignedserve.kv_pool.attachment import PoolAttachment
 from alignedserve.kv_pool.stored import LastCommitted
 from alignedserve.kv_pool.writer import PoolWriter
@@ -81,6 +83,7 @@ class PrefillInstance:
         self.buffers: dict[BufferKind, CandidateBuffer] = {}  # set by `load`; stays empty without `cluster.prefetch`
         self.compute: PrefillLoop | None = None  # the compute thread; None until `load` has warmed it up
         self.offloader: Offloader | None = None  # copies computed prompts to the pool; None until `load`
+        self.grammars: Grammars | None = None  # None until `load`, or without a tokenizer
         self.layerwise: Layerwise | None = None  # copies during a pass; None until `load`, or if off
         self.prefetcher: Prefetcher | None = None  # fills and empties the buffers; None until `load`
 
@@ -141,8 +144,18 @@ class PrefillInstance:
 
         cost = configured_cost(config.scheduler)
         self.layerwise = await self._layerwise(runner, cache_store, self.offloader)
+        self.grammars = Grammars.of(tokenizer, loaded.info.vocab_size)
         compute = PrefillLoop(
-            settings.id, runner, self.cache, config.prefill, tokenizer, bring, self._post, cost, self.layerwise
+            settings.id,
+            runner,
+            self.cache,
+            config.prefill,
+            tokenizer,
+            bring,
+            self._post,
+            cost,
+            self.layerwise,
+            self.grammars,
         )
         await asyncio.to_thread(compute.warm_up)
         self.compute = compute
@@ -152,6 +165,12 @@ class PrefillInstance:
     def channels(self) -> list[Channel]:
         """All channels that this instance copies over."""
         return [*self._channels, *self._pool.others.channels]
+
+    async def compile_grammars(self, specs: Iterable[pb.RequestSpec]) -> None:
+        """Before the requests are computed: the compute thread does not wait for it."""
+        bound = [sampling_from_proto(spec.sampling) for spec in specs if spec.sampling.HasField("grammar")]
+        if bound and self.grammars is not None:
+            await self.grammars.prepare(bound)
 
     async def _read(self, pool_id: str, keys: Collection[RequestKey]) -> dict[RequestKey, pb.StoredRequest]:
         return await self._pool.read(pool_id, keys, self.vocab_size)

@@ -20,6 +20,7 @@ from alignedserve.engine.live import LiveRequest
 from alignedserve.engine.runner import ForwardItem, ModelRunner
 from alignedserve.engine.sampling.sampler import SampledToken, Sampler
 from alignedserve.errors import AlignedServeError, CancelledError, TransferError
+from alignedserve.grammar.compiled import Grammars
 from alignedserve.metrics import Page
 from alignedserve.prefill_worker.layerwise import Ahead, Layerwise, PassCopies
 from alignedserve.proto import gateway_pb2 as gw
@@ -115,6 +116,7 @@ class PrefillLoop(ComputeThread[[]]):
         post: Callable[[Computed], None],
         cost: StepCost | None = None,
         layerwise: Layerwise | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """`fetch` starts a copy of blocks of the pool into blocks of the instance's cache.
 
@@ -128,6 +130,7 @@ class PrefillLoop(ComputeThread[[]]):
         self._sampler = Sampler()
         self._config = config
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._fetch = fetch
         self._post = post
         self._chunks = ChunkScheduler(allocator, runner.block_size)
@@ -237,7 +240,7 @@ class PrefillLoop(ComputeThread[[]]):
         lead = first.key
         tokens = first.prompt_token_ids + first.output_token_ids
         try:
-            job = PromptJob(lead, [LiveRequest(spec, self._tokenizer) for spec in specs], tokens)
+            job = PromptJob(lead, [LiveRequest(spec, self._tokenizer, self._grammars) for spec in specs], tokens)
             if job.logprob_count is None:  # with prompt log-probabilities every row is needed
                 job.base = base
             self._chunks.add(lead, len(tokens), job.base.tokens if job.base is not None else 0)

@@ -1,8 +1,8 @@
 """Chooses the next token of each row of a batch, and reports log-probabilities.
 
-Order, for each row: logit_bias, repetition penalty, presence and frequency penalty, min_tokens, then greedy choice, or
-temperature, top_k, top_p, min_p and a draw. Reported log-probabilities are the model's own (log_softmax of its logits,
-before all of this).
+Order, for each row: logit_bias, repetition penalty, presence and frequency penalty, min_tokens, the grammar's mask,
+then greedy choice, or temperature, top_k, top_p, min_p and a draw. Reported log-probabilities are the model's own
+(log_softmax of its logits, before all of this).
 
 A draw takes the largest `logit - log(noise)` (the Gumbel-max trick), with noise that is a hash of (seed, position in
 the answer, token id). It depends neither on the batch nor on the other candidates. If rounding changes a logit, two
@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 
+from alignedserve.engine.sampling.masks import apply_masks
 from alignedserve.engine.sampling.noise import exponential_noise, row_keys
 from alignedserve.engine.sampling.penalties import PenaltyState, needs_penalties
 from alignedserve.errors import NumericsError
+from alignedserve.grammar.base import Bits, RowGrammar, fill_rows
 from alignedserve.request import SamplingParams, TokenLogprobs
 
 _CANDIDATES = 512  # for top_p alone, at first
@@ -35,20 +37,21 @@ class SampleRow:
     """One request as the sampler sees it. Keep the object (and its lists) while the request decodes.
 
     `output_token_ids` are the tokens chosen so far; their number is the position in the answer of the token to be
-    chosen. `penalties` is created when first needed.
+    chosen. `penalties` is created when first needed. `grammar`: its state under a grammar, which follows the output.
     """
 
     sampling: SamplingParams
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     penalties: PenaltyState | None = None
+    grammar: RowGrammar | None = None
 
     @property
     def adjusts(self) -> bool:
         """Whether the logits are changed before the token is chosen."""
         sampling = self.sampling
         early = len(self.output_token_ids) < sampling.min_tokens
-        return early or bool(sampling.logit_bias) or needs_penalties(sampling)
+        return early or self.grammar is not None or bool(sampling.logit_bias) or needs_penalties(sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +140,16 @@ def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence
     """Tokens for rows that need more than an argmax."""
     if any(row.adjusts for row in rows):
         logits = logits.clone()
+        masked = [index for index, row in enumerate(rows) if row.grammar is not None]
+        masks = _masks([rows[index] for index in masked], logits.shape[1])  # before the logits are waited for
         for index, row in enumerate(rows):
             if row.adjusts:
                 _adjust(logits[index], row)
+        if masks is not None:
+            own = _take(logits, masked)
+            apply_masks(own, masks)
+            if own is not logits:
+                logits.index_copy_(0, upload(masked, logits.device), own)
     greedy = [i for i, row in enumerate(rows) if row.sampling.greedy]
     drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
     chosen = [0] * len(rows)
@@ -166,10 +176,24 @@ def _adjust(logits: torch.Tensor, row: SampleRow) -> None:
             row.penalties = PenaltyState(row.prompt_token_ids)
         row.penalties.update(row.output_token_ids)
         row.penalties.apply(logits, sampling)
-    if len(row.output_token_ids) < sampling.min_tokens:
+    if len(row.output_token_ids) < sampling.min_tokens and row.grammar is None:
         ends = [token for token in (*sampling.eos_token_ids, *sampling.stop_token_ids) if 0 <= token < vocab_size]
         if ends:
             logits[torch.tensor(ends, dtype=torch.int64, device=logits.device)] = float("-inf")
+
+
+def _masks(rows: Sequence[SampleRow], vocab_size: int) -> Bits | None:
+    """What grammars allow next, `[rows, words]`. Until min_tokens, or with ignore_eos, only a whole answer may end."""
+    grammars = [row.grammar for row in rows if row.grammar is not None]
+    if not grammars:
+        return None
+    for grammar, row in zip(grammars, rows, strict=True):
+        grammar.update(row.output_token_ids)
+    bits = fill_rows(grammars, vocab_size)
+    for place, row in enumerate(rows):
+        if row.sampling.ignore_eos or len(row.output_token_ids) < row.sampling.min_tokens:
+            grammars[place].forbid_ends(bits[place])
+    return bits
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence[int]) -> torch.Tensor:

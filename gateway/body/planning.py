@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from alignedserve.errors import DeadlineError, InvalidRequestError, UnavailableError
+from alignedserve.errors import DeadlineError, GrammarError, InvalidRequestError, UnavailableError
 from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, GenerationRequest, ReplyOptions
 from alignedserve.gateway.body.tokenising import LONG_TEXT, TooManyTokens, check_size, in_turn, tokenise
 from alignedserve.gateway.failures import ContextLengthError, ModelNotFoundError
+from alignedserve.grammar.compiled import Grammars
 from alignedserve.model import ModelInfo
 from alignedserve.request import SamplingParams
 from alignedserve.text import ChatTemplate, Prompt, PromptEncoder, Tokenizer
@@ -75,6 +76,7 @@ class ServedModel:
     capacity_tokens: int | None = None
     created: int = 0
     encoder: PromptEncoder | None = field(init=False, default=None)
+    grammars: Grammars | None = field(init=False, default=None)  # made for the first request that needs them
 
     def __post_init__(self) -> None:
         self.created = self.created or int(time.time())
@@ -91,6 +93,23 @@ class ServedModel:
             raise UnavailableError(f"model {self.name!r} is still loading")
         return self.info
 
+    async def check_grammar(self, request: GenerationRequest) -> None:
+        """Compile what the request asks for. Raises InvalidRequestError, which names its field."""
+        asked = request.grammar_spec()
+        if asked is None:
+            return
+        (spec, param), info = asked, self.info
+        assert info is not None
+        if self.grammars is None:
+            self.grammars = Grammars.of(self.tokenizer, info.vocab_size)
+        if self.grammars is None:
+            raise InvalidRequestError("this model has no tokenizer: it has no structured output", param=param)
+        try:
+            await asyncio.wrap_future(self.grammars.begin(spec, info.eos_token_ids))
+        except GrammarError as error:
+            error.param = param
+            raise
+
     @property
     def limit(self) -> tuple[int, str]:
         """The most tokens of prompt and answer together, and a description of what sets this limit."""
@@ -105,6 +124,7 @@ async def plan_completion(model: ServedModel, request: CompletionRequest, call_i
     info = model.require(request.model)
     began_s = time.monotonic()
     _check_stops(model, request)
+    await model.check_grammar(request)
     texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
     async with _within_limits(model, request, "prompt"):
         for prompt in request.prompts:
@@ -132,6 +152,7 @@ async def plan_chat(model: ServedModel, request: ChatRequest, call_id: str = "")
     if model.template is None:
         raise InvalidRequestError("this model has no chat template: start the server with --chat-template FILE")
     _check_stops(model, request)
+    await model.check_grammar(request)
     async with _within_limits(model, request, "messages"):
         turns = [message.turn for message in request.messages]
         written = await _written(model.encoder, model.template, turns, model.limit[0])
@@ -211,6 +232,8 @@ def resolve_sampling(request: GenerationRequest, info: ModelInfo, max_tokens: in
     values["top_k"] = max(values.get("top_k", 0), 0)  # -1 also means no limit
     values["max_tokens"] = max_tokens
     values["eos_token_ids"] = info.eos_token_ids
+    if (asked := request.grammar_spec()) is not None:
+        values["grammar"] = asked[0]
     values.setdefault("seed", random.getrandbits(63))
     return SamplingParams(**values)
 

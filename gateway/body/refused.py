@@ -28,7 +28,6 @@ class Refusal:
             raise UnsupportedFeatureError(f"{where} is not supported: {self.feature}", param=where)
 
 
-_TEXT_FORMAT = ({"type": "text"},)
 _OFF = ("none", "auto")  # without tools, both have no effect
 _ONE = (1, 1.0)
 _ZERO = (0, 0.0)
@@ -38,17 +37,6 @@ _BOTH = (
     Refusal("tool_choice", "there are no tool calls", _OFF),
     Refusal("functions", "there are no function calls", ([],)),
     Refusal("function_call", "there are no function calls", _OFF),
-    Refusal("response_format", "there is no structured output, only text", _TEXT_FORMAT),
-    Refusal("structured_outputs", "there is no structured output"),
-    Refusal("guided_json", "there is no structured output", ()),  # {} asks for JSON of any kind
-    Refusal("guided_regex", "there is no structured output"),
-    Refusal("guided_choice", "there is no structured output"),
-    Refusal("guided_grammar", "there is no structured output"),
-    Refusal("json_schema", "there is no structured output"),
-    Refusal("regex", "there is no structured output"),
-    Refusal("grammar", "there is no structured output"),
-    Refusal("ebnf", "there is no structured output"),
-    Refusal("structural_tag", "there is no structured output"),
     Refusal("lora", "there are no LoRA adapters"),
     Refusal("lora_path", "there are no LoRA adapters"),
     Refusal("lora_request", "there are no LoRA adapters"),
@@ -92,8 +80,6 @@ _BOTH = (
     Refusal("stop_regex", "there are no regular expressions as stop conditions; use stop", ("", [])),
     Refusal("no_stop_trim", "a stop string is never part of the text", (False,)),
     Refusal("input_ids", "token ids are given as the prompt of /v1/completions", ()),
-    Refusal("choice", "there is no structured output"),
-    Refusal("guided_whitespace_pattern", "there is no structured output", ("",)),
     Refusal("guided_decoding_backend", "there is no structured output", ("", "auto")),
     Refusal("logprob_token_ids", "log-probabilities are of the most likely tokens only; see logprobs", ([],)),
     Refusal("return_tokens_as_token_ids", "log-probabilities show tokens as text; see return_token_ids", (False,)),

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body import refused
 from alignedserve.gateway.body.messages import MAX_MESSAGES, Message
+from alignedserve.gateway.body.structured import StructuredFields
 from alignedserve.gateway.body.validation_errors import TOKEN_LIMIT, as_request_error, shown
 from alignedserve.gateway.body.values import INT64, Between, Body, LogitBias, Prompt, StopStrings, StopTokens
 from alignedserve.gateway.failures import UnsupportedFeatureError
@@ -92,7 +93,7 @@ class Unread(Body):
     prediction: dict[str, Any] | None = None
 
 
-class GenerationRequest(SamplingOptions, Unread, ABC):
+class GenerationRequest(SamplingOptions, StructuredFields, Unread, ABC):
     """The fields that completion and chat requests have in common."""
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(

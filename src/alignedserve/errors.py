@@ -9,6 +9,7 @@ AlignedServeError
 │   └── UnsupportedModelError   the architecture or one of its features would give wrong tokens
 ├── RequestError                the client's request cannot be served (HTTP 4xx)
 │   ├── InvalidRequestError     malformed or out of range (400)
+│   │   └── GrammarError        a grammar is wrong, too large, or not supported, or its answer cannot go on
 │   ├── AuthenticationError     the API key is missing or unknown (401)
 │   ├── NotFoundError           unknown model or request (404)
 │   ├── TooLargeError           the body is over the limit (413)
@@ -105,6 +106,10 @@ class RequestError(AlignedServeError):
 
 class InvalidRequestError(RequestError):
     code = "invalid_value"
+
+
+class GrammarError(InvalidRequestError):
+    code = "invalid_grammar"
 
 
 class AuthenticationError(RequestError):

@@ -52,6 +52,24 @@ class RequestKey(NamedTuple):
         return self.request_id.startswith(PROBE)
 
 
+class GrammarKind(enum.StrEnum):
+    """What the text of a GrammarSpec is."""
+
+    JSON = "json"  # a JSON schema
+    REGEX = "regex"
+    CHOICE = "choice"  # a JSON list of strings
+    GRAMMAR = "grammar"  # Lark or GBNF
+    STRUCTURAL_TAG = "structural_tag"
+
+
+class GrammarSpec(NamedTuple):
+    """The grammar that an answer follows. `whitespace`: pattern between the tokens of JSON; None: at most one space."""
+
+    kind: GrammarKind
+    text: str
+    whitespace: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen. The defaults are OpenAI's. Raises InvalidRequestError for invalid values.
@@ -79,6 +97,7 @@ class SamplingParams:
     max_tokens: int = 16
     min_tokens: int = 0
     ignore_eos: bool = False
+    grammar: GrammarSpec | None = None
 
     def __post_init__(self) -> None:
         _require("temperature", self.temperature, 0.0, 2.0)
@@ -105,8 +124,9 @@ class SamplingParams:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end the request."""
-        return self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *self.eos_token_ids)
+        """Tokens that end the request. With a grammar and `ignore_eos`, only the grammar's end does."""
+        ignored = self.ignore_eos and self.grammar is None
+        return self.stop_token_ids if ignored else (*self.stop_token_ids, *self.eos_token_ids)
 
     def with_seed(self, seed: int) -> SamplingParams:
         return replace(self, seed=seed)

@@ -1,0 +1,108 @@
+"""Structured output: OpenAI's `response_format`, vLLM's `structured_outputs`, and older spellings, as a GrammarSpec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from pydantic import Field
+
+from alignedserve.errors import InvalidRequestError
+from alignedserve.gateway.body.values import Body
+from alignedserve.request import GrammarKind, GrammarSpec
+
+_OLDER = "Older spelling of structured_outputs.{}."
+_JSON_OBJECT = {"type": "object"}
+
+
+class StructuredOutputs(Body):
+    json_: Any = Field(None, alias="json", description="A JSON schema, as an object or as its text.")
+    regex: str | None = Field(None, description="A regular expression that the whole answer matches.")
+    choice: list[str] | None = Field(None, description="The answer is one of these strings.")
+    grammar: str | None = Field(None, description="A context-free grammar, in Lark or GBNF.")
+    structural_tag: Any = Field(None, description="Structures, each with begin, schema and end, and their triggers.")
+    json_object: bool = Field(False, description="The answer is a JSON object of any kind.")
+    whitespace_pattern: str | None = Field(
+        None, description="Pattern between the tokens of JSON; by default at most one space."
+    )
+
+
+class StructuredFields(Body):
+    """The fields of a request for structured output. At most one of them asks for a grammar."""
+
+    response_format: dict[str, Any] | None = Field(
+        None, description="type: text, json_object, json_schema (with json_schema.schema) or structural_tag."
+    )
+    structured_outputs: StructuredOutputs | None = Field(None, description="What the answer must follow.")
+    guided_json: Any = Field(None, description=_OLDER.format("json"))
+    guided_regex: str | None = Field(None, description=_OLDER.format("regex"))
+    guided_choice: list[str] | None = Field(None, description=_OLDER.format("choice"))
+    guided_grammar: str | None = Field(None, description=_OLDER.format("grammar"))
+    guided_whitespace_pattern: str | None = Field(None, description=_OLDER.format("whitespace_pattern"))
+    json_schema: Any = Field(None, description=_OLDER.format("json"))
+    regex: str | None = Field(None, description=_OLDER.format("regex"))
+    ebnf: str | None = Field(None, description=_OLDER.format("grammar"))
+    grammar: str | None = Field(None, description=_OLDER.format("grammar"))
+    choice: list[str] | None = Field(None, description=_OLDER.format("choice"))
+    structural_tag: Any = Field(None, description=_OLDER.format("structural_tag"))
+
+    def grammar_spec(self) -> tuple[GrammarSpec, str] | None:
+        """The grammar and the field that asks for it. Raises InvalidRequestError, which names the field."""
+        found = [(name, spec) for name, spec in self._asked() if spec is not None]
+        if len(found) > 1:
+            names = " and ".join(name for name, _ in found)
+            raise InvalidRequestError(f"{names} each ask for structured output; set only one", param=found[1][0])
+        return (found[0][1], found[0][0]) if found else None
+
+    def _asked(self) -> list[tuple[str, GrammarSpec | None]]:
+        own = self.structured_outputs
+        space = self.guided_whitespace_pattern
+        within = None if own is None else own.whitespace_pattern
+        space = space if within is None else within
+        fields: list[tuple[str, GrammarKind, Any]] = [
+            ("guided_json", GrammarKind.JSON, self.guided_json),
+            ("json_schema", GrammarKind.JSON, self.json_schema),
+            ("guided_regex", GrammarKind.REGEX, self.guided_regex),
+            ("regex", GrammarKind.REGEX, self.regex),
+            ("guided_choice", GrammarKind.CHOICE, self.guided_choice),
+            ("choice", GrammarKind.CHOICE, self.choice),
+            ("guided_grammar", GrammarKind.GRAMMAR, self.guided_grammar),
+            ("ebnf", GrammarKind.GRAMMAR, self.ebnf),
+            ("grammar", GrammarKind.GRAMMAR, self.grammar),
+            ("structural_tag", GrammarKind.STRUCTURAL_TAG, self.structural_tag),
+        ]
+        if own is not None:
+            outputs = "structured_outputs."
+            fields += [
+                (outputs + "json", GrammarKind.JSON, own.json_),
+                (outputs + "json_object", GrammarKind.JSON, _JSON_OBJECT if own.json_object else None),
+                (outputs + "regex", GrammarKind.REGEX, own.regex),
+                (outputs + "choice", GrammarKind.CHOICE, own.choice),
+                (outputs + "grammar", GrammarKind.GRAMMAR, own.grammar),
+                (outputs + "structural_tag", GrammarKind.STRUCTURAL_TAG, own.structural_tag),
+            ]
+        specs = [(name, None if value is None else _spec(kind, value, space)) for name, kind, value in fields]
+        return [("response_format", _of_format(self.response_format, space)), *specs]
+
+
+def _of_format(wanted: dict[str, Any] | None, whitespace: str | None) -> GrammarSpec | None:
+    kind = None if wanted is None else wanted.get("type")
+    if wanted is None or kind == "text":
+        return None
+    param = "response_format"
+    if kind == "json_object":
+        return _spec(GrammarKind.JSON, wanted.get("schema", _JSON_OBJECT), whitespace)
+    if kind == "json_schema":
+        inner = wanted.get("json_schema")
+        if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+            raise InvalidRequestError("response_format.json_schema must be an object with a schema", param=param)
+        return _spec(GrammarKind.JSON, inner["schema"], whitespace)
+    if kind == "structural_tag":
+        return _spec(GrammarKind.STRUCTURAL_TAG, wanted, whitespace)
+    names = "text, json_object, json_schema or structural_tag"
+    raise InvalidRequestError(f"response_format.type must be {names}, got {kind!r}", param=param)
+
+
+def _spec(kind: GrammarKind, value: Any, whitespace: str | None) -> GrammarSpec:
+    text = value if isinstance(value, str) and kind is not GrammarKind.CHOICE else orjson.dumps(value).decode()
+    return GrammarSpec(kind, text, whitespace if kind is GrammarKind.JSON else None)
