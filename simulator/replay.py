@@ -34,7 +34,7 @@ _OF_HARDWARE = {"kv_pool.size_gib": "pool_tokens", "kv_pool.block_size": "block_
 # Keys that a run with ranks reads.
 _READ_BY_RANKS = (
     "decode.", "prefill.token_budget", "prefill.max_requests", "prefill.queue_tokens", "prefill.cache_blocks",
-    "kv_pool.growth_reserve",
+    "kv_pool.growth_reserve", "scheduler.tick_s",
 )  # fmt: skip
 ITERATION_GAP = "iteration_gap_s"
 KNOWS_COST = "knows_cost"
@@ -118,7 +118,8 @@ class ComparedPolicy:
         found = placement_class(name)
         for key in settings:
             if key in _OF_ENGINES or not key.startswith(_READ_BY_RANKS):
-                raise ConfigError(f"--set {name}.{key}: a run with ranks does not read it; it reads {_READ_BY_RANKS}")
+                reads = ", ".join(one + "*" * one.endswith(".") for one in _READ_BY_RANKS)
+                raise ConfigError(f"--set {name}.{key}: a run with ranks does not read it; it reads {reads}")
         typed = {key: value_of(key, text, "--set") for key, text in settings.items()}
         summary = (found.__doc__ or "").partition("\n")[0]
         system = System(name, Topology.DISAGGREGATED, f"{found.__module__}:{found.__name__}", summary)

@@ -24,6 +24,7 @@ from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.age_order import AgeOrder
 from alignedserve.scheduler.batch_generator import Selection
+from alignedserve.scheduler.cost.makespan import typical_order
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.policies.aligned import AlignedPolicy
 from alignedserve.scheduler.policies.base import BatchLimits, Entry, InstanceState, as_many_as_fit
@@ -147,7 +148,7 @@ class RoundsPolicy(AlignedPolicy):
             return True
         lengths = self._sample(limits.max_requests)
         if self._cost is not None:
-            step_s = self._cost.step_s((), lengths)
+            step_s = self._cost.step_s((), typical_order(lengths))
             return step_s - self._cost.balanced_step_s((), lengths) >= LEAST_BUBBLE * step_s
         assert self._instance is not None
         learned = self._instance.cost.unequal_lengths_share(lengths)
