@@ -48,8 +48,8 @@ def makespan_bound(total: float, longest: float, heads: int, workers: int) -> fl
 def typical_order(lengths: Sequence[int]) -> list[int]:
     """The lengths in a fixed order that stands for a batch in order of arrival, whatever order they are given in.
 
-    Long ones are spread over the batch by the golden ratio. In order of length the longest would begin last, which
-    takes about the longest of all orders, or first, which takes about the shortest.
+    The golden ratio spreads long ones over the batch. In ascending order they begin last, which takes nearly as long as
+    any order.
     """
     longest_first = sorted(lengths, reverse=True)
     return [longest_first[i] for i in sorted(range(len(lengths)), key=lambda i: (LONGEST_AT + i * GOLDEN) % 1.0)]

@@ -85,7 +85,7 @@ def instance_hardware(shape: ModelShape, model: str, device: Device | None, degr
 
 def check_weights_fit(parts: CostParts, degree: int) -> None:
     """Raises ConfigError if the weights leave no room for KV on `degree` devices, as far as names tell it."""
-    model, gpu = parts.source.get("model", ""), parts.source.get("gpu", "")
+    model, gpu = (str(parts.source.get(name, "")) for name in ("model", "gpu"))
     device, weights = known_device(gpu), weight_bytes(model, parts.shape.itemsize)
     if device is None or not weights:
         return

@@ -401,6 +401,17 @@ def test_placements_are_compared_on_ranks(capsys: pytest.CaptureFixture[str]) ->
     assert "moved between ranks, B" in table
 
 
+def test_ranks_take_the_tick_and_say_that_no_join_keeps_to_the_objective(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (*RANKS, "--ranks", "2", "--set", "shared-pool.scheduler.tick_s=0.5", "--json")
+    summary, _ = simulate(capsys, *arguments, "--slo-tpot", "0.1")
+    described = summary["run"]["configuration"]["policies"]["shared-pool"]
+    assert described["config"]["scheduler"]["tick_s"] == 0.5
+    (note,) = summary["run"]["notes"]
+    assert "no placement limits joins by --slo-tpot" in note
+    assert 0 <= summary["shared-pool"]["slo_attainment"] <= 1
+    assert simulate(capsys, *arguments)[0]["run"]["notes"] == []
+
+
 def test_one_rank_is_a_run_without_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     plain, _ = simulate(capsys, *RANKS, "--json")
     one, _ = simulate(capsys, *RANKS, "--ranks", "1", "--json")
@@ -416,10 +427,20 @@ def test_one_rank_is_a_run_without_ranks(capsys: pytest.CaptureFixture[str]) -> 
         (("--placement", "round-robin"), "one rank leaves nothing to choose"),
         (("--ranks", "2", "--policy", "vllm"), "vllm is a colocated policy"),
         (("--ranks", "2", "--policy", "fcfs"), "give --placement instead"),
-        (("--ranks", "2", "--placement", "round-robbin"), "did you mean round-robin?"),
+        (
+            ("--ranks", "2", "--placement", "round-robbin"),
+            "did you mean round-robin? Choose one of: round-robin, least",
+        ),
+        (
+            ("--ranks", "2", "--placement", "foo"),
+            "unknown placement 'foo'; choose one of: round-robin, least-requests,",
+        ),
         (("--ranks", "2", "--placement", "round-robin,round-robin"), "none twice"),
         (("--ranks", "2", "--set", "shared-pool.scheduler.waiting_rule=paper"), "a run with ranks does not read it"),
-        (("--ranks", "2", "--set", "shared-pool.decode.graphs=off"), "a run with ranks does not read it"),
+        (
+            ("--ranks", "2", "--set", "shared-pool.decode.graphs=off"),
+            "a run with ranks does not read it; it reads decode.*, prefill.token_budget,",
+        ),
         (("--ranks", "2", "--set", "round-robin.decode.max_running=4"), "with a policy of --policy"),
     ],
 )

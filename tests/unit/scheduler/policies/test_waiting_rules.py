@@ -19,7 +19,7 @@ from alignedserve.scheduler.policies.aligned_cost import AlignedCostPolicy
 from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry, InstanceState
 from alignedserve.scheduler.policies.fcfs import FcfsPolicy
 from alignedserve.scheduler.policies.paper_rule import PaperRulePolicy
-from alignedserve.scheduler.policies.rounds import LATE_S, RoundsPolicy
+from alignedserve.scheduler.policies.rounds import LATE_S, LEAST_BUBBLE, RoundsPolicy
 from alignedserve.scheduler.systems import configured_policy, default_objective_s, make_policy
 
 LIMITS = BatchLimits(max_blocks=10_000, min_requests=2, max_requests=100)
@@ -120,7 +120,7 @@ def test_every_node_with_requests_has_a_stamp(steps: list[tuple[str, int, int]])
 
 
 def rounds(**keys: object) -> RoundsPolicy:
-    config = SchedulerConfig(waiting_rule="rounds", max_prefix_tokens=4096, leaf_tokens=16, **keys)  # type: ignore[arg-type]
+    config = SchedulerConfig(**{"waiting_rule": "rounds", "max_prefix_tokens": 4096, "leaf_tokens": 16, **keys})  # type: ignore[arg-type]
     policy = make_policy(config)
     assert isinstance(policy, RoundsPolicy)
     return policy
@@ -205,6 +205,18 @@ def test_a_round_goes_in_order_of_arrival_where_unequal_lengths_cost_little(mode
     expected = lengths if in_order == "age" else sorted(lengths)
     assert sorted(found) == sorted(expected[: len(found)])
     assert policy.matches(4000, 200, 210) is (in_order == "age")
+
+
+def test_where_the_order_of_the_batch_counts_that_of_a_typical_one_is_judged() -> None:
+    """In order of length, the worst, these lengths cost more than the least bubble; shuffled they cost less."""
+    cost = load_step_cost("rtxpro6000-llama-3.1-8b", "no_split", block_bandwidth=2e9)
+    lengths = [100 + 3 * number for number in range(243)] + [1000 + 540 * number for number in range(13)]
+    assert 1 - cost.balanced_step_s((), lengths) / cost.step_s((), lengths) > LEAST_BUBBLE
+    policy = rounds(max_prefix_tokens=8192)
+    policy.use_cost(cost)
+    insert(policy, 0.0, *lengths)
+    take(policy, 1.0, BatchLimits(12_000, 8, 256))
+    assert not policy.overtakes()
 
 
 class Learned(LinearCostModel):
