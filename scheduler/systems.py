@@ -59,6 +59,7 @@ WAITING_RULES = {
     "paper": "paper_rule:PaperRulePolicy",
     "rounds": "rounds:RoundsPolicy",
 }
+RULED = ("aligned", "aligned-no-prefetch")  # the policies that the waiting rule is for
 
 
 def _disaggregated(name: str, target: str, summary: str, settings: Mapping[str, object] | None = None) -> System:
@@ -165,18 +166,17 @@ def policy_class(system: System) -> type[BatchPolicy]:
 def configured_policy(config: SchedulerConfig) -> type[BatchPolicy]:
     """The class of the configured batch-formation policy. Raises ConfigError."""
     system = resolve(config.policy)
-    if system.target == SYSTEMS["aligned"].target:
+    if system.name in RULED:
         system = replace(system, target=f"{_POLICIES}.{WAITING_RULES[config.waiting_rule]}")
     return policy_class(system)
 
 
 def default_objective_s(config: SchedulerConfig) -> float:
-    """The wait objective of requests that set none: infinite if the policy itself bounds waits.
+    """The wait objective of requests that set none: infinite if the policy itself bounds waits. Raises ConfigError.
 
-    A user-defined policy is not asked, because not every process can import it.
+    Decode instances get it from the scheduler, because not every process can import a user-defined policy.
     """
-    overdue = config.policy not in SYSTEMS or configured_policy(config).OVERDUE
-    return config.starvation_after_s if overdue else math.inf
+    return config.starvation_after_s if configured_policy(config).OVERDUE else math.inf
 
 
 def make_policy(config: SchedulerConfig) -> BatchPolicy:
