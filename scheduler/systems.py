@@ -22,7 +22,7 @@ from importlib.metadata import entry_points
 from alignedserve.config import SchedulerConfig
 from alignedserve.errors import AlignedServeError, ConfigError
 from alignedserve.scheduler.colocated.base import InstanceScheduler
-from alignedserve.scheduler.core.guarded_policy import GuardedPolicy, place_of
+from alignedserve.scheduler.core.guarded_policy import Faults, GuardedPolicy, place_of
 from alignedserve.scheduler.policies.base import BatchPolicy
 
 ENTRY_POINTS = "alignedserve.policies"
@@ -179,11 +179,14 @@ def default_objective_s(config: SchedulerConfig) -> float:
     return config.starvation_after_s if configured_policy(config).OVERDUE else math.inf
 
 
-def make_policy(config: SchedulerConfig) -> BatchPolicy:
-    """The configured batch-formation policy; a user-defined one is guarded. Raises ConfigError."""
+def make_policy(config: SchedulerConfig, faults: Faults | None = None) -> BatchPolicy:
+    """The configured batch-formation policy; a user-defined one is guarded. Raises ConfigError.
+
+    `faults`: where those of a user-defined one are counted; None: in a record of its own.
+    """
     system = resolve(config.policy)
     kind = configured_policy(config)
-    return kind(config) if system.name in SYSTEMS else GuardedPolicy(config, system.name, kind)
+    return kind(config) if system.name in SYSTEMS else GuardedPolicy(config, system.name, kind, faults)
 
 
 def decides(policy: BatchPolicy) -> str:
