@@ -23,6 +23,7 @@ from alignedserve.config import SchedulerConfig
 from alignedserve.errors import AlignedServeError, ConfigError
 from alignedserve.scheduler.colocated.base import InstanceScheduler
 from alignedserve.scheduler.core.guarded_policy import Faults, GuardedPolicy, place_of
+from alignedserve.scheduler.policies.aligned import AlignedPolicy
 from alignedserve.scheduler.policies.base import BatchPolicy
 
 ENTRY_POINTS = "alignedserve.policies"
@@ -177,6 +178,25 @@ def default_objective_s(config: SchedulerConfig) -> float:
     Decode instances get it from the scheduler, because not every process can import a user-defined policy.
     """
     return config.starvation_after_s if configured_policy(config).OVERDUE else math.inf
+
+
+def unread(config: SchedulerConfig) -> dict[str, str]:
+    """Keys `scheduler.KEY` that the configured policy does not read, each with what reads it. Raises ConfigError.
+
+    None for a user-defined policy, which gets all keys.
+    """
+    if config.policy not in SYSTEMS:
+        return {}
+    kind, ruled = configured_policy(config), config.policy in RULED
+    found = {}
+    if not ruled:
+        found["scheduler.waiting_rule"] = f"the policies {' and '.join(RULED)} read it"
+    if not (kind.OVERDUE or (ruled and config.waiting_rule == "paper")):
+        found["scheduler.starvation_after_s"] = "scheduler.waiting_rule overdue or paper, and aligned-cost, read it"
+    if not issubclass(kind, AlignedPolicy):
+        of_the_tree = dict.fromkeys(("max_prefix_tokens", "leaf_tokens", "cut_sibling"), "aligned policies read it")
+        found |= {f"scheduler.{key}": reader for key, reader in of_the_tree.items()}
+    return found
 
 
 def make_policy(config: SchedulerConfig, faults: Faults | None = None) -> BatchPolicy:
