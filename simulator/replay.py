@@ -11,7 +11,7 @@ from alignedserve.config_sources import load, to_tree, value_of
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.ranks.names import placement_class
-from alignedserve.scheduler.systems import System, Topology, faults_named, resolve, with_options
+from alignedserve.scheduler.systems import System, Topology, faults_named, resolve, unread, with_options
 from alignedserve.simulator.colocated import simulate_colocated
 from alignedserve.simulator.disaggregated import as_run, simulate
 from alignedserve.simulator.hardware import Hardware
@@ -106,6 +106,9 @@ class ComparedPolicy:
                 raise ConfigError(f"--set {name}.{key}: this policy fixes it to {fixed}")
         flags = {REFUSE_FOR_LOAD: False, **typed, **system.settings}
         config = load(config_file, environ={}, flags=flags)
+        for key, reader in unread(replace(config.scheduler, policy=name)).items():
+            if key in typed:
+                raise ConfigError(f"--set {name}.{key}: this key has no effect here: {reader}")
         if tpot_objective_s is not None and TPOT_OBJECTIVE not in typed and not config.scheduler.tpot_objective_s:
             config = load(config_file, environ={}, flags={**flags, TPOT_OBJECTIVE: tpot_objective_s})
         return cls(name, system, config, {}, "", gap_s, knows_cost=knows_cost)

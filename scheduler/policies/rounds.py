@@ -1,9 +1,10 @@
 """Rounds over prefix lengths: batches go upward from the shortest waiting requests to the longest, then begin again.
 
 A round serves the requests that waited when it began, each batch the contiguous range that begins where the last one
-ended. So consecutive batches hold adjacent lengths, running requests grow in the direction of the round, and no request
-waits longer than the rest of one round and the next one. A request with its own wait objective that is overdue is the
-seed of a batch of its neighbours, in between.
+ended. So consecutive batches hold adjacent lengths, running requests grow in the direction of the round, and a request
+sees at most one turn: it is served in the rest of the round or in the next one. (Where lengths are shared out, that is
+so in each range that it waits in.) A request with its own wait objective that is overdue is the seed of a batch of its
+neighbours, in between.
 
 Late joins keep to the round, too: requests that arrived more than LATE_S after it began wait for the next one. An
 evicted request whose length is still ahead stays in the round.

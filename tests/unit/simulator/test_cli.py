@@ -384,6 +384,32 @@ def test_rates_and_seeds() -> None:
             seeds_of(0, text)
 
 
+UNREAD = [
+    ("aligned", ("starvation_after_s=60",), "scheduler.waiting_rule overdue or paper, and aligned-cost, read it"),
+    ("fcfs", ("waiting_rule=paper",), "the policies aligned and aligned-no-prefetch read it"),
+    ("fcfs", ("starvation_after_s=60",), "scheduler.waiting_rule overdue or paper, and aligned-cost, read it"),
+    ("fcfs", ("leaf_tokens=4",), "aligned policies read it"),
+    ("aligned-cost", ("waiting_rule=rounds",), "the policies aligned and aligned-no-prefetch read it"),
+]
+READ = [
+    ("aligned", ("starvation_after_s=60", "waiting_rule=overdue"), ""),
+    ("aligned-no-prefetch", ("waiting_rule=paper", "starvation_after_s=60", "leaf_tokens=4"), ""),
+    ("aligned-cost", ("starvation_after_s=60",), ""),
+    ("alignedserve.scheduler.policies.fcfs:FcfsPolicy", ("starvation_after_s=60", "waiting_rule=paper"), ""),
+]
+
+
+@pytest.mark.parametrize(("policy", "settings", "reader"), [*UNREAD, *READ])
+def test_a_key_that_the_policy_or_its_rule_does_not_read_is_refused(
+    capsys: pytest.CaptureFixture[str], policy: str, settings: tuple[str, ...], reader: str
+) -> None:
+    keys = [f"{policy}.scheduler.{setting}" for setting in settings]
+    chosen = [word for key in keys for word in ("--set", key)]
+    _, said = simulate(capsys, "--trace", MIX, "--policy", policy, *chosen, status=2 if reader else 0)
+    message = f"--set {keys[0].partition('=')[0]}: this key has no effect here: {reader}"
+    assert (message in said) == bool(reader)
+
+
 RANKS = ("--trace", MIX, "--rate", "40", "--cost-model", "a100-opt-13b", "--prefill", "2")
 
 
