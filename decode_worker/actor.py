@@ -134,6 +134,8 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         elif kind == "urgent":
             keys = [key_from_proto(key) for key in command.urgent.keys]
             compute.mark_urgent(dict(zip(keys, command.urgent.due_in_s, strict=True)))
+        elif kind == "default_objective_s":
+            compute.set_default_objective(command.default_objective_s)
 
     async def _offer(self, candidates: pw.Prefetch, compute: DecodeLoop) -> None:
         """Read these requests from the pool, and offer them to the decode loop."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
@@ -34,7 +35,6 @@ from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.instance.pace import LearningPace
-from alignedserve.scheduler.systems import default_objective_s
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
@@ -126,13 +126,9 @@ class DecodeInstance:
         self._pool_channels = [from_pool, to_pool]
         self.handover = Handover(self.copier, self._pool.reader(from_pool), to_pool, writer, plan.block_size)
         runner = await asyncio.to_thread(make_runner, tensor)
-        scheduler = IterationScheduler.configured(
-            config,
-            self.cache,
-            plan.block_size,
-            default_objective_s(config.scheduler),
-            LearningPace.configured(config),
-        )
+        pace = LearningPace.configured(config)
+        # Until the scheduler says after what time requests without a wait objective are overdue, none is.
+        scheduler = IterationScheduler.configured(config, self.cache, plan.block_size, math.inf, pace)
         meter = IterationMeter(configured_cost(config.scheduler))
         pull, overlap = self.handover.pull, OVERLAP[config.decode.overlap]
         self.engine = engine = decode_engine(runner, config, self.capturing)

@@ -149,6 +149,10 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         due_s = {key: now_s + in_s for key, in_s in due_in_s.items()}
         self.tell(lambda _: self._scheduler.mark_urgent(due_s))
 
+    def set_default_objective(self, objective_s: float) -> None:
+        """The wait objective of requests that set none: of those that begin to wait here from now on."""
+        self.tell(lambda _: setattr(self._scheduler, "starvation_after_s", objective_s))
+
     def take_inventory(self) -> None:
         """Post an outcome with the inventory of all requests that this instance holds."""
         self.tell(self._take_inventory)

@@ -22,7 +22,8 @@ from importlib.metadata import entry_points
 from alignedserve.config import SchedulerConfig
 from alignedserve.errors import AlignedServeError, ConfigError
 from alignedserve.scheduler.colocated.base import InstanceScheduler
-from alignedserve.scheduler.core.guarded_policy import GuardedPolicy, place_of
+from alignedserve.scheduler.core.guarded_policy import Faults, GuardedPolicy, place_of
+from alignedserve.scheduler.policies.aligned import AlignedPolicy
 from alignedserve.scheduler.policies.base import BatchPolicy
 
 ENTRY_POINTS = "alignedserve.policies"
@@ -59,6 +60,7 @@ WAITING_RULES = {
     "paper": "paper_rule:PaperRulePolicy",
     "rounds": "rounds:RoundsPolicy",
 }
+RULED = ("aligned", "aligned-no-prefetch")  # the policies that the waiting rule is for
 
 
 def _disaggregated(name: str, target: str, summary: str, settings: Mapping[str, object] | None = None) -> System:
@@ -165,25 +167,46 @@ def policy_class(system: System) -> type[BatchPolicy]:
 def configured_policy(config: SchedulerConfig) -> type[BatchPolicy]:
     """The class of the configured batch-formation policy. Raises ConfigError."""
     system = resolve(config.policy)
-    if system.target == SYSTEMS["aligned"].target:
+    if system.name in RULED:
         system = replace(system, target=f"{_POLICIES}.{WAITING_RULES[config.waiting_rule]}")
     return policy_class(system)
 
 
 def default_objective_s(config: SchedulerConfig) -> float:
-    """The wait objective of requests that set none: infinite if the policy itself bounds waits.
+    """The wait objective of requests that set none: infinite if the policy itself bounds waits. Raises ConfigError.
 
-    A user-defined policy is not asked, because not every process can import it.
+    Decode instances get it from the scheduler, because not every process can import a user-defined policy.
     """
-    overdue = config.policy not in SYSTEMS or configured_policy(config).OVERDUE
-    return config.starvation_after_s if overdue else math.inf
+    return config.starvation_after_s if configured_policy(config).OVERDUE else math.inf
 
 
-def make_policy(config: SchedulerConfig) -> BatchPolicy:
-    """The configured batch-formation policy; a user-defined one is guarded. Raises ConfigError."""
+def unread(config: SchedulerConfig) -> dict[str, str]:
+    """Keys `scheduler.KEY` that the configured policy does not read, each with what reads it. Raises ConfigError.
+
+    None for a user-defined policy, which gets all keys.
+    """
+    if config.policy not in SYSTEMS:
+        return {}
+    kind, ruled = configured_policy(config), config.policy in RULED
+    found = {}
+    if not ruled:
+        found["scheduler.waiting_rule"] = f"the policies {' and '.join(RULED)} read it"
+    if not (kind.OVERDUE or (ruled and config.waiting_rule == "paper")):
+        found["scheduler.starvation_after_s"] = "scheduler.waiting_rule overdue or paper, and aligned-cost, read it"
+    if not issubclass(kind, AlignedPolicy):
+        of_the_tree = dict.fromkeys(("max_prefix_tokens", "leaf_tokens", "cut_sibling"), "aligned policies read it")
+        found |= {f"scheduler.{key}": reader for key, reader in of_the_tree.items()}
+    return found
+
+
+def make_policy(config: SchedulerConfig, faults: Faults | None = None) -> BatchPolicy:
+    """The configured batch-formation policy; a user-defined one is guarded. Raises ConfigError.
+
+    `faults`: where those of a user-defined one are counted; None: in a record of its own.
+    """
     system = resolve(config.policy)
     kind = configured_policy(config)
-    return kind(config) if system.name in SYSTEMS else GuardedPolicy(config, system.name, kind)
+    return kind(config) if system.name in SYSTEMS else GuardedPolicy(config, system.name, kind, faults)
 
 
 def decides(policy: BatchPolicy) -> str:

@@ -6,17 +6,18 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from alignedserve.errors import ConfigError
 from alignedserve.request import Stage
-from alignedserve.scheduler.cost.load import COLLECTIVES, load_rank_cost, load_step_cost
+from alignedserve.scheduler.cost.load import BANDWIDTH, COLLECTIVES, KV_TOKENS, load_rank_cost, load_step_cost
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.simulator.hardware import Hardware
-from alignedserve.simulator.hardware_file import default_hardware, read_hardware, template
+from alignedserve.simulator.hardware_file import default_hardware, read_hardware, template, with_values
 from alignedserve.simulator.options import (
     DEFAULT_COST_MODEL,
     DEFAULT_POLICY,
@@ -60,21 +61,26 @@ _OF_RANKS = (
 _STAGES = tuple((f"stage_{stage}_mean_s", f"{stage} mean, s") for stage in Stage)
 
 
+@dataclass(frozen=True, slots=True)
+class _Machine:
+    """`assumed`: keys whose values nobody told. `of_folder`: options for the cost of a folder of tables."""
+
+    hardware: Hardware
+    assumed: Collection[str]
+    of_folder: Mapping[str, float]
+
+
 def simulate_command(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run the command and print the summary. Returns the exit status. `argv`: recorded arguments.
 
     Raises ConfigError.
     """
-    degree = _degree(options)
-    hardware = default_hardware(hardware_of_cost(options.cost_model, **degree))
-    if options.hardware:
-        hardware = read_hardware(options.hardware, hardware)
-    cost = _cost(options, degree, hardware)
+    machine = _machine(options)
     if options.print_hardware:
-        print(template(hardware), end="")
+        print(template(machine.hardware, machine.assumed), end="")
         return 0
     with contextlib.redirect_stdout(sys.stderr):  # output of user-defined policies is not part of the summary
-        plan, summary = _simulate(options, argv, cost, hardware)
+        plan, summary = _simulate(options, argv, machine)
     if options.json:
         print(json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False))
     else:
@@ -82,10 +88,8 @@ def simulate_command(options: argparse.Namespace, argv: Sequence[str]) -> int:
     return 0
 
 
-def _simulate(
-    options: argparse.Namespace, argv: Sequence[str], cost: StepCost, hardware: Hardware
-) -> tuple[Plan, dict[str, Any]]:
-    plan = _plan(options, cost, hardware)
+def _simulate(options: argparse.Namespace, argv: Sequence[str], machine: _Machine) -> tuple[Plan, dict[str, Any]]:
+    plan = _plan(options, machine)
     objectives = Objectives(_positive("--slo-ttft", options.slo_ttft), _positive("--slo-tpot", options.slo_tpot))
     workload = plan.workload(plan.rates[0], plan.seeds[0])  # wrong options are reported before anything runs
     plan.rehearse()
@@ -96,7 +100,7 @@ def _simulate(
         commit=own_commit(),
         configuration={**plan.describe(), "objectives": objectives.describe(), "warmup_s": options.warmup_s},
         trace=plan.trace.describe(),
-        cost_model=cost.describe(),
+        cost_model=plan.cost.describe(),
         notes=(*workload.notes, *_warnings(plan, options)),
     )
     return plan, _run(plan, objectives, options, provenance)
@@ -107,6 +111,8 @@ def _warnings(plan: Plan, options: argparse.Namespace) -> Iterator[str]:
         yield "lengths and arrivals are from the trace: seeds do not change them, so ± does not cover their variation"
     if plan.trace.describe().get("measured") and options.cost_model == DEFAULT_COST_MODEL:
         yield f"pass times are those of {DEFAULT_COST_MODEL}; for the log's cluster give its own --cost-model"
+    if options.ranks > 1 and options.slo_tpot is not None:
+        yield "with --ranks no placement limits joins by --slo-tpot: it only counts in goodput"
 
 
 def _run(plan: Plan, objectives: Objectives, options: argparse.Namespace, provenance: Provenance) -> dict[str, Any]:
@@ -148,7 +154,7 @@ def _summary(rows: Rows, counters: Mapping[str, Mapping[str, float]], provenance
     return {**summary, "run": provenance.describe()}
 
 
-def _plan(options: argparse.Namespace, cost: StepCost, hardware: Hardware) -> Plan:
+def _plan(options: argparse.Namespace, machine: _Machine) -> Plan:
     if not options.trace:
         raise ConfigError("--trace is missing: a file, or e.g. mix:short=0.95,requests=500 (see `simulate --help`)")
     for name in ("instances", "prefill", "decode"):
@@ -165,15 +171,15 @@ def _plan(options: argparse.Namespace, cost: StepCost, hardware: Hardware) -> Pl
     return Plan(
         trace=read_trace(options.trace),
         candidates=candidates,
-        cost=cost,
-        hardware=hardware,
+        cost=_cost(options, machine.of_folder),
+        hardware=machine.hardware,
         load=Load(rates[0], options.cv, options.limit, options.clients or 0),
         rates=rates,
         seeds=seeds_of(options.seed, options.seeds),
         instances=options.instances,
         prefill=options.prefill,
         decode=options.decode,
-        rank_cost=_cost(options, _degree(options), hardware, options.ranks) if options.ranks > 1 else None,
+        rank_cost=_cost(options, machine.of_folder, options.ranks) if options.ranks > 1 else None,
     )
 
 
@@ -188,6 +194,22 @@ def _candidates(options: argparse.Namespace) -> tuple[ComparedPolicy, ...]:
     return tuple(ComparedPolicy.of(name, settings[name], options.config, slo_tpot_s) for name in names)
 
 
+def _machine(options: argparse.Namespace) -> _Machine:
+    """The simulated machine; a note on stderr tells an assumed KV capacity."""
+    folder, degree = Path(options.cost_model).is_dir(), _degree(options)
+    given = read_hardware(options.hardware) if options.hardware else {}
+    told = hardware_of_cost(options.cost_model, given, **degree)
+    hardware = with_values(options.hardware, default_hardware(told), given)
+    assumed = {KV_TOKENS, *([BANDWIDTH] if folder else [])} - {*told, *given}
+    if KV_TOKENS in assumed:
+        _progress(
+            f"note: {options.cost_model} does not tell how much KV fits its machine (the GPU, or the size of the "
+            f"model's weights, is unknown): {KV_TOKENS} = {hardware.kv_tokens} is assumed; give it by --hardware"
+        )
+    links = {name: getattr(hardware, name) for name in COLLECTIVES if folder and name not in assumed}
+    return _Machine(hardware, assumed, {**degree, **links})
+
+
 def _degree(options: argparse.Namespace) -> dict[str, float]:
     if options.tensor_parallel is None:
         return {}
@@ -200,10 +222,8 @@ def _degree(options: argparse.Namespace) -> dict[str, float]:
     return {"tensor_parallel": options.tensor_parallel}
 
 
-def _cost(options: argparse.Namespace, degree: Mapping[str, float], hardware: Hardware, ranks: int = 1) -> StepCost:
-    extra: dict[str, float] = {**degree}
-    if Path(options.cost_model).is_dir():
-        extra |= {name: getattr(hardware, name) for name in COLLECTIVES}
+def _cost(options: argparse.Namespace, of_folder: Mapping[str, float], ranks: int = 1) -> StepCost:
+    extra = {**of_folder}
     if options.block_bandwidth is not None:
         extra["block_bandwidth"] = options.block_bandwidth * 1e9
     if ranks > 1:

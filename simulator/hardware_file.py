@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_type_hints
@@ -75,11 +75,11 @@ def default_hardware(of_cost_model: Mapping[str, float | int]) -> Hardware:
     if size := known.get("kv_bytes_per_token"):
         for name in ("kv_tokens", "pool_tokens"):
             known.setdefault(name, int(getattr(FALLBACK, name) * FALLBACK.kv_bytes_per_token // size))
-    return _with("the cost model", FALLBACK, known)
+    return with_values("the cost model", FALLBACK, known)
 
 
-def read_hardware(file: str, base: Hardware) -> Hardware:
-    """`base` with the values of a file. Raises ConfigError that names the file and the key."""
+def read_hardware(file: str) -> Mapping[str, object]:
+    """The values of a file, for `with_values`. Raises ConfigError that names the file."""
     path = Path(file).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
@@ -93,16 +93,17 @@ def read_hardware(file: str, base: Hardware) -> Hardware:
         raise ConfigError(f"{file} is not a hardware file: it is nested too deeply") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{file} must be a mapping of keys to values")
-    return _with(file, base, raw)
+    return raw
 
 
-def template(hardware: Hardware) -> str:
-    """A TOML file with these values, each with a comment that documents it."""
+def template(hardware: Hardware, assumed: Collection[str] = ()) -> str:
+    """A TOML file with these values, each with a comment that documents it. `assumed`: keys that are commented out."""
     lines = ["# Hardware of one cell. Omitted keys keep their defaults."]
     for entry in fields(Hardware):
         value = getattr(hardware, entry.name)
         shown = f"{value:_}" if isinstance(value, int) else repr(value)
-        lines.append(f"{entry.name} = {shown}  # {_DOCS[entry.name]}")
+        mark, why = ("# ", " (assumed: not known)") if entry.name in assumed else ("", "")
+        lines.append(f"{mark}{entry.name} = {shown}  # {_DOCS[entry.name]}{why}")
     return "\n".join(lines) + "\n"
 
 
@@ -110,7 +111,8 @@ def _shown(value: object) -> str:
     return repr(value)[:40] if isinstance(value, str | int | float) else type(value).__name__
 
 
-def _with(origin: str, base: Hardware, raw: Mapping[str, object]) -> Hardware:
+def with_values(origin: str, base: Hardware, raw: Mapping[str, object]) -> Hardware:
+    """`base` with these values. Raises ConfigError that names `origin` and the key."""
     kinds = get_type_hints(Hardware)
     changes: dict[str, int | float] = {}
     for name, value in raw.items():

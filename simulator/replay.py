@@ -11,7 +11,7 @@ from alignedserve.config_sources import load, to_tree, value_of
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.ranks.names import placement_class
-from alignedserve.scheduler.systems import System, Topology, faults_named, resolve, with_options
+from alignedserve.scheduler.systems import System, Topology, faults_named, resolve, unread, with_options
 from alignedserve.simulator.colocated import simulate_colocated
 from alignedserve.simulator.disaggregated import as_run, simulate
 from alignedserve.simulator.hardware import Hardware
@@ -34,7 +34,7 @@ _OF_HARDWARE = {"kv_pool.size_gib": "pool_tokens", "kv_pool.block_size": "block_
 # Keys that a run with ranks reads.
 _READ_BY_RANKS = (
     "decode.", "prefill.token_budget", "prefill.max_requests", "prefill.queue_tokens", "prefill.cache_blocks",
-    "kv_pool.growth_reserve",
+    "kv_pool.growth_reserve", "scheduler.tick_s",
 )  # fmt: skip
 ITERATION_GAP = "iteration_gap_s"
 KNOWS_COST = "knows_cost"
@@ -106,6 +106,9 @@ class ComparedPolicy:
                 raise ConfigError(f"--set {name}.{key}: this policy fixes it to {fixed}")
         flags = {REFUSE_FOR_LOAD: False, **typed, **system.settings}
         config = load(config_file, environ={}, flags=flags)
+        for key, reader in unread(replace(config.scheduler, policy=name)).items():
+            if key in typed:
+                raise ConfigError(f"--set {name}.{key}: this key has no effect here: {reader}")
         if tpot_objective_s is not None and TPOT_OBJECTIVE not in typed and not config.scheduler.tpot_objective_s:
             config = load(config_file, environ={}, flags={**flags, TPOT_OBJECTIVE: tpot_objective_s})
         return cls(name, system, config, {}, "", gap_s, knows_cost=knows_cost)
@@ -118,7 +121,8 @@ class ComparedPolicy:
         found = placement_class(name)
         for key in settings:
             if key in _OF_ENGINES or not key.startswith(_READ_BY_RANKS):
-                raise ConfigError(f"--set {name}.{key}: a run with ranks does not read it; it reads {_READ_BY_RANKS}")
+                reads = ", ".join(one + "*" * one.endswith(".") for one in _READ_BY_RANKS)
+                raise ConfigError(f"--set {name}.{key}: a run with ranks does not read it; it reads {reads}")
         typed = {key: value_of(key, text, "--set") for key, text in settings.items()}
         summary = (found.__doc__ or "").partition("\n")[0]
         system = System(name, Topology.DISAGGREGATED, f"{found.__module__}:{found.__name__}", summary)

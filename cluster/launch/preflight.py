@@ -14,13 +14,14 @@ from urllib.parse import urlsplit
 from alignedserve.cluster.launch.gpus import count_gpus
 from alignedserve.cluster.records import read_records
 from alignedserve.cluster.supervisor.plan import check_gpus
-from alignedserve.config import Config, GatewayConfig
+from alignedserve.config import Config, GatewayConfig, SchedulerConfig
 from alignedserve.control.tls import tls_files
 from alignedserve.errors import ConfigError, ResourceError
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.memory import available_memory_bytes, describe_bytes
 from alignedserve.model import resolve_model, unserved_generation_keys
 from alignedserve.model_check import check_if_here, check_model_files
+from alignedserve.scheduler.systems import unread
 from alignedserve.sizing import GIB
 
 
@@ -53,11 +54,15 @@ def check_cost_model(config: Config) -> None:
 
 
 def policy_note(config: Config) -> str:
-    """A note for each setting that the policy lacks to work well; "" if none is missing."""
-    settings = config.scheduler
-    if settings.policy != "aligned-cost":
-        return ""
+    """A note for each setting that the policy lacks to work well, or does not read; "" if there is none."""
+    settings, defaults = config.scheduler, SchedulerConfig()
     notes = []
+    for name, reader in unread(settings).items():
+        key = name.removeprefix("scheduler.")
+        if getattr(settings, key) != getattr(defaults, key):
+            notes.append(f"note: {name} has no effect with policy {settings.policy}: {reader}")
+    if settings.policy != "aligned-cost":
+        return "\n".join(notes)
     if not settings.cost_model:
         notes.append(
             "note: policy aligned-cost without --cost-model uses a linear model that it learns while serving: it knows "

@@ -9,16 +9,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DecodeCommand(_message.Message):
-    __slots__ = ("candidates", "cancel", "recall", "urgent")
+    __slots__ = ("candidates", "cancel", "recall", "urgent", "default_objective_s")
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RECALL_FIELD_NUMBER: _ClassVar[int]
     URGENT_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_OBJECTIVE_S_FIELD_NUMBER: _ClassVar[int]
     candidates: _prefill_worker_pb2.Prefetch
     cancel: _common_pb2.RequestKeys
     recall: _common_pb2.RequestKeys
     urgent: UrgentRequests
-    def __init__(self, candidates: _Optional[_Union[_prefill_worker_pb2.Prefetch, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., recall: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., urgent: _Optional[_Union[UrgentRequests, _Mapping]] = ...) -> None: ...
+    default_objective_s: float
+    def __init__(self, candidates: _Optional[_Union[_prefill_worker_pb2.Prefetch, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., recall: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., urgent: _Optional[_Union[UrgentRequests, _Mapping]] = ..., default_objective_s: _Optional[float] = ...) -> None: ...
 
 class UrgentRequests(_message.Message):
     __slots__ = ("keys", "due_in_s")

@@ -29,11 +29,42 @@ class BadAnswerError(ValueError):
     """A result that violates the contract."""
 
 
-class GuardedPolicy(BatchPolicy):
-    """`strict`: raise ConfigError at its first fault. `fault`: the latest one, "" if there was none."""
+class Faults:
+    """The faults of a policy, whichever of its objects has them. `latest`: "" if there was none."""
 
-    def __init__(self, config: SchedulerConfig, name: str, kind: type[BatchPolicy]) -> None:
-        """Raises ConfigError if the policy cannot be created."""
+    def __init__(self) -> None:
+        self.count = 0
+        self.latest = ""
+        self.trusted = True  # False for good: it is no longer called
+        self._name = ""
+        self._noticed = 0
+        self._lately = LastMinute()
+
+    def note(self, name: str, fault: str) -> None:
+        self.count += 1
+        self._name, self.latest = name, fault
+        self.trusted = self.trusted and self.count < MOST_FAULTS
+
+    def alarm(self, now_s: float) -> str:
+        """Alarm text, for a minute after a fault was noticed here, and always once the policy is no longer called."""
+        self._lately.add(now_s, self.count - self._noticed)
+        self._noticed = self.count
+        if self.trusted and not self._lately.count(now_s):
+            return ""
+        state = "" if self.trusted else "; it is no longer called"
+        return f"policy {self._name}: {self.count} faults, the latest: {self.latest}{state}"
+
+
+class GuardedPolicy(BatchPolicy):
+    """`strict`: raise ConfigError at its first fault."""
+
+    def __init__(
+        self, config: SchedulerConfig, name: str, kind: type[BatchPolicy], faults: Faults | None = None
+    ) -> None:
+        """`faults`: the record that it shares with others; None: its own.
+
+        Raises ConfigError if the policy cannot be created.
+        """
         try:
             self.inner = kind(config)
         except ConfigError:
@@ -42,23 +73,10 @@ class GuardedPolicy(BatchPolicy):
             raise ConfigError(f"policy {name!r} cannot be created: {type(error).__name__}: {error}") from error
         self.BY_LENGTH = bool(kind.BY_LENGTH)  # type: ignore[misc]
         self.strict = False
-        self.faults = 0
-        self.fault = ""
+        self.faults = Faults() if faults is None else faults
         self._name = name
         self._entries: dict[RequestKey, Entry] = {}
         self._oldest = FcfsPolicy(config)
-        self._trusted = True
-        self._noticed = 0
-        self._lately = LastMinute()
-
-    def alarm(self, now_s: float) -> str:
-        """Alarm text, for a minute after a fault was noticed here, and always once the policy is no longer called."""
-        self._lately.add(now_s, self.faults - self._noticed)
-        self._noticed = self.faults
-        if self._trusted and not self._lately.count(now_s):
-            return ""
-        state = "" if self._trusted else "; it is no longer called"
-        return f"policy {self._name}: {self.faults} faults, the latest: {self.fault}{state}"
 
     def insert(self, entry: Entry) -> None:
         self._oldest.insert(entry)
@@ -134,24 +152,23 @@ class GuardedPolicy(BatchPolicy):
 
         If that fails, its state is wrong from here on, and it is no longer trusted.
         """
-        faults = self.faults
+        before = self.faults.count
         self._ask("insert or remove", call)
-        self._trusted = self._trusted and self.faults == faults
+        self.faults.trusted = self.faults.trusted and self.faults.count == before
 
     def _ask(self, what: str, call: Callable[[], Answer]) -> Answer | None:
-        if not self._trusted:
+        if not self.faults.trusted:
             return None
         try:
             return call()
         except Exception as error:
-            self.faults += 1
             raised = None if isinstance(error, BadAnswerError) else error
-            self.fault = f"{what}: {error if raised is None else repr(error) + place_of(error)}"
+            fault = f"{what}: {error if raised is None else repr(error) + place_of(error)}"
+            self.faults.note(self._name, fault)
             if self.strict:
-                raise ConfigError(f"policy {self._name!r}, {self.fault}") from error
-            self._trusted = self.faults < MOST_FAULTS
+                raise ConfigError(f"policy {self._name!r}, {fault}") from error
             instead = "the oldest requests are used instead"
-            logger.warning("policy %s, %s: %s", self._name, self.fault, instead, exc_info=raised)
+            logger.warning("policy %s, %s: %s", self._name, fault, instead, exc_info=raised)
             return None
 
 

@@ -17,7 +17,6 @@ from alignedserve.scheduler.core import events
 from alignedserve.scheduler.core.actions import Action, CancelAt
 from alignedserve.scheduler.core.admission import Admission
 from alignedserve.scheduler.core.events import Event, RequestMeta
-from alignedserve.scheduler.core.guarded_policy import GuardedPolicy
 from alignedserve.scheduler.core.instances import DecodeView, PrefillView
 from alignedserve.scheduler.core.overload import Headroom, Overload
 from alignedserve.scheduler.core.pool_relief import PoolRelief
@@ -134,8 +133,7 @@ class SchedulerCore:
 
         Raised if the last resort of a full pool was needed lately, or a user-defined policy lately broke its contract.
         """
-        guarded = [policy for policy in self._state.sharing.policies() if isinstance(policy, GuardedPolicy)]
-        alarms = [self._relief.alarm(now_s), *(policy.alarm(now_s) for policy in guarded)]
+        alarms = [self._relief.alarm(now_s), self._state.policy_faults.alarm(now_s)]
         return "; ".join(filter(None, alarms))
 
     @property

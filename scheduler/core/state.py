@@ -14,6 +14,7 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.core.actions import Action, CancelAt, Forget, Recall, Reject, ReleasePool, ReportLost
 from alignedserve.scheduler.core.decode_times import DecodeTimes
 from alignedserve.scheduler.core.events import HeldRequest, RequestMeta
+from alignedserve.scheduler.core.guarded_policy import Faults
 from alignedserve.scheduler.core.instances import DecodeView, Instances
 from alignedserve.scheduler.core.length_shares import LengthShares
 from alignedserve.scheduler.core.pool_ledger import PoolLedger
@@ -40,6 +41,7 @@ class CoreState:
         # Since when each WAITING request waits, by key, and when it is overdue.
         self.clock = WaitingClock(default_objective_s(config.scheduler), config.scheduler.late_share)
         self.decode_times = DecodeTimes()  # how long answers decode, for predictions
+        self.policy_faults = Faults()  # of a user-defined policy, in all shares together, also those that have ended
         self.sharing = self._make_sharing()  # entries of WAITING requests, by key
         self.changed: dict[str, None] = {}  # decode instances to look at again, by id, until they were
         self.actions: list[Action] = []  # in order, until `take_actions`; like the next two
@@ -53,13 +55,13 @@ class CoreState:
             rule = "quantiles" if configured_policy(config).BY_LENGTH else "none"
         if rule != "quantiles":
             kind = Nearest if rule == "nearest" else Pooled
-            return kind(config, make_policy(config), self.instances, self.clock)
+            return kind(config, make_policy(config, self.policy_faults), self.instances, self.clock)
         cost = None
         if config.cost_model:
             from alignedserve.scheduler.cost.load import configured_cost  # imports numpy
 
             cost = configured_cost(config)
-        new_policy = partial(make_policy, config)
+        new_policy = partial(make_policy, config, self.policy_faults)
         return LengthShares(self.config, self.block_size, new_policy, self.instances, self.decode_times, cost)
 
     def blocks_for(self, tokens: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from alignedserve.config import Config
+from alignedserve.scheduler.cost.makespan import typical_order
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.cost.worth import TokenWorth
 
@@ -59,8 +60,8 @@ class CostOfLengths:
         if self._cost is None:
             self._pays = True
             return True
-        shared_s = [self._cost.step_s((), group) for group in groups]
-        mixed_s = [self._cost.step_s((), lengths[first::count]) for first in range(count)]
+        shared_s = [self._cost.step_s((), typical_order(group)) for group in groups]
+        mixed_s = [self._cost.step_s((), typical_order(lengths[first::count])) for first in range(count)]
         gain = 1.0 - sum(shared_s) / sum(mixed_s)
         if not waiting:
             gain -= max(0.0, max(shared_s) / max(mixed_s) - 1.0)

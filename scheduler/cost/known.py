@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alignedserve.scheduler.cost.parts import ModelShape
 
@@ -44,6 +44,7 @@ KNOWN_SHAPES: dict[str, ModelShape] = {
     "opt-175b": ModelShape(96, 96, 96, 128, vocab=50272),
 }
 _VARIANTS = re.compile(r"(-(instruct|chat|base|hf|it|v\d+(\.\d+)*|\d{4}))+$")  # suffixes of names with the same shape
+_MEMORY = re.compile(r"(?<!\d)(\d+) ?gb\b")
 _BILLIONS = re.compile(r"(?<![a-z0-9.])(\d+(\.\d+)?)b(?![a-z0-9])")
 
 
@@ -84,8 +85,13 @@ def known_shape(model: str) -> ModelShape | None:
 
 
 def known_device(device: str) -> Device | None:
+    """The device of that name, with the memory that the name tells (`A100-SXM4-40GB`); None if it is not known."""
     lower = device.lower()
-    return next((known for name, known in KNOWN_DEVICES.items() if name in lower), None)
+    known = next((known for name, known in KNOWN_DEVICES.items() if name in lower), None)
+    told = _MEMORY.search(lower)
+    if known is None or told is None:
+        return known
+    return replace(known, memory_gib=min(known.memory_gib, int(told[1])))  # `GH200 480GB` tells the host's memory
 
 
 def weight_bytes(model: str, itemsize: int = 2) -> int:

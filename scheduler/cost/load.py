@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,16 @@ from alignedserve.scheduler.cost.measured import STEP_COSTS, MeasuredCost
 from alignedserve.scheduler.cost.parts import CostParts
 from alignedserve.scheduler.cost.step import KERNEL_MODES, StepCost
 from alignedserve.scheduler.cost.tables import EXPERTS, load_tables
-from alignedserve.scheduler.cost.tensor_parallel import LATENCY_S, Collectives, degree_of, with_collectives
+from alignedserve.scheduler.cost.tensor_parallel import (
+    LATENCY_S,
+    Collectives,
+    check_weights_fit,
+    degree_of,
+    with_collectives,
+)
 
 _DATA = Path(__file__).parent / "data"
+KV_TOKENS = "kv_tokens"
 LINKS = ("pool_bandwidth", "peer_bandwidth")
 WHOLE = ("_tokens", "_per_token", "_size")  # suffixes of counts
 SHAPE_OPTIONS = ("layers", "heads", "kv_heads", "head_dim", "itemsize", "hidden", "vocab")  # of the whole model
@@ -70,7 +77,7 @@ def load_parts(source: str | Path, options: Mapping[str, float] | None = None) -
     """The parts for `load_step_cost`. `options`: of a folder of tables."""
     path, options = Path(source), options or {}
     if path.is_dir():
-        return _load_folder(path, options)
+        return _add_collectives(path, _load_folder(path, options), options)
     if str(source) in shipped_names():
         return load_fitted(_shipped_file(str(source)))
     if path.is_file():
@@ -82,8 +89,8 @@ def load_parts(source: str | Path, options: Mapping[str, float] | None = None) -
 
 
 def _load_folder(folder: Path, options: Mapping[str, float]) -> CostParts:
-    """Tables with the links and the pool of the shipped model of the same device."""
-    degree = int(options.get("tensor_parallel", degree_of(folder)))
+    """Tables with the links and the pool of the shipped model of the same device, without collectives."""
+    degree = _degree(folder, options)
     shape = {name: int(options[name]) for name in SHAPE_OPTIONS if name in options}
     parts = load_tables(folder, shape, degree, int(options.get(EXPERT_RANKS, 1)))
     for name in shipped_names():
@@ -92,6 +99,15 @@ def _load_folder(folder: Path, options: Mapping[str, float]) -> CostParts:
             links = {key: degree * shipped.hardware[key] for key in LINKS if key in shipped.hardware}
             same = degree == 1 and shipped.source.get("model") == parts.source.get("model")
             parts = replace(parts, hardware={**parts.hardware, **(shipped.hardware if same else links)})
+    return parts
+
+
+def _degree(folder: Path, options: Mapping[str, float]) -> int:
+    return int(options.get("tensor_parallel", degree_of(folder)))
+
+
+def _add_collectives(folder: Path, parts: CostParts, options: Mapping[str, float]) -> CostParts:
+    degree = _degree(folder, options)
     if degree == 1:
         return parts
     bandwidth = options.get(BANDWIDTH, parts.hardware.get(BANDWIDTH))
@@ -116,11 +132,17 @@ def shipped_names() -> list[str]:
     return sorted(file.stem for file in _DATA.glob("*.json"))
 
 
-def default_hardware(source: str | Path, **options: float) -> dict[str, float | int]:
-    """Fields of the simulator's Hardware that come with a cost model; counts are whole numbers. `options`: of
-    `load_step_cost`, for a folder of tables."""
-    found = load_parts(source, options).hardware
-    return {name: int(value) if name.endswith(WHOLE) else value for name, value in found.items()}
+def default_hardware(source: str | Path, given: Collection[str] = (), **options: float) -> dict[str, float | int]:
+    """Fields of the simulator's Hardware that come with a cost model; counts are whole numbers.
+
+    `given`: fields that replace these. `options`: of `load_step_cost`, for a folder of tables. Raises ConfigError if
+    the weights do not fit the devices of a folder, unless `kv_tokens` is given.
+    """
+    path = Path(source)
+    parts = _load_folder(path, options) if path.is_dir() else load_parts(source)
+    if path.is_dir() and not {KV_TOKENS} & {*given, *parts.hardware}:
+        check_weights_fit(parts, _degree(path, options))
+    return {name: int(value) if name.endswith(WHOLE) else value for name, value in parts.hardware.items()}
 
 
 def _shipped_file(name: str) -> Path:

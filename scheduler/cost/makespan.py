@@ -6,6 +6,9 @@ import heapq
 from collections.abc import Sequence
 from itertools import groupby
 
+GOLDEN = (5**0.5 - 1) / 2
+LONGEST_AT = 0.65  # place of the longest in its batch; from 0 to 0.8 this came closest to shuffled batches
+
 
 def makespan(lengths: Sequence[int], heads: int, workers: int) -> int:
     """When the last of `heads` jobs for each length has ended on `workers` workers, in tokens. Exact; no jobs: 0.
@@ -40,3 +43,13 @@ def makespan(lengths: Sequence[int], heads: int, workers: int) -> int:
 def makespan_bound(total: float, longest: float, heads: int, workers: int) -> float:
     """No list schedule takes longer (Graham 1966): the shortest possible mean plus the longest job."""
     return total * heads / workers + longest
+
+
+def typical_order(lengths: Sequence[int]) -> list[int]:
+    """The lengths in a fixed order that stands for a batch in order of arrival, whatever order they are given in.
+
+    The golden ratio spreads long ones over the batch. In ascending order they begin last, which takes nearly as long as
+    any order.
+    """
+    longest_first = sorted(lengths, reverse=True)
+    return [longest_first[i] for i in sorted(range(len(lengths)), key=lambda i: (LONGEST_AT + i * GOLDEN) % 1.0)]

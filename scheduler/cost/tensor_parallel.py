@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.grid import Curve
-from alignedserve.scheduler.cost.known import GIB, Device, weight_bytes
+from alignedserve.scheduler.cost.known import GIB, Device, known_device, weight_bytes
 from alignedserve.scheduler.cost.parts import CostParts, ModelShape
 
 USABLE = 0.9  # of a device's memory
@@ -22,6 +23,7 @@ POOL_GIB = 512
 REACHED = 0.8  # of a link's data-sheet rate
 LATENCY_S = 20e-6
 REDUCES_PER_LAYER = 2
+BLOCK_TOKENS = 16
 _SUFFIX = re.compile(r"-tp(\d+)$")
 
 
@@ -75,7 +77,26 @@ def instance_hardware(shape: ModelShape, model: str, device: Device | None, degr
         return found
     found |= {"collective_bandwidth": REACHED * device.link, "collective_latency_s": LATENCY_S}
     weights = weight_bytes(model, shape.itemsize)
-    free = degree * (USABLE * device.memory_gib - ACTIVATIONS_GIB) * GIB - weights
-    if weights and free > token_bytes * 16:
-        found["kv_tokens"] = int(free / token_bytes) // 16 * 16
+    free = _usable_bytes(device, degree) - weights
+    if weights and free >= token_bytes * BLOCK_TOKENS:
+        found["kv_tokens"] = int(free / token_bytes) // BLOCK_TOKENS * BLOCK_TOKENS
     return found
+
+
+def check_weights_fit(parts: CostParts, degree: int) -> None:
+    """Raises ConfigError if the weights leave no room for KV on `degree` devices, as far as names tell it."""
+    model, gpu = (str(parts.source.get(name, "")) for name in ("model", "gpu"))
+    device, weights = known_device(gpu), weight_bytes(model, parts.shape.itemsize)
+    if device is None or not weights:
+        return
+    usable = _usable_bytes(device, degree)
+    if usable - weights < degree * parts.shape.kv_bytes_per_token * BLOCK_TOKENS:
+        raise ConfigError(
+            f"the weights do not fit {degree} device{'s' * (degree > 1)}: {model} has {weights / GIB:.0f} GiB, and "
+            f"{usable / GIB:.0f} GiB are usable on {degree} x {gpu}; give tables of a higher degree "
+            "(--tensor-parallel), or the KV capacity (kv_tokens, a key of --hardware)"
+        )
+
+
+def _usable_bytes(device: Device, degree: int) -> float:
+    return degree * (USABLE * device.memory_gib - ACTIVATIONS_GIB) * GIB

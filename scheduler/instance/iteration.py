@@ -72,7 +72,7 @@ class IterationScheduler:
         self._held = False  # it has kept a candidate from joining, and none has joined since
         self._batch = RunningBatch(allocator, block_size)  # by key: joining, running, or leaving until copied out
         self._allocator = allocator  # of the instance's cache: who owns which block
-        self._starvation_after_s = starvation_after_s
+        self.starvation_after_s = starvation_after_s  # a change is for candidates that begin to wait here afterwards
         self._join_window = join_window
         self._waiting = CandidateBuffers()  # candidates by key, until they join, go back or are withdrawn
         self._deadlines = Deadlines[RequestKey]()  # of candidates that were not found overdue here: offered, or evicted
@@ -334,7 +334,7 @@ class IterationScheduler:
             self._waiting.mark_overdue(key, due_s)
 
     def _due_s(self, candidate: Candidate, since_s: float) -> float:
-        return since_s + (candidate.wait_objective_s or self._starvation_after_s)
+        return since_s + (candidate.wait_objective_s or self.starvation_after_s)
 
     def _relieve(self, now_s: float) -> list[Evict]:
         """Case 3: evict by `eviction_rank` until the free blocks, with those on their way out, reach the watermark.

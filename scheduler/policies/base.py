@@ -61,7 +61,7 @@ class BatchPolicy(ABC):
 
     OVERDUE: ClassVar[bool] = True
     """Requests without a wait objective of their own are overdue after `scheduler.starvation_after_s`. If False, never:
-    the policy itself bounds their waits."""
+    the policy itself bounds their waits. Decode instances learn it from the scheduler."""
 
     NEEDS_OUTPUT_LENGTHS: ClassVar[bool] = False
     """An oracle, which the simulator tells the output lengths. It cannot serve in a cluster."""

@@ -1,9 +1,10 @@
 """Rounds over prefix lengths: batches go upward from the shortest waiting requests to the longest, then begin again.
 
 A round serves the requests that waited when it began, each batch the contiguous range that begins where the last one
-ended. So consecutive batches hold adjacent lengths, running requests grow in the direction of the round, and no request
-waits longer than the rest of one round and the next one. A request with its own wait objective that is overdue is the
-seed of a batch of its neighbours, in between.
+ended. So consecutive batches hold adjacent lengths, running requests grow in the direction of the round, and a request
+sees at most one turn: it is served in the rest of the round or in the next one. (Where lengths are shared out, that is
+so in each range that it waits in.) A request with its own wait objective that is overdue is the seed of a batch of its
+neighbours, in between.
 
 Late joins keep to the round, too: requests that arrived more than LATE_S after it began wait for the next one. An
 evicted request whose length is still ahead stays in the round.
@@ -24,6 +25,7 @@ from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.age_order import AgeOrder
 from alignedserve.scheduler.batch_generator import Selection
+from alignedserve.scheduler.cost.makespan import typical_order
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.policies.aligned import AlignedPolicy
 from alignedserve.scheduler.policies.base import BatchLimits, Entry, InstanceState, as_many_as_fit
@@ -147,7 +149,7 @@ class RoundsPolicy(AlignedPolicy):
             return True
         lengths = self._sample(limits.max_requests)
         if self._cost is not None:
-            step_s = self._cost.step_s((), lengths)
+            step_s = self._cost.step_s((), typical_order(lengths))
             return step_s - self._cost.balanced_step_s((), lengths) >= LEAST_BUBBLE * step_s
         assert self._instance is not None
         learned = self._instance.cost.unequal_lengths_share(lengths)

@@ -51,7 +51,7 @@ from alignedserve.scheduler.process.messaging import (
 from alignedserve.scheduler.process.owners import Owners
 from alignedserve.scheduler.process.pool_audit import LeftBehind, PoolAudit
 from alignedserve.scheduler.process.succession import Succession
-from alignedserve.scheduler.systems import decides
+from alignedserve.scheduler.systems import decides, default_objective_s
 from alignedserve.sizing import StorePlan
 
 logger = logging.getLogger(__name__)
@@ -344,6 +344,9 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _meet(self, role: str, instance_id: str) -> None:
         if self._core is None or self._core.knows(role, instance_id):
             return
+        if role == "decode":
+            objective_s = default_objective_s(self.config.scheduler)
+            self._links.send(role, instance_id, dw.DecodeCommand(default_objective_s=objective_s))
         self._feed(ev.InstanceJoined(role, instance_id))
         if role == "kv_pool":
             self._take_inventory(instance_id)

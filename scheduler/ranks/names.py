@@ -26,6 +26,6 @@ def placement_class(name: str) -> type[Placement]:
     found = PLACEMENTS.get(name)
     if found is None:
         near = difflib.get_close_matches(name, PLACEMENTS, n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"unknown placement {name!r}{meant} Choose one of: {', '.join(PLACEMENTS)}")
+        meant = f"; did you mean {near[0]}? Choose" if near else "; choose"
+        raise ConfigError(f"unknown placement {name!r}{meant} one of: {', '.join(PLACEMENTS)}")
     return found

@@ -5,7 +5,8 @@ after a delay. Copies and passes take time, every store counts its blocks, and t
 """
 
 from support.small_cell.cell import Shape, SmallCell
+from support.small_cell.fairness import Stamps, Turns
 from support.small_cell.requests import Request, Service, Wait
 from support.small_cell.waits import Bound, Load
 
-__all__ = ["Bound", "Load", "Request", "Service", "Shape", "SmallCell", "Wait"]
+__all__ = ["Bound", "Load", "Request", "Service", "Shape", "SmallCell", "Stamps", "Turns", "Wait"]

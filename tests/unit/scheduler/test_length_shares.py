@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
@@ -18,7 +19,7 @@ from alignedserve.scheduler.core.events import RequestMeta
 from alignedserve.scheduler.core.instances import DecodeView, Instances
 from alignedserve.scheduler.core.length_shares import MOST_MOVES, REFRESH_S, LengthShares
 from alignedserve.scheduler.core.request_table import Record
-from alignedserve.scheduler.cost.cost_of_lengths import FEW, CostOfLengths
+from alignedserve.scheduler.cost.cost_of_lengths import FEW, LEAST_GAIN, CostOfLengths
 from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.cost.step import ChunkShape
 from alignedserve.scheduler.policies.base import BatchPolicy, Entry
@@ -193,6 +194,24 @@ def judged(skew: float, groups: Sequence[Sequence[int]], *, waiting: bool) -> bo
 def test_sharing_pays_where_unequal_lengths_cost_something() -> None:
     assert judged(1e-5, [[20] * 20, [400] * 20], waiting=True)
     assert not judged(0.0, [[20] * 20, [400] * 20], waiting=True)
+
+
+def test_where_the_order_of_a_batch_counts_sharing_is_judged_by_typical_ones() -> None:
+    """As shuffled batches do on average; batches in order of length would be judged the other way."""
+    cost = load_step_cost("rtxpro6000-llama-3.1-8b", "no_split", block_bandwidth=10e9)
+    groups = [[100 + 5 * (number % 100) for number in range(160)], [4000 + 40 * number for number in range(20)]]
+    lengths = [tokens for group in groups for tokens in group]
+    mixed = [lengths[first::2] for first in range(2)]
+
+    def gain(seconds: Callable[[list[int]], float]) -> float:
+        return 1.0 - sum(map(seconds, groups)) / sum(map(seconds, mixed))
+
+    def shuffled_s(some: list[int]) -> float:
+        return sum(cost.step_s((), random.Random(seed).sample(some, len(some))) for seed in range(20)) / 20
+
+    assert gain(lambda some: cost.step_s((), some)) < LEAST_GAIN < gain(shuffled_s)
+    judge = CostOfLengths(CONFIG, cost)
+    assert [judge.pays(groups, waiting=True) for _ in range(20)][-1]
 
 
 def test_without_a_backlog_sharing_does_not_pay_if_an_instance_gets_much_slower() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from alignedserve.config import Config
+from alignedserve.config import Config, SchedulerConfig
 from alignedserve.config_sources import to_tree
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import scheduler_pb2 as sc
 from alignedserve.request import RequestKey
@@ -223,6 +225,20 @@ def begin_instances(server: SchedulerServer) -> None:
     server._feed(ev.PairsChanged((("d0", ("p0",)),)))
     server._feed(ev.PoolReported("kv_pool-0", 10_000, 10_000))
     server._feed(ev.DecodeReported("d0", 10_000, 10_000, 0, 0, 0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(("policy", "objective_s"), [("aligned-cost", 3.0), ("aligned", math.inf)])
+async def test_a_decode_instance_is_first_told_when_requests_without_an_objective_are_overdue(
+    policy: str, objective_s: float
+) -> None:
+    config = Config(scheduler=SchedulerConfig(policy=policy, starvation_after_s=3.0))
+    server = SchedulerServer(RoleSettings("scheduler", "scheduler-0", to_tree(config), "cell", "token"))
+    server._core = SchedulerCore(server.config, 16)
+    server._links = server._outgoing._links = Sent()  # type: ignore[assignment]
+    for _ in range(2):
+        server._on_report("decode", "d0", dw.DecodeReport(description=dw.DecodeDescription(cache_blocks=9)))
+    sent: Any = server._links
+    assert sent.commands == [dw.DecodeCommand(default_objective_s=objective_s)]
 
 
 def new_request(name: str, tokens: int = 10) -> pb.RequestHead:

@@ -384,6 +384,32 @@ def test_rates_and_seeds() -> None:
             seeds_of(0, text)
 
 
+UNREAD = [
+    ("aligned", ("starvation_after_s=60",), "scheduler.waiting_rule overdue or paper, and aligned-cost, read it"),
+    ("fcfs", ("waiting_rule=paper",), "the policies aligned and aligned-no-prefetch read it"),
+    ("fcfs", ("starvation_after_s=60",), "scheduler.waiting_rule overdue or paper, and aligned-cost, read it"),
+    ("fcfs", ("leaf_tokens=4",), "aligned policies read it"),
+    ("aligned-cost", ("waiting_rule=rounds",), "the policies aligned and aligned-no-prefetch read it"),
+]
+READ = [
+    ("aligned", ("starvation_after_s=60", "waiting_rule=overdue"), ""),
+    ("aligned-no-prefetch", ("waiting_rule=paper", "starvation_after_s=60", "leaf_tokens=4"), ""),
+    ("aligned-cost", ("starvation_after_s=60",), ""),
+    ("alignedserve.scheduler.policies.fcfs:FcfsPolicy", ("starvation_after_s=60", "waiting_rule=paper"), ""),
+]
+
+
+@pytest.mark.parametrize(("policy", "settings", "reader"), [*UNREAD, *READ])
+def test_a_key_that_the_policy_or_its_rule_does_not_read_is_refused(
+    capsys: pytest.CaptureFixture[str], policy: str, settings: tuple[str, ...], reader: str
+) -> None:
+    keys = [f"{policy}.scheduler.{setting}" for setting in settings]
+    chosen = [word for key in keys for word in ("--set", key)]
+    _, said = simulate(capsys, "--trace", MIX, "--policy", policy, *chosen, status=2 if reader else 0)
+    message = f"--set {keys[0].partition('=')[0]}: this key has no effect here: {reader}"
+    assert (message in said) == bool(reader)
+
+
 RANKS = ("--trace", MIX, "--rate", "40", "--cost-model", "a100-opt-13b", "--prefill", "2")
 
 
@@ -401,6 +427,17 @@ def test_placements_are_compared_on_ranks(capsys: pytest.CaptureFixture[str]) ->
     assert "moved between ranks, B" in table
 
 
+def test_ranks_take_the_tick_and_say_that_no_join_keeps_to_the_objective(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (*RANKS, "--ranks", "2", "--set", "shared-pool.scheduler.tick_s=0.5", "--json")
+    summary, _ = simulate(capsys, *arguments, "--slo-tpot", "0.1")
+    described = summary["run"]["configuration"]["policies"]["shared-pool"]
+    assert described["config"]["scheduler"]["tick_s"] == 0.5
+    (note,) = summary["run"]["notes"]
+    assert "no placement limits joins by --slo-tpot" in note
+    assert 0 <= summary["shared-pool"]["slo_attainment"] <= 1
+    assert simulate(capsys, *arguments)[0]["run"]["notes"] == []
+
+
 def test_one_rank_is_a_run_without_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     plain, _ = simulate(capsys, *RANKS, "--json")
     one, _ = simulate(capsys, *RANKS, "--ranks", "1", "--json")
@@ -416,10 +453,20 @@ def test_one_rank_is_a_run_without_ranks(capsys: pytest.CaptureFixture[str]) -> 
         (("--placement", "round-robin"), "one rank leaves nothing to choose"),
         (("--ranks", "2", "--policy", "vllm"), "vllm is a colocated policy"),
         (("--ranks", "2", "--policy", "fcfs"), "give --placement instead"),
-        (("--ranks", "2", "--placement", "round-robbin"), "did you mean round-robin?"),
+        (
+            ("--ranks", "2", "--placement", "round-robbin"),
+            "did you mean round-robin? Choose one of: round-robin, least",
+        ),
+        (
+            ("--ranks", "2", "--placement", "foo"),
+            "unknown placement 'foo'; choose one of: round-robin, least-requests,",
+        ),
         (("--ranks", "2", "--placement", "round-robin,round-robin"), "none twice"),
         (("--ranks", "2", "--set", "shared-pool.scheduler.waiting_rule=paper"), "a run with ranks does not read it"),
-        (("--ranks", "2", "--set", "shared-pool.decode.graphs=off"), "a run with ranks does not read it"),
+        (
+            ("--ranks", "2", "--set", "shared-pool.decode.graphs=off"),
+            "a run with ranks does not read it; it reads decode.*, prefill.token_budget,",
+        ),
         (("--ranks", "2", "--set", "round-robin.decode.max_running=4"), "with a policy of --policy"),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -27,7 +29,7 @@ from alignedserve.scheduler.cost.load import (
     load_step_cost,
     shipped_names,
 )
-from alignedserve.scheduler.cost.makespan import makespan, makespan_bound
+from alignedserve.scheduler.cost.makespan import makespan, makespan_bound, typical_order
 from alignedserve.scheduler.cost.measured import MeasuredCost
 from alignedserve.scheduler.cost.pass_model import LinearCostModel, Passes
 from alignedserve.scheduler.cost.prior import cost_model_factory
@@ -137,6 +139,21 @@ def test_a_long_job_that_begins_last_costs_more_than_one_that_begins_first() -> 
     assert batch.step_s((), last) > 1.2 * batch.step_s((), first)
     assert sorted_jobs.step_s((), last) == batch.step_s((), first) == sorted_jobs.step_s((), first)
     assert batch.describe()["kernel_mode"] == "no_split"
+
+
+def test_a_typical_order_costs_about_the_mean_of_shuffled_batches() -> None:
+    cost = load_step_cost(RTX, "no_split", block_bandwidth=10e9)
+    errors: dict[str, list[float]] = {"typical": [], "ascending": []}
+    for seed, short in itertools.product(range(3), (0.95, 0.7)):
+        draw = random.Random(seed)
+        lengths = [draw.randint(*((32, 999) if draw.random() < short else (1000, 8000))) for _ in range(128)]
+        assert sorted(typical_order(lengths)) == sorted(lengths)
+        assert typical_order(lengths) == typical_order(sorted(lengths))
+        mean_s = sum(cost.step_s((), draw.sample(lengths, 128)) for _ in range(20)) / 20
+        for name, ordered in (("typical", typical_order(lengths)), ("ascending", sorted(lengths))):
+            errors[name].append(cost.step_s((), ordered) / mean_s - 1)
+    assert max(map(abs, errors["typical"])) < 0.04
+    assert max(errors["ascending"]) > 0.08
 
 
 def test_one_block_is_the_straggler_and_never_beats_the_memory() -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from alignedserve.cluster.cli.main import main
 from alignedserve.errors import ConfigError
+from alignedserve.scheduler.cost.known import known_device
 from alignedserve.scheduler.cost.load import default_hardware, load_parts, load_rank_cost, load_step_cost
 from alignedserve.scheduler.cost.step import ChunkShape
 from support.measured_tables import RTX, TABLES, needs_tables
 
 MADE_UP_SKEW = "0,n<=2,few,short,kp=0,0.25\n0,n>2,few,short,kp=0,0.125\n0,n>2,many,short,kp=0,0.5\n"
 SHAPE = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
+LARGE = {**SHAPE, "kv_heads": 4, "head_dim": 128}  # as much KV as a store's blocks can count
 
 
 @pytest.fixture
@@ -207,6 +211,72 @@ def test_the_degree_is_an_option_or_stands_in_the_folders_name(
     named = Path(shutil.copytree(folder, folder / name))
     parts = load_parts(named, {**SHAPE, **told})
     assert parts.shape.heads == SHAPE["heads"] // degree
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> tuple[str, str]:
+    """stdout and stderr of a short run."""
+    trace = "mix:short=1,requests=4,short_max=90,output_min=2,output_max=9"
+    assert main(["simulate", "--trace", trace, *map(str, arguments)]) == status
+    said = capsys.readouterr()
+    return said.out, said.err
+
+
+@pytest.mark.parametrize(("name", "told"), [("m-tp2", ()), ("m", ("--tensor-parallel", 2))])
+def test_the_link_of_an_unknown_gpu_is_given_by_hardware(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, told: tuple[object, ...]
+) -> None:
+    named, file = Path(shutil.copytree(folder, folder / name)), folder / "machine.toml"
+    meta = (folder / "meta.yaml").read_text().replace("NVIDIA H100", "Frobnicator 9000")
+    (named / "meta.yaml").write_text(f"{meta}shape: {json.dumps(LARGE)}\n")
+    arguments = ("--cost-model", named, *told)
+    _, error = simulated(capsys, *arguments, status=2)
+    assert "give the bytes/s of a device's link in collectives (collective_bandwidth, a key of --hardware)" in error
+    printed, note = simulated(capsys, *arguments, "--print-hardware")
+    assert "\n# kv_tokens = " in printed
+    assert "\n# collective_bandwidth = " in printed
+    assert re.search(r"note: .*GPU.* is unknown.*kv_tokens = \d+ is assumed; give it by --hardware", note)
+    file.write_text(printed)
+    simulated(capsys, *arguments, "--hardware", file, status=2)  # what is assumed is not given
+    makespans = []
+    for bandwidth in (1e9, 1e6):
+        file.write_text(f"kv_tokens = 4096\npool_tokens = 65536\ncollective_bandwidth = {bandwidth}\n")
+        out, error = simulated(capsys, *arguments, "--hardware", file, "--json")
+        assert "assumed" not in error
+        makespans.append(json.loads(out)["aligned"]["makespan_s"])
+    assert makespans[0] < makespans[1]
+
+
+def test_weights_that_do_not_fit_are_an_error_unless_the_capacity_is_given(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meta, file = folder / "meta.yaml", folder / "machine.toml"
+    meta.write_text(meta.read_text().replace("someone/made-up", "meta-llama/Llama-3.1-70B"))
+    told = (
+        r"weights do not fit 1 device: meta-llama/Llama-3.1-70B has 130 GiB.*--tensor-parallel.*kv_tokens.*--hardware"
+    )
+    with pytest.raises(ConfigError, match=told):
+        default_hardware(folder)
+    file.write_text("kv_tokens = 4096\n")
+    for more, status in (((), 2), (("--tensor-parallel", 4), 0), (("--hardware", file), 0)):
+        _, error = simulated(capsys, "--cost-model", folder, *more, status=status)
+        assert ("weights do not fit" in error) is bool(status)
+        assert "assumed" not in error
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gib"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 40),
+        ("NVIDIA A100 80GB PCIe", 80),
+        ("NVIDIA A100-SXM4", 80),
+        ("Tesla V100-SXM2-16GB", 16),
+        ("NVIDIA GH200 480GB", 141),
+    ],
+)
+def test_a_devices_memory_is_that_in_its_name(name: str, memory_gib: int) -> None:
+    device = known_device(name)
+    assert device is not None
+    assert device.memory_gib == memory_gib
 
 
 def test_without_axes_in_meta_yaml_the_labels_are_the_bounds(folder: Path) -> None:

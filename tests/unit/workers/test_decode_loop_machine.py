@@ -81,6 +81,10 @@ class LoopMachine(RuleBasedStateMachine):
         if here := self.clients("here"):
             self.cell.loop.mark_urgent({here[index % len(here)].script.key: due_in_s})
 
+    @rule(objective_s=st.sampled_from((0.0, 5.0, float("inf"))))
+    def set_default_objective(self, objective_s: float) -> None:
+        self.cell.loop.set_default_objective(objective_s)
+
     @rule(blocks=st.sampled_from((0, 4, 100)))
     def set_lease(self, blocks: int) -> None:
         self.cell.loop.set_lease(blocks)

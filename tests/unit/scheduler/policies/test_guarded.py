@@ -58,8 +58,8 @@ def test_what_is_no_batch_is_replaced_by_the_oldest_that_fit(answer: Callable[..
     policy = GuardedPolicy(SchedulerConfig(), "mine", broken("form", answer))
     entries = waiting(policy)
     assert policy.form(LIMITS, None, 1.0) == entries[:3]
-    assert said in policy.alarm(0.0)
-    assert policy.alarm(0.0).startswith("policy mine: 1 faults")
+    assert said in policy.faults.alarm(0.0)
+    assert policy.faults.alarm(0.0).startswith("policy mine: 1 faults")
 
 
 def test_a_batch_without_the_overdue_request_is_none() -> None:
@@ -67,14 +67,14 @@ def test_a_batch_without_the_overdue_request_is_none() -> None:
     waiting(policy)
     assert policy.form(LIMITS, RequestKey("r3"), 1.0)[0].key == RequestKey("r3")
     assert [entry.key for entry in policy.form(LIMITS, None, 1.0)] == [RequestKey("r1")]
-    assert policy.faults == 1
+    assert policy.faults.count == 1
 
 
 def test_one_request_alone_may_be_larger_than_the_limits() -> None:
     policy = GuardedPolicy(SchedulerConfig(), "mine", FcfsPolicy)
     policy.insert(Entry(RequestKey("large"), 900, 50, 0.0))
     assert len(policy.form(LIMITS, None, 1.0)) == 1
-    assert policy.faults == 0
+    assert policy.faults.count == 0
 
 
 def test_one_that_was_not_told_of_a_change_is_not_asked_any_more() -> None:
@@ -82,9 +82,9 @@ def test_one_that_was_not_told_of_a_change_is_not_asked_any_more() -> None:
     entries = waiting(policy)
     policy.remove(entries[0].key)
     assert policy.form(LIMITS, None, 1.0) == entries[1:4]
-    assert "no longer called" in policy.alarm(0.0)
-    assert "no longer called" in policy.alarm(ALARM_S + 1.0)
-    assert policy.faults == 1
+    assert "no longer called" in policy.faults.alarm(0.0)
+    assert "no longer called" in policy.faults.alarm(ALARM_S + 1.0)
+    assert policy.faults.count == 1
     policy.check_integrity()
 
 
@@ -92,7 +92,9 @@ def test_books_of_its_own_that_do_not_match_are_a_fault_of_it() -> None:
     policy = GuardedPolicy(SchedulerConfig(), "mine", broken("check_integrity", fail))
     waiting(policy)
     policy.check_integrity()
-    assert re.fullmatch(rf"check_integrity: RuntimeError\('poison'\) \({re.escape(__file__)}:\d+\)", policy.fault)
+    assert re.fullmatch(
+        rf"check_integrity: RuntimeError\('poison'\) \({re.escape(__file__)}:\d+\)", policy.faults.latest
+    )
     policy.strict = True
     with pytest.raises(ConfigError, match="check_integrity"):
         policy.check_integrity()
@@ -104,7 +106,7 @@ def test_one_that_fails_all_the_time_is_asked_so_often() -> None:
     waiting(policy)
     for _ in range(3 * MOST_FAULTS):
         assert policy.form(LIMITS, None, 1.0)
-    assert len(asked) == policy.faults == MOST_FAULTS
+    assert len(asked) == policy.faults.count == MOST_FAULTS
 
 
 def test_the_log_says_where_it_raised(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,14 +119,14 @@ def test_the_log_says_where_it_raised(caplog: pytest.LogCaptureFixture) -> None:
 def test_faults_are_told_for_a_minute() -> None:
     policy = GuardedPolicy(SchedulerConfig(), "mine", broken("form", fail))
     waiting(policy)
-    assert policy.alarm(0.0) == ""
+    assert policy.faults.alarm(0.0) == ""
     policy.form(LIMITS, None, 1.0)
-    told = policy.alarm(2.0)
+    told = policy.faults.alarm(2.0)
     assert "1 faults" in told
-    assert policy.alarm(2.0 + ALARM_S) == told
-    assert policy.alarm(3.0 + ALARM_S) == ""
+    assert policy.faults.alarm(2.0 + ALARM_S) == told
+    assert policy.faults.alarm(3.0 + ALARM_S) == ""
     policy.form(LIMITS, None, 90.0)
-    assert "2 faults" in policy.alarm(90.0)
+    assert "2 faults" in policy.faults.alarm(90.0)
 
 
 def test_the_core_serves_on_and_says_whose_fault_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +140,26 @@ def test_the_core_serves_on_and_says_whose_fault_it_was(monkeypatch: pytest.Monk
     cell.do(decode_report())
     assert "poison" in cell.core.alarm(cell.now_s)
     assert cell.core.alarm(cell.now_s + ALARM_S + 1.0) == ""
+
+
+def test_faults_in_all_ranges_count_together_and_stay_when_a_range_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, asked = Path(__file__).stem, []
+    monkeypatch.setitem(globals(), "Poison", broken("matches", lambda *_: fail(asked.append(1))))
+    monkeypatch.setattr("importlib.import_module", lambda name: __import__("sys").modules[__name__])
+    cell = CoreCell(policy=f"{module}:Poison", sharing="quantiles", decodes=3)
+    ranges = list(cell.core._state.sharing.policies())[1:]  # the first is of the common share
+    assert len(ranges) == 3
+    for _ in range(MOST_FAULTS):
+        for policy in ranges:
+            assert not policy.matches(10, 1, 20)
+    assert len(asked) == MOST_FAULTS
+    assert cell.core.alarm(cell.now_s).startswith(f"policy {module}:Poison: {MOST_FAULTS} faults")
+    for number in range(3):
+        cell.do(ev.InstanceLost("decode", f"d{number}"))
+    cell.do(ev.InstanceJoined("decode", "d3"))
+    cell.do(decode_report("d3"), after_s=ALARM_S + 1.0)
+    assert len(list(cell.core._state.sharing.policies())) == 1
+    assert "no longer called" in cell.core.alarm(cell.now_s)
 
 
 def test_the_simulator_ends_with_what_was_wrong(

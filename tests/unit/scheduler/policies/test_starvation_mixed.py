@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -19,7 +20,7 @@ from alignedserve.config import SchedulerConfig
 from alignedserve.scheduler.core.actions import Prefetch
 from alignedserve.scheduler.cost.step import ChunkShape
 from support.machines import machine_settings
-from support.small_cell import Bound, Load, Shape, SmallCell, Wait
+from support.small_cell import Bound, Load, Shape, SmallCell, Stamps, Turns, Wait
 
 NONE, SHORT, LONG = 0.0, 0.08, 2.0
 MIXED, MANY = (NONE, SHORT, 0.25, LONG), (0.3, 0.7, 1.1)
@@ -141,6 +142,46 @@ def test_no_request_waits_past_the_bound_where_some_did(world: World) -> None:
 def test_rounds_keep_objectives_to_the_same_bound(world: World, objectives_s: tuple[float, ...]) -> None:
     streams = tuple((kind, objectives_s) for kind, _ in world.streams)
     assert not run(replace(world, waiting_rule="rounds", streams=streams))[1].broken()
+
+
+def observed(world: World, in_order_of_age: tuple[bool, ...] = (False,)) -> Turns | Stamps:
+    """A run with ranges that move all the time, so that many requests move with them."""
+    shares = "alignedserve.scheduler.core.length_shares"
+    often, far = patch(f"{shares}.REFRESH_S", 0.02), patch(f"{shares}.GAIN", 0.3)
+    with often, far, patch("alignedserve.scheduler.cost.cost_of_lengths.FEW", 1):
+        cell = world.cell()
+        observer = Stamps(cell) if world.waiting_rule == "paper" else Turns(cell, in_order_of_age)
+        run_in(cell, world)
+    return observer
+
+
+ORDERS = ((False,), (True,), (False, True))  # of the rounds
+
+
+@settings(machine_settings(6), phases=[Phase.generate])
+@given(world=WORLDS, in_order_of_age=st.sampled_from(ORDERS))
+def test_a_request_sees_one_turn_in_each_range(world: World, in_order_of_age: tuple[bool, ...]) -> None:
+    assert not observed(replace(world, waiting_rule="rounds"), in_order_of_age).broken
+
+
+@settings(machine_settings(4), phases=[Phase.generate])
+@given(world=WORLDS)
+def test_what_has_been_due_for_longest_is_in_the_next_batch(world: World) -> None:
+    assert not observed(replace(world, waiting_rule="paper")).broken
+
+
+CROWD = World(0, 2, True, 32, 6, 24, 24, 1.0, tuple((kind, (NONE,)) for kind in ("growing", "burst", "other", "burst")))
+
+
+def test_requests_were_evicted_and_moved_and_saw_a_turn_in_either_range() -> None:
+    """So that the bound is checked where it is reached: a request that moves may see a turn in each of its ranges."""
+    seen: Counter[str] = Counter()
+    for seed in range(4):
+        observer = observed(replace(CROWD, waiting_rule="rounds", seed=seed), ORDERS[seed % 3])
+        assert not observer.broken
+        seen += observer.counts
+    assert min(seen["turns"], seen["moves"], seen["evicted"], seen["waits for 1 turns"]) >= 20
+    assert seen["waits for 2 turns"] >= 2
 
 
 class SkewedCost:

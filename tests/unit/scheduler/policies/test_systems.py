@@ -164,6 +164,23 @@ def test_a_start_says_what_aligned_cost_lacks():
     assert said(policy="aligned-cost", cost_model="a100-opt-13b", tpot_objective_s=0.1) == said(policy="aligned") == ""
 
 
+@pytest.mark.parametrize(
+    ("keys", "unread"),
+    [
+        ({"starvation_after_s": 60.0}, "starvation_after_s"),
+        ({"policy": "fcfs", "waiting_rule": "paper"}, "waiting_rule"),
+        ({"policy": "fcfs", "leaf_tokens": 4}, "leaf_tokens"),
+        ({"starvation_after_s": 60.0, "waiting_rule": "paper"}, ""),
+        ({"policy": "fcfs"}, ""),
+        ({"policy": "alignedserve.scheduler.policies.fcfs:FcfsPolicy", "starvation_after_s": 60.0}, ""),
+    ],
+)
+def test_a_start_names_a_key_that_the_policy_does_not_read(keys, unread):
+    said = policy_note(Config(scheduler=SchedulerConfig(**keys)))
+    assert said.startswith(f"note: scheduler.{unread} has no effect with policy") if unread else not said
+    assert said.count("note:") == bool(unread)
+
+
 def test_an_entry_point_that_cannot_be_imported_is_named(monkeypatch, capsys):
     broken = EntryPoint("broken-one", "no.such.module:Class", ENTRY_POINTS)
     monkeypatch.setattr("alignedserve.scheduler.systems.entry_points", lambda group: [broken])
