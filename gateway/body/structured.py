@@ -81,8 +81,13 @@ class StructuredFields(Body):
                 (outputs + "grammar", GrammarKind.GRAMMAR, own.grammar),
                 (outputs + "structural_tag", GrammarKind.STRUCTURAL_TAG, own.structural_tag),
             ]
-        specs = [(name, None if value is None else _spec(kind, value, space)) for name, kind, value in fields]
+        specs = [(name, None if _absent(name, value) else _spec(kind, value, space)) for name, kind, value in fields]
         return [("response_format", _of_format(self.response_format, space)), *specs]
+
+
+def _absent(name: str, value: Any) -> bool:
+    """Whether it asks for nothing: clients of other servers send empty values. As a schema, {} is JSON of any kind."""
+    return value is None or (not value and not (value == {} and name.endswith("json")))
 
 
 def _of_format(wanted: dict[str, Any] | None, whitespace: str | None) -> GrammarSpec | None:

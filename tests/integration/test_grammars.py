@@ -1,0 +1,129 @@
+"""Answers under grammars through real processes: valid, and the same when a process dies while they are written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from alignedserve.cluster.local import LocalCluster
+from alignedserve.config_sources import from_tree
+from support.gateway import http_to, joined_gateway
+from support.held import wait_nothing_held
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+
+TINY = Path(__file__).parents[2] / "src/alignedserve/models/tiny"
+ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 20, "maxLength": 60},
+        "n": {"type": "integer", "minimum": 0, "maximum": 999},
+    },
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": ITEM, "minItems": 4, "maxItems": 4}
+FORMATS: tuple[dict[str, Any], ...] = (
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+    {"structured_outputs": {"regex": r"([a-z]{3,8}-){30}end"}},
+    {"guided_choice": ["yes", "no"]},
+    {},
+)
+
+
+@dataclass
+class Served:
+    cluster: LocalCluster
+    http: httpx.AsyncClient
+
+    async def write(self, number: int, begun: asyncio.Event | None = None, **keys: Any) -> tuple[str, str]:
+        """The text and the finish reason of a streamed answer under one of FORMATS. `begun` is set in its middle."""
+        body = {"prompt": f"Item {number}:", "max_tokens": 300, "temperature": 0, "stream": True}
+        text, finish, pieces = "", "", 0
+        sent = body | FORMATS[number % len(FORMATS)] | keys
+        async with self.http.stream("POST", "/v1/completions", json=sent) as answer:
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line[6:])
+                assert "choices" in event, event
+                (choice,) = event["choices"]
+                text, finish, pieces = text + choice["text"], choice["finish_reason"] or finish, pieces + 1
+                if begun is not None and pieces == 8:
+                    begun.set()
+        return text, finish
+
+
+def check(number: int, text: str, finish: str) -> None:
+    kind = number % len(FORMATS)
+    if kind == 0:
+        assert finish == "stop"
+        value = json.loads(text)
+        assert [sorted(item) for item in value] == [["n", "name"]] * 4
+        assert all(isinstance(item["n"], int) and 20 <= len(item["name"]) <= 60 for item in value)
+    elif kind == 1:
+        assert re.fullmatch(r"([a-z]{3,8}-){30}end", text)
+    elif kind == 2:
+        assert text in ("yes", "no")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served() -> AsyncIterator[Served]:
+    config = from_tree(
+        {
+            "model": {"path": str(TINY)},
+            "cluster": {"device": "cpu", "threads": 1},
+            "kv_pool": {"size_gib": 0.1, "block_size": 4},
+            "decode": {"cache_blocks": 300},
+            "supervisor": {"heartbeat_s": 0.1},
+        }
+    )
+    async with LocalCluster(config) as cluster:
+        await cluster.wait_ready()
+        async with joined_gateway(cluster.join_info()) as gateway, http_to(gateway, 120.0) as http:
+            yield Served(cluster, http)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+async def test_what_is_finished_is_valid(served: Served, temperature: int) -> None:
+    answers = await asyncio.gather(*(served.write(n, temperature=temperature, seed=n) for n in range(12)))
+    for number, answer in enumerate(answers):
+        check(number, *answer)
+
+
+@pytest.mark.parametrize(
+    "role", ["decode-0", "scheduler-0", pytest.param("prefill-0", marks=pytest.mark.slow),
+             pytest.param("kv_pool-0", marks=pytest.mark.slow)]
+)  # fmt: skip
+async def test_a_death_in_the_middle_changes_no_answer(served: Served, role: str) -> None:
+    expected = await asyncio.gather(*(served.write(number) for number in range(8)))
+    begun = asyncio.Event()
+    asked = [asyncio.create_task(served.write(number, begun)) for number in range(8)]
+    await begun.wait()
+    old = served.cluster.peer(role).process.incarnation
+    served.cluster.kill(role)
+    await served.cluster.wait_restarted(role, old)
+    answers = await asyncio.gather(*asked)
+    assert answers == expected
+    for number, answer in enumerate(answers):
+        check(number, *answer)
+    await wait_nothing_held(served.cluster)
+
+
+async def test_a_grammar_that_cannot_be_followed_is_refused_and_harms_no_other_request(served: Served) -> None:
+    good = asyncio.create_task(served.write(0))
+    bad = {"prompt": "x", "guided_json": {"type": "array", "uniqueItems": True}}
+    answer = await served.http.post("/v1/completions", json=bad)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_grammar", "guided_json")
+    assert "uniqueItems" in error["message"]
+    check(0, *await good)

@@ -1,0 +1,96 @@
+"""Which grammar a request asks for, in every spelling; what is ambiguous or wrong is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from alignedserve.errors import InvalidRequestError
+from alignedserve.gateway.body.requests import parse_chat, parse_completion
+from alignedserve.request import GrammarKind
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+JSON, REGEX, CHOICE, GRAMMAR, TAG = GrammarKind
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def asked(**fields: Any) -> tuple[Any, str] | None:
+    chat, completion = parse_chat({"messages": MESSAGES, **fields}), parse_completion({"prompt": "hi", **fields})
+    assert chat.grammar_spec() == completion.grammar_spec()
+    assert chat.ignored == []
+    return chat.grammar_spec()
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, JSON, {"type": "object"}),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, JSON, SCHEMA),
+        ({"response_format": {"type": "structural_tag", "structures": [], "triggers": []}}, TAG, None),
+        ({"structured_outputs": {"json": SCHEMA}}, JSON, SCHEMA),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, JSON, SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, JSON, {"type": "object"}),
+        ({"structured_outputs": {"regex": "a+"}}, REGEX, "a+"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, CHOICE, ["a", "b"]),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, GRAMMAR, 'start: "a"'),
+        ({"guided_json": {}}, JSON, {}),
+        ({"guided_regex": "a+"}, REGEX, "a+"),
+        ({"guided_choice": ["a"]}, CHOICE, ["a"]),
+        ({"guided_grammar": "x"}, GRAMMAR, "x"),
+        ({"json_schema": json.dumps(SCHEMA)}, JSON, SCHEMA),
+        ({"regex": "a+"}, REGEX, "a+"),
+        ({"ebnf": "root ::= x"}, GRAMMAR, "root ::= x"),
+        ({"choice": ["a"]}, CHOICE, ["a"]),
+        ({"structural_tag": "{}"}, TAG, {}),
+    ],
+)
+def test_every_spelling(fields: dict[str, Any], kind: GrammarKind, text: Any) -> None:
+    found = asked(**fields)
+    assert found is not None
+    spec, name = found
+    assert spec.kind is kind
+    assert name.partition(".")[0] == next(iter(fields))
+    if text is not None:
+        assert (spec.text if kind in (REGEX, GRAMMAR) else json.loads(spec.text)) == text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"regex": ""}, {"choice": []},
+     {"ebnf": ""}, {"structural_tag": ""}, {"guided_whitespace_pattern": " *"}],
+)  # fmt: skip
+def test_what_asks_for_nothing(fields: dict[str, Any]) -> None:
+    assert asked(**fields) is None
+
+
+def test_whitespace_is_that_of_json_alone() -> None:
+    (spec, _) = asked(guided_json=SCHEMA, guided_whitespace_pattern=" *") or (None, "")
+    assert spec is not None
+    assert spec.whitespace == " *"
+    (spec, _) = asked(structured_outputs={"json": SCHEMA, "whitespace_pattern": ""}) or (None, "")
+    assert spec is not None
+    assert spec.whitespace == ""
+    (spec, _) = asked(guided_regex="a", guided_whitespace_pattern=" *") or (None, "")
+    assert spec is not None
+    assert spec.whitespace is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        ({"guided_choice": "yes"}, "guided_choice"),
+        ({"regex": 3}, "regex"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_chat({"messages": MESSAGES, **fields}).grammar_spec()
+    assert caught.value.param == param
