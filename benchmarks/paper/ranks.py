@@ -97,7 +97,7 @@ class Placements:
         rate = None if case.load is None else case.load * self._capacity(one)
         variant = Variant(name, name, (("prefill.token_budget", TOKEN_BUDGET),))
         topology = Topology(one.ranks * options.given.prefill_per_rank, 1)
-        return [RankRun(source, variant, case.machine, topology, rate, seed, one.ranks) for seed in options.seeds]
+        return [RankRun(source, variant, case.machine, topology, rate, seed, ranks=one.ranks) for seed in options.seeds]
 
     def _sized(self, source: Source, ranks: int) -> Source:
         wanted = ranks * (5 if self.options.quick else self.options.given.requests_per_rank)
