@@ -32,7 +32,7 @@ def refill(ranks: Sequence[Rank], loads: list[float], window: Window, weights: W
     def place(request: Ready, most: float) -> bool:
         fitting = [rank for rank in ranks if rank.takes(request)]
         extra = [added(rank, request.tokens, weights) - weights.request for rank in fitting]
-        # an empty rank takes any request: what it holds decides alone how long it takes
+        # an empty rank takes any request: otherwise a long one could wait without end
         possible = [
             (more, loads[rank.number], rank.number)
             for rank, more in zip(fitting, extra, strict=True)
