@@ -176,9 +176,10 @@ def test_an_empty_rank_takes_any_request() -> None:
 
 
 def test_where_room_binds_a_rank_of_both_lengths_gives_each_to_its_like() -> None:
-    for room_blocks, moved, to in ((500, "r9", 0), (100, "r1", 2)):  # a short one where the long one has no room
+    # a short one leaves where the long one has no room
+    for room_blocks, short_tokens, moved, to in ((500, 47_000, "r9", 0), (100, 42_000, "r1", 2)):
         pool = on_opt(3)
-        state = full(LONG_ONES, (60, 50_000, 7000, 100), (80, 42_000, 1000, 100), room_blocks=room_blocks)
+        state = full(LONG_ONES, (60, 50_000, 7000, 100), (80, short_tokens, 1000, 100), room_blocks=room_blocks)
         for n in range(10, 19):
             pool.add(ready(n, 6000), state)
         held = Held([], [ready(0, 100), ready(1, 900), ready(9, 7000)], [])
