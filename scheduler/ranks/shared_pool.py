@@ -2,8 +2,10 @@
 
 The load of a rank is its predicted time, which both determine, in tokens of KV that take as long. The least loaded
 rank is served first: with the longest request that keeps it below the most loaded one, so that long requests come to
-ranks with large gaps and short ones fill the small ones. Where room binds, not slots, it is the longest that fits. A
-rank above the level that a refill can reach gives requests to the least loaded ones, while that is worth the copy.
+ranks with large gaps and short ones fill the small ones.
+Where room binds, not slots, `full_caches.py` decides.
+
+Before, a rank above the level that a refill can reach gives requests to others, while that is worth the copy.
 
 Fairness: a request is overtaken by fewer than `ranks * WINDOW_OF_A_RANK` later ones. Once half as many have, it goes
 first, to the least loaded rank with room for it.
@@ -15,16 +17,19 @@ import heapq
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.ranks import full_caches
 from alignedserve.scheduler.ranks.base import Members, Move, Place, Placement, Rank, Ready
+from alignedserve.scheduler.ranks.load import Weights, leave
 from alignedserve.scheduler.ranks.window import Window
 
 WINDOW_OF_A_RANK = 4
 LATER_SLOT = 0.5  # of a mean request: what is kept of a rank's gap for each slot that it fills afterwards
 REQUEST_TOKENS = 256  # a request's load beside its KV, without a cost model
 SLACK = 0.01  # share of the mean load by which a rank may exceed it before requests move
+LONG = 4  # times the mean: the longest request of the batch from which `Weights.unequal` is taken
 COPY_WEIGHT = 0.1  # by how many tokens the higher load must fall for each token that is copied
 MOST_MOVES = 4  # from one boundary to the next
 
@@ -60,6 +65,8 @@ class SharedPool(Placement):
         weights = self._weigh(ranks)
         loads = [self._load(rank, weights) for rank in ranks]
         requests, level = self._after_refill(ranks, loads, weights)
+        if level == math.inf:
+            return full_caches.refill(ranks, loads, window, weights)
         ceiling = max(level, *loads)
         # by load, least first
         least = [(loads[rank.number], rank.number) for rank in ranks if rank.slots > 0]
@@ -69,10 +76,8 @@ class SharedPool(Placement):
             rank = ranks[number]
             request = window.overtaken()
             if request is None or not rank.takes(request):
-                gap = ceiling - load
-                if level < math.inf:
-                    later = max(0, round(requests - rank.requests) - 1) * LATER_SLOT
-                    gap -= weights.request + later * (window.mean_tokens + weights.request)
+                later = max(0, round(requests - rank.requests) - 1) * LATER_SLOT
+                gap = ceiling - load - weights.request - later * (window.mean_tokens + weights.request)
                 request = window.longest(gap, rank.room_blocks)
             if request is None:
                 continue  # nothing that waits fits
@@ -88,6 +93,8 @@ class SharedPool(Placement):
         weights = self._weigh(ranks)
         loads = [self._load(rank, weights) for rank in ranks]
         _, level = self._after_refill(ranks, loads, weights)
+        if level == math.inf:
+            return full_caches.moves(ranks, loads, members, self._window, weights)
         movable: dict[int, list[Ready]] = {}
         while len(found) < MOST_MOVES:
             source = max(range(len(loads)), key=loads.__getitem__)
@@ -101,7 +108,7 @@ class SharedPool(Placement):
             if best is None:
                 break
             movable[source].remove(best)
-            _leave(ranks[source], best, movable[source])
+            leave(ranks[source], best, movable[source])
             ranks[target].take(best)
             for number in (source, target):
                 loads[number] = self._load(ranks[number], weights)
@@ -130,7 +137,7 @@ class SharedPool(Placement):
             if not target.takes(one):
                 continue
             after_source, after_target = replace(source), replace(target)
-            _leave(after_source, one, [other for other in held[-2:] if other is not one])
+            leave(after_source, one, [other for other in held[-2:] if other is not one])
             after_target.take(one)
             gain = above - max(self._load(after_source, weights), self._load(after_target, weights))
             worth = gain - COPY_WEIGHT * one.tokens
@@ -145,39 +152,27 @@ class SharedPool(Placement):
         return self._cost.counted_s(rank.requests, rank.tokens, rank.longest, rank.shortest) / weights.token_s
 
     def _weigh(self, ranks: Sequence[Rank]) -> Weights:
-        if self._cost is None:
-            return Weights(0.0, REQUEST_TOKENS)
+        cost = self._cost
+        if cost is None:
+            return Weights(0.0, REQUEST_TOKENS, 0.0)
         count = max(4, sum(rank.requests for rank in ranks) // len(ranks))
         tokens = max(4 * count, sum(rank.tokens for rank in ranks) // len(ranks))
         if self._weights is not None and abs(count - self._weighed) <= self._weighed // 8:
             return self._weights
         few, many = count // 2, count * 3 // 2
-        by_request = (_equal_s(self._cost, many, tokens) - _equal_s(self._cost, few, tokens)) / (many - few)
-        token_s = (_equal_s(self._cost, count, tokens * 3 // 2) - _equal_s(self._cost, count, tokens // 2)) / tokens
+        by_request = (_equal_s(cost, many, tokens) - _equal_s(cost, few, tokens)) / (many - few)
+        token_s = (_equal_s(cost, count, tokens * 3 // 2) - _equal_s(cost, count, tokens // 2)) / tokens
+        mean = tokens // count
+        longest = LONG * mean
+        unequal_s = cost.counted_s(count, mean * count, longest, mean // 2) - _equal_s(cost, count, tokens)
         self._weighed = count
-        self._weights = (
-            Weights(token_s, max(0.0, by_request / token_s)) if token_s > 0 else Weights(0.0, REQUEST_TOKENS)
-        )
+        self._weights = Weights(0.0, REQUEST_TOKENS, 0.0)
+        if token_s > 0:
+            unequal = unequal_s / token_s / (count * (longest - mean))
+            self._weights = Weights(token_s, max(0.0, by_request / token_s), max(0.0, unequal))
         return self._weights
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Seconds of a token of KV, and how many tokens take as long as one more request beside its KV."""
-
-    token_s: float
-    request: float
 
 
 def _equal_s(cost: StepCost, requests: int, tokens: int) -> float:
     mean = tokens // requests
     return cost.counted_s(requests, mean * requests, mean, mean)
-
-
-def _leave(rank: Rank, request: Ready, others: Sequence[Ready]) -> None:
-    """The request is about to leave. `others`: of those that stay, in order of length."""
-    rank.requests -= 1
-    rank.tokens -= request.tokens
-    rank.slots += 1
-    if request.tokens >= rank.longest:
-        rank.longest = others[-1].tokens if others else rank.shortest

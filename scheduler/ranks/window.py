@@ -49,6 +49,10 @@ class Window:
         oldest = self._first()
         return self._requests[oldest] if oldest is not None and self._furthest - oldest > self._size // 2 else None
 
+    def longest_first(self) -> list[Ready]:
+        """The requests of the window, as it is now."""
+        return [self._requests[number] for _, number in reversed(self._by_tokens)]
+
     def longest(self, most: float, most_blocks: int) -> Ready | None:
         """The longest request of at most `most` tokens, else the shortest; None if none has at most `most_blocks`."""
         by_tokens, requests = self._by_tokens, self._requests

@@ -14,11 +14,13 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.ranks.balance_route import BalanceRoute
 from alignedserve.scheduler.ranks.base import Members, Place, Placement, Rank, Ready
+from alignedserve.scheduler.ranks.load import Weights, added, freed
 from alignedserve.scheduler.ranks.names import PLACEMENTS, placement_class
 from alignedserve.scheduler.ranks.shared_pool import SLACK, WINDOW_OF_A_RANK, SharedPool
 from alignedserve.scheduler.ranks.window import Window
 
 BLOCK = 16
+OPT = load_step_cost("a100-opt-13b")
 
 
 def ready(number: int, tokens: int) -> Ready:
@@ -125,7 +127,7 @@ def test_nothing_moves_to_a_rank_without_room_or_slots() -> None:
 
 def test_the_cost_model_tells_what_a_long_request_costs_beside_its_kv() -> None:
     pool = SharedPool(2)
-    pool.use_cost(load_step_cost("a100-opt-13b"))
+    pool.use_cost(OPT)
     state = ranks(40_000, 40_000, requests=40)
     assert placed(pool, state, ready(0, 500))[0].rank == 0
     state = ranks(40_000, 40_000, requests=40)
@@ -133,12 +135,83 @@ def test_the_cost_model_tells_what_a_long_request_costs_beside_its_kv() -> None:
     assert placed(pool, state, ready(1, 500))[0].rank == 1
 
 
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10_000), count=st.integers(1, 6), name=st.sampled_from(["shared-pool", "balance-route"]))
-def test_every_request_is_placed_once_within_capacity_and_bounds(seed: int, count: int, name: str) -> None:
+# the shared pool where room binds
+
+
+def full(*of_ranks: tuple[int, int, int, int], room_blocks: int = 500) -> list[Rank]:
+    """`of_ranks`: requests, tokens, longest, shortest."""
+    return [Rank(n, *counts, slots=50, room_blocks=room_blocks) for n, counts in enumerate(of_ranks)]
+
+
+def on_opt(count: int) -> SharedPool:
+    pool = SharedPool(count)
+    pool.use_cost(OPT)
+    return pool
+
+
+LONG_ONES, SHORT_ONES = (8, 50_000, 7500, 5000), (80, 50_000, 1000, 100)
+
+
+def test_where_room_binds_requests_join_ranks_of_their_length() -> None:
+    waiting = [ready(n, tokens) for n, tokens in enumerate((7000, 400, 6900, 300, 6800))]  # one long one has room
+    for first, second in ((LONG_ONES, SHORT_ONES), (SHORT_ONES, LONG_ONES)):
+        found = placed(on_opt(2), full(first, second), *waiting)
+        longs = 0 if first == LONG_ONES else 1
+        assert found[0] == Place(RequestKey("r0"), longs)
+        assert {(place.key.request_id, place.rank) for place in found[1:]} == {("r1", 1 - longs), ("r3", 1 - longs)}
+
+
+def test_no_rank_is_filled_beyond_the_level_of_the_first_full_cache() -> None:
+    """Ranks of both lengths take longer at the same KV; their room stays free."""
+    state = full(SHORT_ONES, (60, 50_000, 7500, 100), room_blocks=60)
+    found = placed(on_opt(2), state, *(ready(n, 500 + n) for n in range(8)))
+    assert found
+    assert {place.rank for place in found} == {0}
+
+
+def test_an_empty_rank_takes_any_request() -> None:
+    state = full((60, 50_000, 7500, 100), (0, 0, 0, 0), room_blocks=600)
+    found = placed(on_opt(2), state, ready(0, 9000), ready(1, 8900), ready(2, 8800))
+    assert found == [Place(RequestKey("r0"), 1)]
+
+
+def test_where_room_binds_a_rank_of_both_lengths_gives_each_to_its_like() -> None:
+    # a short one leaves where the long one has no room
+    for room_blocks, short_tokens, moved, to in ((500, 47_000, "r9", 0), (100, 42_000, "r1", 2)):
+        pool = on_opt(3)
+        state = full(LONG_ONES, (60, 50_000, 7000, 100), (80, short_tokens, 1000, 100), room_blocks=room_blocks)
+        for n in range(10, 19):
+            pool.add(ready(n, 6000), state)
+        held = Held([], [ready(0, 100), ready(1, 900), ready(9, 7000)], [])
+        moves = pool.moves(state, held)
+        assert (moves[0].key.request_id, moves[0].from_rank, moves[0].to_rank) == (moved, 1, to)
+
+
+def test_the_load_that_a_request_adds_goes_with_it() -> None:
+    weights = Weights(1e-6, 30.0, 0.05)
+    rank = Rank(0, 10, 8000, 2000, 300)
+    more = added(rank, 5000, weights)
+    assert more == pytest.approx(5000 + 30 + 0.05 * 10 * 3000)  # the others are 3,000 tokens further from the longest
+    rank.slots = 1
+    rank.take(ready(0, 5000))
+    assert freed(rank, 5000, 2000, weights) == pytest.approx(more)
+
+
+@settings(max_examples=90, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    count=st.integers(1, 6),
+    name=st.sampled_from(["shared-pool", "balance-route"]),
+    costed=st.booleans(),
+)
+def test_every_request_is_placed_once_within_capacity_and_bounds(
+    seed: int, count: int, name: str, costed: bool
+) -> None:
     """Requests come, run for a while and end; ranks have few slots and little room."""
     rng = random.Random(seed)
     pool = placement_class(name)(count)
+    if costed:
+        pool.use_cost(OPT)
     running: list[dict[RequestKey, Ready]] = [{} for _ in range(count)]
     overtaken: dict[RequestKey, int] = {}
     by_key: dict[RequestKey, Ready] = {}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from alignedserve.config import Config, DecodeConfig, PrefillConfig
 from alignedserve.errors import ConfigError
+from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.ranks.names import PLACEMENTS
 from alignedserve.scheduler.ranks.rank_scheduler import RankScheduler
 from alignedserve.simulator.hardware import Hardware
@@ -122,6 +123,23 @@ def test_the_shared_pool_keeps_ranks_in_step() -> None:
         metrics = measure(run(crowd(400, 0.002), placement, 4, prefill_instances=8), Objectives()).metrics
         idle[placement] = metrics["idle_share"]
     assert idle["shared-pool"] < idle["round-robin"] / 2
+
+
+def test_the_shared_pool_keeps_ranks_in_step_where_caches_are_full() -> None:
+    """Long and short requests, all at time zero, of which the caches hold a third."""
+    cost = load_step_cost("a100-opt-13b")
+    machine = replace(MACHINE, kv_tokens=24_000, pool_tokens=400_000, block_size=16)
+    load = workload(
+        *((0.0, 3000 + 77 * n % 3000 if n % 7 == 0 else 100 + 53 * n % 700, 60 + 31 * n % 90) for n in range(400))
+    )
+    idle, tokens = {}, {}
+    for placement in ("round-robin", "shared-pool"):
+        found = simulate_ranks(load, placement, Config(), machine, cost, cost, ranks=4, prefill_instances=12)
+        assert all(len(request.token_s) == request.arrival.output_tokens for request in found.requests)
+        metrics = measure(found, Objectives()).metrics
+        idle[placement], tokens[placement] = metrics["idle_share"], metrics["filled_tokens_per_s"]
+    assert idle["shared-pool"] < idle["round-robin"] / 2
+    assert tokens["shared-pool"] > tokens["round-robin"]
 
 
 def test_a_request_stays_on_its_rank_unless_the_pool_is_shared() -> None:
