@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from alignedserve.engine.sampling.sampler import SampledToken, SampleRow
+from alignedserve.errors import GrammarError
 from alignedserve.grammar.compiled import Grammars
 from alignedserve.request import FinishReason, RequestKey, RequestSpec
 from alignedserve.text import StopChecker, Tokenizer
@@ -20,7 +21,9 @@ class LiveRequest:
         self.spec = spec
         sampling = spec.sampling
         self.row = SampleRow(sampling, spec.prompt_token_ids, spec.output_token_ids)
-        if grammars is not None:
+        if sampling.grammar is not None:
+            if grammars is None:
+                raise GrammarError("this worker's model has no tokenizer: it has no structured output")
             self.row.grammar = grammars.row(sampling)
         self._ends = frozenset(sampling.end_token_ids)
         self._stops: StopChecker | None = None

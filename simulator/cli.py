@@ -63,7 +63,7 @@ _STAGES = tuple((f"stage_{stage}_mean_s", f"{stage} mean, s") for stage in Stage
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """`assumed`: keys whose values nobody told. `of_folder`: options for the cost of a folder of tables."""
+    """`assumed`: keys with defaults for an unknown device. `of_folder`: options for the cost of a folder of tables."""
 
     hardware: Hardware
     assumed: Collection[str]

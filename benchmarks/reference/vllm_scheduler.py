@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.colocated.base import (
     InstanceScheduler,
@@ -115,7 +116,7 @@ class VllmOwn(InstanceScheduler):
         self._scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self._hasher))
 
     def cancel(self, key: RequestKey) -> bool:
-        raise NotImplementedError("no request is cancelled in a replay")
+        raise AccountingError(f"{key} was cancelled, but the replayed runs cancel no request")
 
     def plan(self, now_s: float) -> MixedPlan:
         if not self._scheduler.has_requests():

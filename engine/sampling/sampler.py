@@ -191,8 +191,9 @@ def _masks(rows: Sequence[SampleRow], vocab_size: int) -> Bits | None:
         grammar.update(row.output_token_ids)
     bits = fill_rows(grammars, vocab_size)
     for place, row in enumerate(rows):
-        if row.sampling.ignore_eos or len(row.output_token_ids) < row.sampling.min_tokens:
-            grammars[place].forbid_ends(bits[place])
+        early = len(row.output_token_ids) < row.sampling.min_tokens
+        if early or row.sampling.ignore_eos:
+            grammars[place].forbid_ends(bits[place], stops=early)
     return bits
 
 

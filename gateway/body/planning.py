@@ -18,7 +18,7 @@ from alignedserve.gateway.body.tokenising import LONG_TEXT, TooManyTokens, check
 from alignedserve.gateway.failures import ContextLengthError, ModelNotFoundError
 from alignedserve.grammar.compiled import Grammars
 from alignedserve.model import ModelInfo
-from alignedserve.request import SamplingParams
+from alignedserve.request import GrammarSpec, SamplingParams
 from alignedserve.text import ChatTemplate, Prompt, PromptEncoder, Tokenizer
 
 if TYPE_CHECKING:
@@ -93,11 +93,11 @@ class ServedModel:
             raise UnavailableError(f"model {self.name!r} is still loading")
         return self.info
 
-    async def check_grammar(self, request: GenerationRequest) -> None:
-        """Compile what the request asks for. Raises InvalidRequestError, which names its field."""
+    async def grammar_of(self, request: GenerationRequest) -> GrammarSpec | None:
+        """The grammar that the request asks for, compiled. Raises InvalidRequestError, which names its field."""
         asked = request.grammar_spec()
         if asked is None:
-            return
+            return None
         (spec, param), info = asked, self.info
         assert info is not None
         if self.grammars is None:
@@ -109,6 +109,7 @@ class ServedModel:
         except GrammarError as error:
             error.param = param
             raise
+        return spec
 
     @property
     def limit(self) -> tuple[int, str]:
@@ -124,7 +125,7 @@ async def plan_completion(model: ServedModel, request: CompletionRequest, call_i
     info = model.require(request.model)
     began_s = time.monotonic()
     _check_stops(model, request)
-    await model.check_grammar(request)
+    grammar = await model.grammar_of(request)
     texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
     async with _within_limits(model, request, "prompt"):
         for prompt in request.prompts:
@@ -136,7 +137,7 @@ async def plan_completion(model: ServedModel, request: CompletionRequest, call_i
         tokens: Sequence[int] = next(tokenised) if isinstance(prompt, str) else prompt
         _check_tokens(tokens, info, "prompt")
         limit = _max_tokens(model, len(tokens), request.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
-        sampling = resolve_sampling(request, info, max(limit, 1))
+        sampling = resolve_sampling(request, info, max(limit, 1), grammar)
         if request.echo and sampling.logprobs is not None:
             sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
         prompts.append(PromptPlan(tuple(tokens), sampling, prompt if isinstance(prompt, str) else None))
@@ -152,14 +153,14 @@ async def plan_chat(model: ServedModel, request: ChatRequest, call_id: str = "")
     if model.template is None:
         raise InvalidRequestError("this model has no chat template: start the server with --chat-template FILE")
     _check_stops(model, request)
-    await model.check_grammar(request)
+    grammar = await model.grammar_of(request)
     async with _within_limits(model, request, "messages"):
         turns = [message.turn for message in request.messages]
         written = await _written(model.encoder, model.template, turns, model.limit[0])
         (tokens,) = await tokenise(model.encoder, [written], model.limit[0], around=False)
     _check_tokens(tokens, info, "messages")
     limit = _max_tokens(model, len(tokens), request.max_tokens, None, "messages")
-    prompt = PromptPlan(tuple(tokens), resolve_sampling(request, info, limit), written.text)
+    prompt = PromptPlan(tuple(tokens), resolve_sampling(request, info, limit, grammar), written.text)
     return _call_plan("chatcmpl", call_id, (prompt,), request, began_s)
 
 
@@ -218,7 +219,9 @@ async def _within_limits(model: ServedModel, request: GenerationRequest, param: 
         raise DeadlineError(f"the request did not end within its timeout of {request.timeout_s:g} s") from None
 
 
-def resolve_sampling(request: GenerationRequest, info: ModelInfo, max_tokens: int) -> SamplingParams:
+def resolve_sampling(
+    request: GenerationRequest, info: ModelInfo, max_tokens: int, grammar: GrammarSpec | None = None
+) -> SamplingParams:
     """The client's options, completed by the model's defaults. A request without a seed gets a random seed.
 
     Raises InvalidRequestError for a token id outside the vocabulary.
@@ -232,8 +235,7 @@ def resolve_sampling(request: GenerationRequest, info: ModelInfo, max_tokens: in
     values["top_k"] = max(values.get("top_k", 0), 0)  # -1 also means no limit
     values["max_tokens"] = max_tokens
     values["eos_token_ids"] = info.eos_token_ids
-    if (asked := request.grammar_spec()) is not None:
-        values["grammar"] = asked[0]
+    values["grammar"] = grammar
     values.setdefault("seed", random.getrandbits(63))
     return SamplingParams(**values)
 

@@ -1,7 +1,7 @@
 """The contract of a grammar library, and an answer's state under a grammar.
 
-A request carries only its `GrammarSpec`. Whoever chooses its next token compiles the spec and replays the answer so
-far, so the state needs no place in a message, and survives every process.
+A request carries only its `GrammarSpec`. The process that chooses its next token compiles the spec and replays the
+tokens of the answer so far. So no message contains the state, and the death of a process does not lose it.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class GrammarLibrary(ABC):
 class RowGrammar:
     """The matcher of one answer, which follows its tokens. Keep the object while the request decodes."""
 
-    __slots__ = ("_accepted", "_ends", "library", "matcher")
+    __slots__ = ("_accepted", "_ends", "_eos", "library", "matcher")
 
     def __init__(self, library: GrammarLibrary, grammar: Grammar, sampling: SamplingParams) -> None:
         self.library = library
         self.matcher = grammar.matcher()
         self._accepted = 0
-        ends = (*sampling.eos_token_ids, *sampling.stop_token_ids)
-        self._ends = np.array(sorted({token for token in ends if token >= 0}), dtype=np.int64)
+        self._eos = np.array(sampling.eos_token_ids, dtype=np.int64)
+        self._ends = np.unique(np.array((*sampling.eos_token_ids, *sampling.stop_token_ids), dtype=np.int64))
 
     def update(self, output_token_ids: Sequence[int]) -> None:
         """Accept the tokens that were added since the last call. Raises GrammarError if one is not allowed."""
@@ -68,9 +68,13 @@ class RowGrammar:
             self.matcher.accept(new)
             self._accepted = len(output_token_ids)
 
-    def forbid_ends(self, bits: Bits) -> None:
-        """Clear the end tokens in its own row `[words]`, unless the grammar allows nothing else."""
-        ends = self._ends[self._ends < 32 * len(bits)]
+    def forbid_ends(self, bits: Bits, *, stops: bool = True) -> None:
+        """Clear the end tokens in its own row `[words]`, unless the grammar allows nothing else.
+
+        `stops`: those of `stop_token_ids`, too.
+        """
+        ends = self._ends if stops else self._eos
+        ends = ends[(ends >= 0) & (ends < 32 * len(bits))]
         before = bits[ends // 32].copy()
         np.bitwise_and.at(bits, ends // 32, ~(np.uint32(1) << (ends % 32).astype(np.uint32)).astype(np.int32))
         if not bits.any():
@@ -78,16 +82,12 @@ class RowGrammar:
 
 
 def fill_rows(rows: Sequence[RowGrammar], vocab_size: int) -> Bits:
-    """The masks of rows that have followed their tokens, `[rows, ceil(vocab_size / 32)]`. Raises GrammarError."""
+    """The masks of rows of one library, at least one, that have accepted their tokens: `[rows, ceil(vocab_size / 32)]`.
+
+    Raises GrammarError.
+    """
     bits = np.zeros((len(rows), -(-vocab_size // 32)), dtype=np.int32)
-    by_library: dict[GrammarLibrary, list[int]] = {}
-    for place, row in enumerate(rows):
-        by_library.setdefault(row.library, []).append(place)
-    for library, places in by_library.items():
-        own = bits if len(places) == len(rows) else bits[places]
-        library.fill([rows[place].matcher for place in places], own)
-        if own is not bits:
-            bits[places] = own
+    rows[0].library.fill([row.matcher for row in rows], bits)
     if not bits.any(axis=1).all():
         raise GrammarError("the grammar allows no token here: it cannot be continued in this vocabulary")
     return bits

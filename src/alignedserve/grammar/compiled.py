@@ -50,11 +50,11 @@ class Grammars:
         return found
 
     def begin(self, spec: GrammarSpec, eos_token_ids: tuple[int, ...]) -> Future[Grammar]:
-        """Compile on another thread, so that whoever needs the grammar next does not have to."""
+        """Compile on another thread, before a compute thread needs the grammar."""
         return self._pool.submit(self.compile, spec, eos_token_ids)
 
     async def prepare(self, requests: Iterable[SamplingParams]) -> None:
-        """Compile what these requests need, on other threads. Who uses a grammar meets its error."""
+        """Compile what these requests need, on other threads. Errors are raised again when a grammar is used."""
         pairs = {(sampling.grammar, sampling.eos_token_ids) for sampling in requests}
         waits = [self.begin(grammar, ends) for grammar, ends in pairs if grammar and not self.known(grammar, ends)]
         await asyncio.gather(*map(asyncio.wrap_future, waits), return_exceptions=True)

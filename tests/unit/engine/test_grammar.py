@@ -226,3 +226,20 @@ def test_the_end_is_forbidden_only_while_something_else_is_allowed(grammars: Gra
     bits = np.array([0b1, 0], dtype=np.int32)
     row.forbid_ends(bits)
     assert bits.tolist() == [0b1, 0]
+
+
+def test_ignore_eos_leaves_the_clients_own_stop_tokens(grammars: Grammars) -> None:
+    sampling = SamplingParams(grammar=GrammarSpec(KINDS.REGEX, "a*"), eos_token_ids=(EOS,), stop_token_ids=(3,))
+    row = grammars.row(sampling)
+    assert row is not None
+    bits = np.array([0b1011], dtype=np.int32)
+    row.forbid_ends(bits, stops=False)
+    assert bits.tolist() == [0b1010]
+    row.forbid_ends(bits)
+    assert bits.tolist() == [0b0010]
+
+
+def test_a_worker_without_a_tokenizer_does_not_drop_the_grammar() -> None:
+    sampling = SamplingParams(grammar=GrammarSpec(KINDS.REGEX, "a"), eos_token_ids=(EOS,))
+    with pytest.raises(GrammarError, match="no tokenizer"):
+        LiveRequest(RequestSpec(RequestKey("a"), [5], sampling), None)
