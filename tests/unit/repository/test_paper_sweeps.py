@@ -56,6 +56,17 @@ def test_the_load_sweep_has_every_rule_load_and_metric(
         assert figure(row["/ fcfs"]) < 1 if better_is_more else figure(row["/ fcfs"]) > 1
 
 
+def test_every_part_of_rounds_that_the_ablation_takes_out_changes_what_happens(
+    capsys: pytest.CaptureFixture[str], data: Path
+) -> None:
+    variants = script("ablation").VARIANTS
+    crowd = workloads.mix("a crowd", 300, short=0.95)
+    runs = [Run(crowd, variant, Machine("a100-opt-13b"), Topology(2, 1), 8.0, 0) for variant in variants]
+    assert len({execute(run).value("second_token_mean_s") for run in runs}) == len(variants)
+    shown = rows_of(report(capsys, "ablation", "--data", str(data), "--limit", "12", "--loads", "1"), "workload | load")
+    assert [row["policy"] for row in shown if row["workload"] == "95 % short"] == [one.label for one in variants]
+
+
 def test_the_plots_over_load_have_a_line_for_each_rule(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
