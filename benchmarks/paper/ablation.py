@@ -30,6 +30,7 @@ def _without(label: str, policy: type) -> Variant:
 VARIANTS = (
     next(rule for rule in RULES if rule.label.endswith("rounds")),
     _without("no late joins", parts.NoLateJoins),
+    _without("late joins in every round by length", parts.AlwaysLateJoins),
     _without("late joins at any time", parts.AnyLateJoins),
     _without("evicted requests wait for the next round", parts.EvictedWait),
     _without("always by length", parts.AlwaysByLength),

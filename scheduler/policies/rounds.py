@@ -6,8 +6,9 @@ sees at most one turn: it is served in the rest of the round or in the next one.
 so in each range that it waits in.) A request with its own wait objective that is overdue is the seed of a batch of its
 neighbours, in between.
 
-Late joins keep to the round, too: requests that arrived more than LATE_S after it began wait for the next one. An
-evicted request whose length is still ahead stays in the round.
+Late joins keep to the round, too: requests that arrived more than LATE_S after it began wait for the next one. A late
+join overtakes older requests, so there are none unless unequal lengths cost much. An evicted request whose length is
+still ahead stays in the round.
 
 Where unequal lengths cost little, a round in order of length only delays the long requests. If the cost model knows
 that, or the instance has learned it from its iterations, the round goes in order of arrival.
@@ -31,7 +32,9 @@ from alignedserve.scheduler.policies.aligned import AlignedPolicy
 from alignedserve.scheduler.policies.base import BatchLimits, Entry, InstanceState, as_many_as_fit
 
 LATE_S = 20.0  # requests that arrived so soon after a round began may join its batches late
-LEAST_BUBBLE = 0.07  # share of an iteration's time that unequal lengths must cost for a round in order of length
+# Shares of an iteration's time that unequal lengths must cost
+LEAST_FOR_ROUND = 0.07  # for a round in order of length
+LEAST_FOR_LATE = 0.12  # for late joins by length
 
 
 class RoundsPolicy(AlignedPolicy):
@@ -46,6 +49,7 @@ class RoundsPolicy(AlignedPolicy):
         self._leaf = 0  # no member of the round that still waits is in a leaf before it, except returned ones
         self._members = 0  # of the round that still wait
         self._in_order_of_age = False
+        self._late_joins = True
         self._instance: InstanceState | None = None
         self._cost: StepCost | None = None
         if config.cost_model:
@@ -75,10 +79,11 @@ class RoundsPolicy(AlignedPolicy):
     def matching(self, shortest_tokens: int, longest_tokens: int, limits: BatchLimits) -> list[Entry]:
         if self._in_order_of_age:
             return as_many_as_fit(self._ages, limits)
-        return super().matching(shortest_tokens, longest_tokens, limits)
+        return super().matching(shortest_tokens, longest_tokens, limits) if self._late_joins else []
 
     def matches(self, tokens: int, shortest_tokens: int, longest_tokens: int) -> bool:
-        return self._in_order_of_age or super().matches(tokens, shortest_tokens, longest_tokens)
+        fits = self._late_joins and super().matches(tokens, shortest_tokens, longest_tokens)
+        return self._in_order_of_age or fits
 
     def overtakes(self) -> bool:
         return not self._in_order_of_age
@@ -97,7 +102,8 @@ class RoundsPolicy(AlignedPolicy):
         selection = self._next(limits)
         if not selection.requests and len(self.tree):
             self._begun_s, self._leaf, self._members = now_s, 0, len(self.tree)
-            self._in_order_of_age = not self._pays(limits)
+            loss = self._loss(limits)
+            self._in_order_of_age, self._late_joins = loss < LEAST_FOR_ROUND, loss >= LEAST_FOR_LATE
             selection = self._next(limits)
         return selection
 
@@ -138,26 +144,26 @@ class RoundsPolicy(AlignedPolicy):
     def _is_member(self, entry: Entry) -> bool:
         return entry.since_s <= self._begun_s
 
-    def _pays(self, limits: BatchLimits) -> bool:
-        """Whether a round in order of length can save time; True if that is not known.
+    def _loss(self, limits: BatchLimits) -> float:
+        """What a round in order of length can save, as a share of an iteration's time; 1 if that is not known.
 
-        It can if requests of all waiting lengths, as many as fill the cache, lose enough to unequal lengths. A learned
-        loss is believed to be small if its error is, or by one standard error; afterwards to be large by two. So noise
-        makes no bubble out of nothing.
+        It is what requests of all waiting lengths, as many as fill the cache, lose to unequal lengths. A learned loss
+        is believed to be small if its error is, or by one standard error; afterwards to be large by two. So noise makes
+        no bubble out of nothing.
         """
         if self._cost is None and self._instance is None:
-            return True
+            return 1.0
         lengths = self._sample(limits.max_requests)
         if self._cost is not None:
             step_s = self._cost.step_s((), typical_order(lengths))
-            return step_s - self._cost.balanced_step_s((), lengths) >= LEAST_BUBBLE * step_s
+            return 1.0 - self._cost.balanced_step_s((), lengths) / step_s
         assert self._instance is not None
         learned = self._instance.cost.unequal_lengths_share(lengths)
         if learned is None:
-            return True
+            return 1.0
         if self._in_order_of_age:
-            return learned.value - 2.0 * learned.error >= LEAST_BUBBLE
-        return learned.value + (0.0 if learned.useful else learned.error) >= LEAST_BUBBLE
+            return learned.value - 2.0 * learned.error
+        return learned.value + (0.0 if learned.useful else learned.error)
 
     def _sample(self, most: int) -> list[int]:
         """Quantiles of the waiting lengths (middles of leaves), as many as the cache holds, at most `most`."""

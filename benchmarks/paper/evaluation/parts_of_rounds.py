@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from alignedserve.scheduler.policies import rounds
 from alignedserve.scheduler.policies.base import BatchLimits, Entry
 from alignedserve.scheduler.policies.rounds import RoundsPolicy
 
@@ -34,7 +35,15 @@ class EvictedWait(RoundsPolicy):
 
 
 class AlwaysByLength(RoundsPolicy):
-    """Every round goes by length, whatever unequal lengths cost."""
+    """Every round goes by length, with late joins, whatever unequal lengths cost."""
 
-    def _pays(self, limits: BatchLimits) -> bool:
-        return True
+    def _loss(self, limits: BatchLimits) -> float:
+        return 1.0
+
+
+class AlwaysLateJoins(RoundsPolicy):
+    """Every round by length has late joins."""
+
+    def _loss(self, limits: BatchLimits) -> float:
+        loss = super()._loss(limits)
+        return loss if loss < rounds.LEAST_FOR_ROUND else 1.0

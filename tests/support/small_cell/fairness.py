@@ -86,14 +86,14 @@ class Turns(Observer):
     def begin(self, policy: RoundsPolicy) -> None:
         self._stays[id(policy)] = {}
 
-        def turn(limits: BatchLimits) -> bool:
+        def turn(limits: BatchLimits) -> float:
             for stay in self._stays[id(policy)].values():
                 stay.turns += 1
             self.counts["turns"] += 1
-            return not self._in_order_of_age[self.counts["turns"] % len(self._in_order_of_age)]
+            return 1.0 - self._in_order_of_age[self.counts["turns"] % len(self._in_order_of_age)]
 
         watched: Any = policy
-        watched._pays = turn  # asked once in each turn
+        watched._loss = turn  # asked once in each turn
 
     def entered(self, policy: RoundsPolicy, entry: Entry) -> None:
         stay, last = Stay(entry), self._last.pop(entry.key, None)

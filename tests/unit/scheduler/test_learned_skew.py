@@ -12,7 +12,7 @@ from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.cost.pass_model import LinearCostModel, Passes
 from alignedserve.scheduler.cost.step import StepCost
-from alignedserve.scheduler.policies.rounds import LEAST_BUBBLE
+from alignedserve.scheduler.policies.rounds import LEAST_FOR_ROUND
 from alignedserve.scheduler.process.messaging import decode_reported
 
 OPT, LLAMA = "a100-opt-13b", "rtxpro6000-llama-3.1-8b"
@@ -127,8 +127,8 @@ def test_batches_of_equal_lengths_do_not_tell_what_unequal_ones_cost(noise: floa
         model.observe_iterations(passes([lengths], seconds))
     learned = model.unequal_lengths_share([100] * 100 + [8000] * 4)
     assert learned is not None
-    assert learned.value + learned.error >= LEAST_BUBBLE
-    assert learned.value - 2 * learned.error < LEAST_BUBBLE
+    assert learned.value + learned.error >= LEAST_FOR_ROUND
+    assert learned.value - 2 * learned.error < LEAST_FOR_ROUND
 
 
 class Drift:
@@ -157,7 +157,7 @@ def test_noise_makes_no_bubble_out_of_nothing(spread: float, keeps: float) -> No
             learned = model.unequal_lengths_share(lengths)
             if learned is not None:
                 judged += 1
-                believed += learned.value - 2 * learned.error >= LEAST_BUBBLE
+                believed += learned.value - 2 * learned.error >= LEAST_FOR_ROUND
     assert judged == 3 * 13
     assert believed <= 0.05 * judged
 
@@ -173,7 +173,7 @@ def test_a_change_is_learned_and_a_stall_is_not() -> None:
     teach(model, reports, 40, lambda lengths: cost.balanced_step_s((), lengths))
     learned = model.unequal_lengths_share(lengths)
     assert learned is not None
-    assert learned.value < LEAST_BUBBLE
+    assert learned.value < LEAST_FOR_ROUND
     teach(model, reports, 2300, lambda lengths: cost.step_s((), lengths))
     learned = model.unequal_lengths_share(lengths)
     assert learned is not None

@@ -16,7 +16,7 @@ from alignedserve.config import Config, DecodeConfig, PrefillConfig, SchedulerCo
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.step import ChunkShape
 from alignedserve.scheduler.policies.base import BatchLimits
-from alignedserve.scheduler.policies.rounds import RoundsPolicy
+from alignedserve.scheduler.policies.rounds import LEAST_FOR_ROUND, RoundsPolicy
 from alignedserve.scheduler.systems import System, Topology, resolve
 from alignedserve.simulator.disaggregated import as_run, configured, simulate
 from alignedserve.simulator.hardware import Hardware
@@ -351,14 +351,15 @@ def test_rounds_that_do_not_know_the_cost_learn_it(
     alpha: float, in_order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They begin by length, and come to go as with the cost."""
-    cost, pays = PaddedCost(alpha), RoundsPolicy._pays
+    cost, loss = PaddedCost(alpha), RoundsPolicy._loss
     seen: list[str] = []
 
-    def noting(policy: RoundsPolicy, limits: BatchLimits) -> bool:
-        seen.append("length" if pays(policy, limits) else "age")
-        return seen[-1] == "length"
+    def noting(policy: RoundsPolicy, limits: BatchLimits) -> float:
+        found = loss(policy, limits)
+        seen.append("length" if found >= LEAST_FOR_ROUND else "age")
+        return found
 
-    monkeypatch.setattr(RoundsPolicy, "_pays", noting)
+    monkeypatch.setattr(RoundsPolicy, "_loss", noting)
     load = workload(*[(0.0, 8 + 97 * number % 150, 20 + 31 * number % 90) for number in range(300)])
     for knows_cost in True, False:
         seen.clear()

@@ -22,7 +22,7 @@ from alignedserve.scheduler.policies.aligned_cost import AlignedCostPolicy
 from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry, InstanceState
 from alignedserve.scheduler.policies.fcfs import FcfsPolicy
 from alignedserve.scheduler.policies.paper_rule import PaperRulePolicy
-from alignedserve.scheduler.policies.rounds import LATE_S, LEAST_BUBBLE, RoundsPolicy
+from alignedserve.scheduler.policies.rounds import LATE_S, LEAST_FOR_ROUND, RoundsPolicy
 from alignedserve.scheduler.systems import configured_policy, default_objective_s, make_policy
 from support.small_cell import Load, Shape, SmallCell
 
@@ -242,7 +242,7 @@ def test_where_the_order_of_the_batch_counts_that_of_a_typical_one_is_judged() -
     """In order of length, the worst, these lengths cost more than the least bubble; shuffled they cost less."""
     cost = load_step_cost("rtxpro6000-llama-3.1-8b", "no_split", block_bandwidth=2e9)
     lengths = [100 + 3 * number for number in range(243)] + [1000 + 540 * number for number in range(13)]
-    assert 1 - cost.balanced_step_s((), lengths) / cost.step_s((), lengths) > LEAST_BUBBLE
+    assert 1 - cost.balanced_step_s((), lengths) / cost.step_s((), lengths) > LEAST_FOR_ROUND
     policy = rounds(max_prefix_tokens=8192)
     policy.use_cost(cost)
     insert(policy, 0.0, *lengths)
@@ -279,6 +279,16 @@ def test_what_an_instance_has_learned_decides_without_a_cost_model() -> None:
     assert order_of_the_next_round(policy, 5.0, Share(0.12, 0.02)) == "length", "it has come to cost something"
     assert order_of_the_next_round(policy, 6.0, Share(0.06, 0.03)) == "age", "a useful error"
     assert order_of_the_next_round(policy, 7.0, None) == "length", "the instance was replaced"
+
+
+@pytest.mark.parametrize(("share", "late"), [(0.09, False), (0.2, True)])
+def test_there_are_late_joins_by_length_only_where_lengths_cost_much(share: float, late: bool) -> None:
+    """A late join overtakes older requests; batches of a round go by length from a smaller cost on."""
+    policy = rounds()
+    assert order_of_the_next_round(policy, 1.0, Share(share, 0.01)) == "length"
+    insert(policy, 1.5, 210)
+    assert policy.matches(210, 200, 220) is late
+    assert [entry.tokens for entry in policy.matching(200, 220, BatchLimits(12_000, 8, 256))] == [210] * late
 
 
 def test_the_learned_share_is_that_of_a_batch_of_all_waiting_lengths() -> None:
