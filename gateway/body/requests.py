@@ -246,7 +246,7 @@ def _unknown(body: BaseModel, prefix: str = "") -> list[str]:
 
 def parse_completion(body: Any, max_prompts: int = 256) -> CompletionRequest:
     """Validates a JSON body. Raises InvalidRequestError, or a subclass of it, that names the invalid field."""
-    request = _checked(CompletionRequest, body)
+    request = checked(CompletionRequest, body)
     if len(request.prompts) > max_prompts:
         message = f"prompt may have at most {max_prompts} prompts, got {len(request.prompts)}"
         raise InvalidRequestError(message, param="prompt")
@@ -255,10 +255,11 @@ def parse_completion(body: Any, max_prompts: int = 256) -> CompletionRequest:
 
 def parse_chat(body: Any) -> ChatRequest:
     """Validates a JSON body. Raises InvalidRequestError, or a subclass of it, that names the invalid field."""
-    return _checked(ChatRequest, body)
+    return checked(ChatRequest, body)
 
 
-def _checked(kind: type[_Kind], body: Any) -> _Kind:
+def checked(kind: type[_Kind], body: Any) -> _Kind:
+    """The request of a JSON body. Raises InvalidRequestError, or a subclass of it, that names the invalid field."""
     try:
         return kind.model_validate(body)
     except ValidationError as error:

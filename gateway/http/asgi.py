@@ -70,8 +70,13 @@ async def send_json(send: Send, value: Any, status: int = 200, headers: Mapping[
     await send_bytes(send, orjson.dumps(value), "application/json", status, headers)
 
 
-async def send_error(send: Send, error: AlignedServeError, headers: Mapping[str, str] | None = None) -> None:
-    await send_json(send, error_object(error), error.http_status, {**retry_headers(error), **(headers or {})})
+async def send_error(
+    send: Send,
+    error: AlignedServeError,
+    headers: Mapping[str, str] | None = None,
+    body: Callable[[AlignedServeError], dict[str, Any]] = error_object,
+) -> None:
+    await send_json(send, body(error), error.http_status, {**retry_headers(error), **(headers or {})})
 
 
 def report(error: BaseException) -> AlignedServeError:

@@ -1,4 +1,4 @@
-"""POST /v1/completions and /v1/chat/completions, from the request body to the last event of the response."""
+"""POST endpoints that generate, from the request body to the last event of the response."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import orjson
-
 from alignedserve import logs
 from alignedserve.errors import CancelledError, OverloadedError
 from alignedserve.gateway.body.planning import CallPlan, ServedModel
 from alignedserve.gateway.body.requests import GenerationRequest
-from alignedserve.gateway.failures import error_object
 from alignedserve.gateway.http.asgi import (
     ClientGoneError,
     DisconnectWatch,
@@ -34,16 +31,10 @@ from alignedserve.gateway.reply.replies import Reply
 
 _EVENT_STREAM = "text/event-stream; charset=utf-8"
 REQUEST_ID_HEADER = "x-alignedserve-request-id"  # Serve's proxy already sets x-request-id
-_DONE = b"data: [DONE]\n\n"
-
-
-def event(value: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 class GenerateEndpoint:
-    """The ASGI application of one of the two endpoints. `parse` and `plan` raise the errors that the client gets."""
+    """The ASGI application of one endpoint. `parse` and `plan` raise the errors that the client gets."""
 
     def __init__(
         self,
@@ -83,7 +74,8 @@ class GenerateEndpoint:
                 self._gone(call)
             try:
                 headers = {REQUEST_ID_HEADER: call.plan.id, **ignored_header(request.ignored)}
-                await self._answer(call, send, headers, watch)
+                reply = self._reply(call, self._model, self._ledger.end, request)
+                await self._answer(reply, send, headers, watch)
             finally:
                 self._ledger.close(call)
 
@@ -96,16 +88,19 @@ class GenerateEndpoint:
         if isinstance(error, ClientGoneError):
             return
         headers = self._intake.hold_header() if isinstance(error, OverloadedError) else {}
-        await send_error(send, report(error), headers)
+        await self._send_error(send, error, headers)
+
+    async def _send_error(self, send: Send, error: Exception, headers: Mapping[str, str]) -> None:
+        await send_error(send, report(error), headers, body=self._reply.error_body)
 
     def _gone(self, call: Call) -> None:
         self._ledger.close(call)
         call.fail(CancelledError("the client disconnected"))
 
-    async def _answer(self, call: Call, send: Send, headers: Mapping[str, str], watch: DisconnectWatch) -> None:
-        reply = self._reply(call, self._model, self._ledger.end)
+    async def _answer(self, reply: Reply, send: Send, headers: Mapping[str, str], watch: DisconnectWatch) -> None:
+        call = reply.call
         if call.plan.reply.stream:
-            await self._stream(call, reply, send, headers, watch)
+            await self._stream(reply, send, headers, watch)
             return
         try:
             while deltas := await call.next():
@@ -113,32 +108,30 @@ class GenerateEndpoint:
             body = reply.body()
         except Exception as error:
             if not watch.gone:
-                await send_error(send, report(error), headers)
+                await self._send_error(send, error, headers)
             return
         await send_json(send, body, headers=headers)
 
-    async def _stream(
-        self, call: Call, reply: Reply, send: Send, headers: Mapping[str, str], watch: DisconnectWatch
-    ) -> None:
+    async def _stream(self, reply: Reply, send: Send, headers: Mapping[str, str], watch: DisconnectWatch) -> None:
         """Streams the reply. The status line is sent with the first tokens: an earlier error has its own status."""
+        call = reply.call
         try:
             deltas = await call.next()
         except Exception as error:
             if not watch.gone:
-                await send_error(send, report(error), headers)
+                await self._send_error(send, error, headers)
             return
         await start(send, 200, _EVENT_STREAM, {"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         try:
             while deltas:
-                if frames := [event(chunk) for chunk in reply.chunks(deltas)]:
+                if frames := reply.frames(deltas):
                     await send({"type": "http.response.body", "body": b"".join(frames), "more_body": True})
                 deltas = await call.next()
-            last = reply.last_chunk()
-            ending = (event(last) if last is not None else b"") + _DONE
+            ending = reply.ending()
         except asyncio.CancelledError:
             raise
         except Exception as error:
             if watch.gone:
                 return
-            ending = event(error_object(report(error)))
+            ending = reply.broken(report(error))
         await send({"type": "http.response.body", "body": ending})

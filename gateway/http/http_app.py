@@ -29,6 +29,10 @@ from alignedserve.gateway.http.operations import Operations, Operator
 from alignedserve.gateway.ledger.intake import Intake
 from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.reply.openai_replies import ChatReply, CompletionReply
+from alignedserve.gateway.translated.messages_reply import MessagesReply
+from alignedserve.gateway.translated.messages_request import parse_messages, plan_message
+from alignedserve.gateway.translated.responses_reply import ResponsesReply
+from alignedserve.gateway.translated.responses_request import parse_responses, plan_response
 
 
 class _Endpoint:
@@ -54,7 +58,10 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Ope
         plan_completion,
         CompletionReply,
     )
-    chat = GenerateEndpoint(ledger, intake, model, bodies, parse_chat, plan_chat, ChatReply)
+    of_chat = partial(GenerateEndpoint, ledger, intake, model, bodies)
+    chat = of_chat(parse_chat, plan_chat, ChatReply)
+    responses = of_chat(parse_responses, plan_response, ResponsesReply)
+    messages = of_chat(parse_messages, plan_message, MessagesReply)
     operations = Operations(server)
 
     async def openapi(scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,6 +73,8 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Ope
     posts: dict[str, App] = {
         "/v1/completions": completions,
         "/v1/chat/completions": chat,
+        "/v1/responses": responses,
+        "/v1/messages": messages,
         "/v1/requests/{request_id:path}/cancel": operations.cancel,
         **admin_endpoints(server.supervisor, server.admin_key),
     }

@@ -13,6 +13,7 @@ from alignedserve.admin import ADMIN_HEADER
 from alignedserve.control.supervisor_client import ORDERS, Order
 from alignedserve.gateway.api_keys import OPEN_PATHS
 from alignedserve.gateway.http.request_schemas import request_schemas
+from alignedserve.gateway.http.translated_schemas import translated_replies, translated_requests
 from alignedserve.request import Stage
 
 Schema = dict[str, Any]
@@ -139,17 +140,23 @@ _ERRORS = {
 }
 
 
-def _generate(request: str, reply: str, summary: str) -> Schema:
+_CHUNKS = (
+    "The reply. With stream, its chunks as server-sent events, then `data: [DONE]`. If the request fails after the "
+    'first chunk, the last event is `data: {"error": …}`.'
+)
+_EVENTS = "The reply. With stream, its events. If the request fails after the first, the last event says so."
+
+
+def _generate(request: str, reply: str, summary: str, error: str = "Error", about: str = _CHUNKS) -> Schema:
     answer = {
-        "description": "The reply. With stream, its chunks as server-sent events, then `data: [DONE]`. If the request "
-        'fails after the first chunk, the last event is `data: {"error": …}`.',
+        "description": about,
         "content": {
             "application/json": {"schema": _ref(reply)},
             "text/event-stream": {"schema": {**_object({"data": _STRING}, ["data"]), "description": "Each event."}},
         },
     }
     body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
-    errors = {status: _json("Error", description) for status, description in _ERRORS.items()}
+    errors = {status: _json(error, description) for status, description in _ERRORS.items()}
     return {"post": {"summary": summary, "requestBody": body, "responses": {"200": answer, **errors}}}
 
 
@@ -186,6 +193,10 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
     paths: dict[str, Any] = {
         "/v1/completions": _generate("CompletionRequest", "Completion", "Complete prompts"),
         "/v1/chat/completions": _generate("ChatRequest", "ChatCompletion", "Answer a conversation"),
+        "/v1/responses": _generate("ResponsesRequest", "Response", "Answer, in OpenAI's responses API", about=_EVENTS),
+        "/v1/messages": _generate(
+            "MessagesRequest", "AnthropicMessage", "Answer, in Anthropic's messages API", "MessagesError", _EVENTS
+        ),
         "/v1/requests/{request_id}/cancel": {
             "post": {
                 "summary": "Cancel a running request by the x-alignedserve-request-id of its answer",
@@ -224,13 +235,14 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
         ),
         **{f"/alignedserve/{name}": _order(name, order) for name, order in ORDERS.items()},
     }
+    replies = {**_reply_schemas(), **translated_replies()}
     document = {
         "openapi": "3.1.0",
         "info": {"title": "AlignedServe", "version": __version__, "description": "An OpenAI-compatible API."},
         **_guard(paths, keys_wanted),
         "paths": paths,
         "components": {
-            "schemas": {**request_schemas(), **_reply_schemas(), **_operation_schemas()},
+            "schemas": {**request_schemas(), **translated_requests(), **replies, **_operation_schemas()},
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer", "description": "A key of the server's --api-key-file."},
                 "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},

@@ -63,6 +63,11 @@ class AnswerView:
         """Whether the next part needs the prompt's log-probabilities."""
         return self._echo and self.scored
 
+    @property
+    def stop_string(self) -> str | None:
+        """The client's stop string that ended the answer."""
+        return None if self._text is None else self._text.stop
+
     def push(self, delta: Delta, prompt_logprobs: Sequence[TokenLogprobs] = ()) -> Part:
         """The next part. `prompt_logprobs` starts with the prompt's second token."""
         part = Part()

@@ -6,12 +6,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import orjson
+
+from alignedserve.errors import AlignedServeError
 from alignedserve.gateway.body.planning import ServedModel
+from alignedserve.gateway.body.requests import GenerationRequest
+from alignedserve.gateway.failures import error_object
 from alignedserve.gateway.ledger.calls import Answer, Call, Delta
 from alignedserve.gateway.reply.answers import AnswerView, Part
 from alignedserve.request import Stage, TokenLogprobs
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
+_DONE = b"data: [DONE]\n\n"
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 class Parts:
@@ -82,13 +93,17 @@ def timings(answer: Answer) -> dict[str, Any]:
 
 
 class Reply(ABC):
-    """One call's reply in one of OpenAI's formats: `chunks` and `last_chunk`, or `collect` and `body`."""
+    """One call's reply: `frames` and then `ending` or `broken`, or `collect` and then `body`."""
 
     object_name: str
     chunk_object_name: str
+    error_body = staticmethod(error_object)
 
-    def __init__(self, call: Call, model: ServedModel, end: Callable[[Answer], None]) -> None:
+    def __init__(
+        self, call: Call, model: ServedModel, end: Callable[[Answer], None], request: GenerationRequest
+    ) -> None:
         self.call = call
+        self.request = request
         self.tokenizer = model.tokenizer
         self._parts = Parts(call, model, end)
         self._head = {"id": call.plan.id, "created": call.arrival_ns // 1_000_000_000, "model": model.name}
@@ -110,6 +125,20 @@ class Reply(ABC):
     def opening_chunk(self, view: AnswerView) -> dict[str, Any] | None:
         """A choice that is sent before a view's first chunk; None: there is none."""
         return None
+
+    # ---- as server-sent events
+
+    def frames(self, deltas: Iterable[Delta]) -> list[bytes]:
+        return [event(chunk) for chunk in self.chunks(deltas)]
+
+    def ending(self) -> bytes:
+        """What follows the last frame."""
+        last = self.last_chunk()
+        return (event(last) if last is not None else b"") + _DONE
+
+    def broken(self, error: AlignedServeError) -> bytes:
+        """What follows the last frame of a call that fails."""
+        return event(self.error_body(error))
 
     # ---- in chunks
 

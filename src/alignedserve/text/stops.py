@@ -77,7 +77,12 @@ class StoppableText:
 
     @property
     def stopped(self) -> bool:
-        return self._matcher is not None and self._matcher.matched is not None
+        return self.stop is not None
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the answer."""
+        return None if self._matcher is None else self._matcher.matched
 
     def push(self, token: int) -> str:
         """The text that can be shown after this token."""

@@ -38,6 +38,8 @@ TAME = {
     "prompt": [5, 6, 7],
     "messages": [{"role": "user", "content": "hi"}],
     "max_tokens": 4,
+    "max_output_tokens": 4,
+    "input": "hi",
     "max_completion_tokens": 4,
     "min_tokens": 0,
     "timeout_s": 5,
@@ -46,6 +48,13 @@ TAME = {
     "stop_token_ids": [9],
     "seed": 1,
     "tools": None,
+    "tool_choice": None,
+    "text": None,
+    "reasoning": None,
+    "thinking": None,
+    "output_config": None,
+    "include": None,
+    "system": "hi",
     "response_format": None,
 }
 
@@ -111,7 +120,7 @@ def test_whatever_is_asked_is_answered_as_described(description: Any) -> None:
     asked = {operation.label: ask_everything(operation, GenerationMode.POSITIVE) for operation in operations}
 
     assert len(asked) == len(description.raw_schema["paths"])
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
         assert asked[f"POST {path}"][200] > 0
         assert asked[f"POST {path}"][400] > 0
 

@@ -1,0 +1,177 @@
+"""The body of /v1/messages, Anthropic's API, as a chat request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from pydantic import PrivateAttr
+
+from alignedserve.errors import InvalidRequestError
+from alignedserve.gateway.body.planning import CallPlan, ServedModel, plan_chat
+from alignedserve.gateway.body.requests import ChatRequest, checked
+from alignedserve.gateway.body.validation_errors import wrong_type
+from alignedserve.gateway.translated.fields import Fields, part_text, renamed, text_of, unsupported
+
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+_SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "service_tier")
+_OWN = frozenset({"messages", "system", "stop_sequences", "tools", "tool_choice", "thinking", "metadata",
+                  "output_config", "output_format", *_SAME})  # fmt: skip
+_CHATS_OWN = frozenset({"max_completion_tokens", "max_new_tokens", "n", "logprobs", "top_logprobs", "stop",
+                        "response_format", "functions", "function_call"})  # fmt: skip
+_REFUSED = {
+    "container": "there are no containers",
+    "mcp_servers": "there are no connections to other servers",
+    "context_management": "messages are never shortened",
+    "speed": "there is one speed",
+}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_TEXT = ("text",)
+
+
+class MessagesChat(ChatRequest):
+    """A chat request that was sent to /v1/messages."""
+
+    _thinking: bool = PrivateAttr(default=True)
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the client is to see the reasoning."""
+        return self._thinking
+
+
+def parse_messages(body: Any, *, counted: bool = False) -> MessagesChat:
+    """`counted`: a body of count_tokens. Raises InvalidRequestError, or a subclass of it, that names the field."""
+    fields = Fields(body, "")
+    if not counted:
+        fields.text("model")
+        fields.required("max_tokens")
+    chat = _chat_body(fields)
+    with renamed(_NAMES):
+        return checked(MessagesChat, chat)
+
+
+async def plan_message(model: ServedModel, request: MessagesChat) -> CallPlan:
+    """`plan_chat`, whose errors name the fields that the client sent."""
+    with renamed(_NAMES):
+        return await plan_chat(model, request)
+
+
+def _chat_body(fields: Fields) -> dict[str, Any]:
+    given = fields.values()
+    for name, why in _REFUSED.items():
+        if fields.raw(name) not in (None, [], {}, "", "standard"):
+            raise unsupported(fields, name, f"{name} is not supported: {why}")
+    extra = {name: value for name, value in given.items() if name not in _OWN | _CHATS_OWN and name not in _REFUSED}
+    body = {**extra, **{name: given[name] for name in _SAME if name in given}, "messages": _messages(fields)}
+    if stops := fields.raw("stop_sequences"):
+        body["stop"] = stops
+    if (metadata := fields.object("metadata")) is not None:
+        body["user"] = metadata.raw("user_id")
+    config = fields.object("output_config")
+    wanted = fields.object("output_format") or (None if config is None else config.object("format"))
+    if wanted is not None:
+        if wanted.text("type") != "json_schema":
+            raise unsupported(wanted, "type", f"{wanted.place('type')} must be json_schema")
+        schema = {"name": "answer", "schema": wanted.raw("schema"), "strict": True}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if config is not None and config.raw("effort") is not None:
+        body["reasoning_effort"] = config.raw("effort")
+    return {**body, **_thinking(fields), **_tools(fields)}
+
+
+def _thinking(fields: Fields) -> dict[str, Any]:
+    thinking = fields.object("thinking")
+    if thinking is None:
+        return {}
+    kind = thinking.text("type")
+    if kind == "disabled":
+        return {"enable_thinking": False}
+    if kind not in ("enabled", "adaptive"):
+        raise unsupported(thinking, "type", f"thinking.type must be enabled, adaptive or disabled; got {kind[:60]!r}")
+    found: dict[str, Any] = {"enable_thinking": True}
+    if kind == "enabled":
+        found["thinking_token_budget"] = thinking.required("budget_tokens")
+    return found
+
+
+def _tools(fields: Fields) -> dict[str, Any]:
+    tools = []
+    for tool in fields.objects("tools"):
+        if tool.raw("type") not in (None, "custom"):
+            raise unsupported(
+                tool, "type", f"tools of type {tool.text('type')} are not supported: the client runs its own"
+            )
+        function = {"name": tool.text("name"), "parameters": tool.required("input_schema")}
+        for name in ("description", "strict"):
+            if tool.raw(name) is not None:
+                function[name] = tool.raw(name)
+        tools.append({"type": "function", "function": function})
+    found: dict[str, Any] = {"tools": tools} if tools else {}
+    choice = fields.object("tool_choice")
+    if choice is not None:
+        kind = choice.text("type")
+        if kind == "tool":
+            found["tool_choice"] = {"type": "function", "function": {"name": choice.text("name")}}
+        elif kind in _CHOICES:
+            found["tool_choice"] = _CHOICES[kind]
+        else:
+            message = f"tool_choice.type must be one of auto, any, tool, none; got {kind[:60]!r}"
+            raise InvalidRequestError(message, param="tool_choice.type")
+        if choice.flag("disable_parallel_tool_use"):
+            found["parallel_tool_calls"] = False
+    return found
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if system := text_of(fields, "system", _TEXT):
+        messages.append({"role": "system", "content": system})
+    fields.required("messages")
+    for message in fields.objects("messages"):
+        role = message.text("role")
+        if role not in ("user", "assistant"):
+            text = f"{message.place('role')} must be user or assistant; got {role[:60]!r}"
+            raise InvalidRequestError(text, param=message.place("role"))
+        content = message.required("content")
+        if isinstance(content, str):
+            messages.append({"role": role, "content": content})
+        elif not isinstance(content, list):
+            raise wrong_type(message.place("content"), "text or an array of blocks", content)
+        else:
+            messages += _of_assistant(message) if role == "assistant" else _of_user(message)
+    return messages
+
+
+def _of_user(message: Fields) -> list[dict[str, Any]]:
+    """Results of tools are messages of their own, before the text."""
+    results, text = [], []
+    for block in message.objects("content"):
+        if block.text("type") == "tool_result":
+            content = text_of(block, "content", _TEXT)
+            results.append({"role": "tool", "tool_call_id": block.text("tool_use_id"), "content": content})
+        else:
+            text.append(part_text(block, _TEXT))
+    return [*results, {"role": "user", "content": "".join(text)}] if text or not results else results
+
+
+def _of_assistant(message: Fields) -> list[dict[str, Any]]:
+    turn: dict[str, Any] = {"role": "assistant", "content": ""}
+    reasoning = ""
+    for block in message.objects("content"):
+        kind = block.text("type")
+        if kind == "tool_use":
+            arguments = orjson.dumps(block.required("input")).decode()
+            function = {"name": block.text("name"), "arguments": arguments}
+            turn.setdefault("tool_calls", []).append({"id": block.text("id"), "type": "function", "function": function})
+        elif kind == "thinking":
+            reasoning += block.text("thinking")
+        elif kind != "redacted_thinking":
+            turn["content"] += part_text(block, _TEXT)
+    if reasoning:
+        turn["reasoning_content"] = reasoning
+    return [turn]

@@ -1,0 +1,73 @@
+"""What the replies of translated APIs have in common: blocks from chat's chunks, and events made of blocks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from alignedserve.errors import AlignedServeError
+from alignedserve.gateway.body.planning import ServedModel
+from alignedserve.gateway.body.requests import GenerationRequest
+from alignedserve.gateway.ledger.calls import Answer, Call, Delta
+from alignedserve.gateway.reply.openai_replies import ChatReply
+from alignedserve.gateway.reply.replies import event
+from alignedserve.gateway.translated.blocks import Blocks, Step
+
+
+class TranslatedReply(ChatReply):
+    """Whole replies are made of the same blocks as streamed ones. There is one answer."""
+
+    def __init__(
+        self, call: Call, model: ServedModel, end: Callable[[Answer], None], request: GenerationRequest
+    ) -> None:
+        super().__init__(call, model, end, request)
+        self.blocks = Blocks()
+        self.sent = 0  # events
+
+    # ---- implemented by each API
+
+    @abstractmethod
+    def opening(self) -> list[dict[str, Any]]:
+        """The first events."""
+
+    @abstractmethod
+    def step(self, step: Step) -> list[dict[str, Any]]:
+        """The events of a step."""
+
+    @abstractmethod
+    def closing(self) -> list[dict[str, Any]]:
+        """The last events of an answer that has ended."""
+
+    @abstractmethod
+    def failing(self, error: AlignedServeError) -> list[dict[str, Any]]:
+        """The last events of an answer that fails."""
+
+    # ---- in chunks
+
+    def frames(self, deltas: Iterable[Delta]) -> list[bytes]:
+        events = [] if self.sent else self.opening()
+        for step in self._steps(deltas):
+            events += self.step(step)
+        return [_named(one) for one in events]
+
+    def ending(self) -> bytes:
+        return b"".join(map(_named, self.closing()))
+
+    def broken(self, error: AlignedServeError) -> bytes:
+        return b"".join(map(_named, self.failing(error)))
+
+    # ---- as a whole
+
+    def collect(self, deltas: Iterable[Delta]) -> None:
+        self._steps(deltas)
+
+    def _steps(self, deltas: Iterable[Delta]) -> list[Step]:
+        return [
+            step for chunk in self.chunks(deltas) for choice in chunk["choices"] for step in self.blocks.take(choice)
+        ]
+
+
+def _named(one: dict[str, Any]) -> bytes:
+    kind: str = one["type"]
+    return b"event: " + kind.encode() + b"\n" + event(one)

@@ -1,0 +1,194 @@
+"""The body of /v1/responses, as a chat request. Nothing is stored: a conversation is sent whole each time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import PrivateAttr
+
+from alignedserve.errors import InvalidRequestError
+from alignedserve.gateway.body.planning import CallPlan, ServedModel, plan_chat
+from alignedserve.gateway.body.requests import ChatRequest, checked
+from alignedserve.gateway.body.validation_errors import wrong_type
+from alignedserve.gateway.translated.fields import Fields, renamed, text_of, unsupported
+
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+_SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "user", "metadata", "safety_identifier",
+         "service_tier", "prompt_cache_key", "prompt_cache_retention")  # fmt: skip
+_OWN = frozenset({"input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning", "include",
+                  "top_logprobs", "store", "truncation", "stream_options", *_SAME})  # fmt: skip
+# Fields of a chat request that this endpoint has under another name, or not at all
+_CHATS_OWN = frozenset({"messages", "max_tokens", "max_completion_tokens", "max_new_tokens", "n", "logprobs",
+                        "response_format", "reasoning_effort", "functions", "function_call"})  # fmt: skip
+_REFUSED = {
+    "previous_response_id": "responses are not stored; send the earlier items in input",
+    "conversation": "conversations are not stored; send the earlier items in input",
+    "background": "a response is written while its client waits; see /v1/batches for work without hurry",
+    "prompt": "there are no prompt templates; send the prompt as input",
+    "max_tool_calls": "the client calls the tools, so it limits them",
+    "context_management": "input is never shortened",
+    "moderation": "there is no moderation",
+}
+_INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
+_PARTS = ("input_text", "output_text", "text")
+
+
+class ResponsesChat(ChatRequest):
+    """A chat request that was sent to /v1/responses."""
+
+    _body: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What the client sent."""
+        return self._body
+
+    @property
+    def ignored(self) -> list[str]:
+        known = [name for name in super().ignored if name not in ("metadata",)]
+        summary = (self._body.get("reasoning") or {}).get("summary")
+        return [*known, *(["reasoning.summary"] if summary else [])]
+
+
+def parse_responses(body: Any) -> ResponsesChat:
+    """Raises InvalidRequestError, or a subclass of it, that names the invalid field."""
+    fields = Fields(body, "")
+    chat = _chat_body(fields)
+    with renamed(_NAMES):
+        request = checked(ResponsesChat, chat)
+    request._body = body
+    return request
+
+
+async def plan_response(model: ServedModel, request: ResponsesChat) -> CallPlan:
+    """`plan_chat`, whose errors name the fields that the client sent."""
+    with renamed(_NAMES):
+        return await plan_chat(model, request)
+
+
+def _chat_body(fields: Fields) -> dict[str, Any]:
+    given = fields.values()
+    _refuse(fields)
+    extra = {name: value for name, value in given.items() if name not in _OWN | _CHATS_OWN and name not in _REFUSED}
+    body = {**extra, **{name: given[name] for name in _SAME if name in given}}
+    body["messages"] = _messages(fields)
+    body["max_tokens"] = fields.raw("max_output_tokens")
+    included = fields.get("include", list, "an array of strings") or []
+    for name in included:
+        if name not in _INCLUDED:
+            raise unsupported(fields, "include", f"include: {name!r} is not supported")
+    if _INCLUDED[0] in included or fields.raw("top_logprobs"):
+        body |= {"logprobs": True, "top_logprobs": fields.raw("top_logprobs")}
+    if (text := fields.object("text")) is not None:
+        body["verbosity"] = text.raw("verbosity")
+        if (wanted := text.object("format")) is not None:
+            body["response_format"] = _format(wanted)
+    if (reasoning := fields.object("reasoning")) is not None:
+        body["reasoning_effort"] = reasoning.raw("effort")
+    return {**body, **_tools(fields)}
+
+
+def _refuse(fields: Fields) -> None:
+    for name, why in _REFUSED.items():
+        if fields.raw(name) not in (None, False, [], {}):
+            raise unsupported(fields, name, f"{name} is not supported: {why}")
+    if fields.flag("store"):
+        raise unsupported(fields, "store", "store is not supported: responses are not stored; set it to false")
+    if fields.raw("truncation") not in (None, "disabled"):
+        raise unsupported(fields, "truncation", "truncation is not supported: input is never shortened")
+
+
+def _format(wanted: Fields) -> dict[str, Any]:
+    kind = wanted.text("type")
+    if kind != "json_schema":
+        return {"type": kind}
+    return {"type": kind, "json_schema": {name: value for name, value in wanted.values().items() if name != "type"}}
+
+
+def _tools(fields: Fields) -> dict[str, Any]:
+    """tools and tool_choice of the chat request."""
+    tools = []
+    for tool in fields.objects("tools"):
+        kind = tool.text("type")
+        if kind != "function":
+            raise unsupported(tool, "type", f"tools of type {kind} are not supported: only functions are")
+        tools.append({"type": "function", "function": {k: v for k, v in tool.values().items() if k != "type"}})
+    choice = fields.raw("tool_choice")
+    if isinstance(choice, dict):
+        tools, choice = _choice(Fields(choice, "tool_choice"), tools)
+    found: dict[str, Any] = {}
+    if tools:
+        found["tools"] = tools
+    if choice is not None:
+        found["tool_choice"] = choice
+    return found
+
+
+def _choice(choice: Fields, tools: list[Any]) -> tuple[list[Any], Any]:
+    """The tools that may be called, and chat's tool_choice."""
+    kind = choice.text("type")
+    if kind == "function":
+        return tools, {"type": "function", "function": {"name": choice.text("name")}}
+    if kind != "allowed_tools":
+        raise unsupported(choice, "type", f"tool_choice of type {kind} is not supported: only functions are")
+    names = [tool.text("name") for tool in choice.objects("tools")]
+    missing = [name for name in names if name not in [tool["function"].get("name") for tool in tools]]
+    if missing:
+        raise InvalidRequestError(f"tool_choice.tools: tools has no {missing[0]!r}", param="tool_choice.tools")
+    return [tool for tool in tools if tool["function"].get("name") in names], choice.text("mode")
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if instructions := fields.optional_text("instructions"):
+        messages.append({"role": "system", "content": instructions})
+    items = fields.raw("input")
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    if items is None or not isinstance(items, list):
+        raise wrong_type("input", "text or an array of items", items)
+    turn: dict[str, Any] | None = None  # the open turn of the assistant: its reasoning, text and calls are one message
+    for item in fields.objects("input"):
+        kind = item.optional_text("type") or "message"
+        of_assistant = kind in ("reasoning", "function_call") or item.raw("role") == "assistant"
+        if not of_assistant:
+            turn = None
+            messages.append(_message(item, kind))
+            continue
+        if turn is None or (kind == "message" and turn["content"]) or (kind == "reasoning" and len(turn) > 2):
+            turn = {"role": "assistant", "content": None}
+            messages.append(turn)
+        _add_to_turn(turn, item, kind)
+    for message in messages:
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""
+    return messages
+
+
+def _add_to_turn(turn: dict[str, Any], item: Fields, kind: str) -> None:
+    if kind == "message":
+        turn["content"] = text_of(item, "content", _PARTS)
+    elif kind == "reasoning":
+        turn["reasoning_content"] = text_of(item, "content", ("reasoning_text",)) or text_of(
+            item, "summary", ("summary_text",)
+        )
+    else:
+        function = {"name": item.text("name"), "arguments": item.text("arguments")}
+        turn.setdefault("tool_calls", []).append({"id": item.text("call_id"), "type": "function", "function": function})
+
+
+def _message(item: Fields, kind: str) -> dict[str, Any]:
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item.text("call_id"), "content": text_of(item, "output", _PARTS)}
+    if kind != "message":
+        raise unsupported(item, "type", f"items of type {kind} are not supported")
+    role = item.text("role")
+    if role not in ("user", "system", "developer"):
+        message = f"{item.place('role')} must be one of user, assistant, system, developer; got {role[:60]!r}"
+        raise InvalidRequestError(message, param=item.place("role"))
+    return {"role": role, "content": text_of(item, "content", _PARTS)}

@@ -1,0 +1,356 @@
+"""/v1/responses and /v1/messages with the clients that people use, and what their bodies become."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from openai.types.responses import Response
+
+from alignedserve.errors import InvalidRequestError, TransferError
+from alignedserve.gateway.failures import UnsupportedFeatureError
+from alignedserve.gateway.translated import messages_request, responses_request
+from alignedserve.gateway.translated.blocks import Blocks, Kind, Op
+from alignedserve.gateway.translated.messages_request import parse_messages
+from alignedserve.gateway.translated.responses_request import parse_responses
+from alignedserve.model import resolve_model
+from alignedserve.request import FinishReason, RequestSpec
+from alignedserve.text import Tokenizer
+from support.fake_cluster import FakeCluster, playing
+from support.gateway import RunningGateway
+
+TOKENIZER = Tokenizer.from_folder(resolve_model("tiny"))
+assert TOKENIZER is not None
+USER = {"role": "user", "content": "hi"}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def ids(text: str) -> list[int]:
+    assert TOKENIZER is not None
+    return TOKENIZER.encode(text)
+
+
+async def failing(cluster: FakeCluster, spec: RequestSpec) -> None:
+    cluster.emit(spec, ids(" value"))
+    await asyncio.sleep(0.02)  # it waits in the gateway's stream to its client
+    cluster.emit(spec, error=TransferError("a copy could not be trusted"))
+
+
+@pytest.fixture
+async def client(gateway: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=10.0) as client:
+        yield client
+
+
+@pytest.fixture
+async def claude(gateway: RunningGateway) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key="none", max_retries=0, timeout=10.0) as client:
+        yield client
+
+
+# ---- responses
+
+
+async def test_a_response_whole(client: openai.AsyncOpenAI, cluster: FakeCluster) -> None:
+    cluster.script = playing(ids(" value"), ids(" of it"), finish=FinishReason.STOP)
+    answer = await client.responses.create(model="tiny", input="Return the", instructions="Be short.", temperature=0)
+    assert answer.output_text == " value of it"
+    assert (answer.status, answer.instructions, answer.temperature) == ("completed", "Be short.", 0)
+    assert answer.usage is not None
+    assert answer.usage.output_tokens == len(ids(" value")) + len(ids(" of it"))
+    assert cluster.submitted[0].sampling.temperature == 0
+
+
+async def test_a_streamed_response_is_the_whole_one(client: openai.AsyncOpenAI, cluster: FakeCluster) -> None:
+    cluster.script = playing(ids(" value"), ids(" of"), ids(" it"), pause_s=0.01)
+    stream = await client.responses.create(
+        model="tiny",
+        input=[USER],
+        max_output_tokens=9,
+        stream=True,
+        top_logprobs=1,  # type: ignore[list-item]
+    )
+    events = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert set(kinds[4:-4]) == {"output_text.delta"}
+    pieces = [event for event in events if event.type == "response.output_text.delta"]
+    assert "".join(event.delta for event in pieces) == " value of it"
+    last = events[-1]
+    assert last.type == "response.incomplete"
+    assert last.response.output_text == " value of it"
+    assert last.response.incomplete_details is not None
+    assert last.response.incomplete_details.reason == "max_output_tokens"
+    Response.model_validate(last.response.model_dump(), strict=True)
+
+
+async def test_openais_helper_assembles_a_streamed_response(client: openai.AsyncOpenAI, cluster: FakeCluster) -> None:
+    cluster.script = playing(ids(" value"), ids(" of it"), finish=FinishReason.STOP)
+    async with client.responses.stream(model="tiny", input="Return the") as stream:
+        text = "".join([event.delta async for event in stream if event.type == "response.output_text.delta"])
+        answer = await stream.get_final_response()
+    assert text == answer.output_text == " value of it"
+
+
+async def test_a_streamed_response_that_fails_ends_so(client: openai.AsyncOpenAI, cluster: FakeCluster) -> None:
+    cluster.script = failing
+    events = [event async for event in await client.responses.create(model="tiny", input="Return the", stream=True)]
+    last = events[-1]
+    assert last.type == "response.failed"
+    assert last.response.error is not None
+    assert (last.response.error.code, last.response.error.message) == ("server_error", "a copy could not be trusted")
+
+
+async def test_a_refused_response_names_the_clients_own_fields(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(model="tiny", input="hi", max_output_tokens=0)
+    assert caught.value.param == "max_output_tokens"
+    assert "max_output_tokens must" in caught.value.message
+    for fields, param in (
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        ({"input": "hi " * 3000}, "input"),
+        ({"max_output_tokens": 100_000}, "max_output_tokens"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(**{"model": "tiny", "input": "hi", **fields})
+        assert caught.value.param == param
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return responses_request._chat_body(responses_request.Fields({"input": "hi", **fields}, ""))
+
+
+def test_items_become_messages() -> None:
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "c", "annotations": []}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "x"},
+        {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "y"}]},
+        {"role": "developer", "content": "d"},
+    ]
+    calls = [
+        {"id": number, "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for number, name in (("1", "f"), ("2", "g"))
+    ]
+    assert chat(input=items, instructions="i")["messages"] == [
+        {"role": "system", "content": "i"},
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "c", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "x"},
+        {"role": "tool", "tool_call_id": "2", "content": "y"},
+        {"role": "developer", "content": "d"},
+    ]
+
+
+def test_tools_formats_and_effort_become_chats() -> None:
+    tool = {"type": "function", "name": "f", "parameters": SCHEMA, "strict": True}
+    wanted = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
+    body = chat(tools=[tool], tool_choice={"type": "function", "name": "f"}, text={"format": wanted}, top_k=3)
+    assert body["tools"] == [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}]
+    assert body["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+    assert body["response_format"] == {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+    }
+    assert body["top_k"] == 3
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
+    body = chat(tools=[tool, {**tool, "name": "g"}], tool_choice=allowed, reasoning={"effort": "low"})
+    assert [one["function"]["name"] for one in body["tools"]] == ["f"]
+    assert (body["tool_choice"], body["reasoning_effort"]) == ("required", "low")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"store": True}, "store"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"input": 3}, "input"),
+        ({"input": [{"role": "user"}, {"type": "function_call", "name": "f"}]}, "input[1].arguments"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "f"}]}}, "tool_choice.tools"),
+        ({"temperature": "hot"}, "temperature"),
+    ],
+)
+def test_what_responses_refuses_it_names(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_responses({"input": "hi", **fields})
+    assert caught.value.param == param
+
+
+# ---- messages
+
+
+async def test_a_message_whole(claude: anthropic.AsyncAnthropic, cluster: FakeCluster) -> None:
+    cluster.script = playing(ids(" value"), ids(" of it"), finish=FinishReason.STOP)
+    answer = await claude.messages.create(model="tiny", max_tokens=9, messages=[USER], system="Be short.")  # type: ignore[list-item]
+    assert [block.model_dump(exclude_none=True) for block in answer.content] == [
+        {"type": "text", "text": " value of it"}
+    ]
+    assert (answer.stop_reason, answer.role) == ("end_turn", "assistant")
+    assert answer.usage.output_tokens == len(ids(" value")) + len(ids(" of it"))
+    assert answer.usage.input_tokens > len(ids("hi"))
+
+
+async def test_a_streamed_message_is_the_whole_one(claude: anthropic.AsyncAnthropic, cluster: FakeCluster) -> None:
+    cluster.script = playing(ids(" value"), ids(" of"), ids(" it"), pause_s=0.01)
+    async with claude.messages.stream(model="tiny", max_tokens=9, messages=[USER], stop_sequences=[" it"]) as stream:  # type: ignore[list-item]
+        text = "".join([piece async for piece in stream.text_stream])
+        answer = await stream.get_final_message()
+    assert text == " value of"
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", " it")
+    assert answer.usage.output_tokens == len(ids(" value of it"))
+
+
+async def test_a_message_that_is_cut_says_so(claude: anthropic.AsyncAnthropic, cluster: FakeCluster) -> None:
+    cluster.script = playing(ids(" value"))
+    answer = await claude.messages.create(model="tiny", max_tokens=1, messages=[USER])  # type: ignore[list-item]
+    assert answer.stop_reason == "max_tokens"
+
+
+async def test_errors_have_anthropics_shape(
+    claude: anthropic.AsyncAnthropic, cluster: FakeCluster, http: httpx.AsyncClient
+) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+        await claude.messages.create(model="other", max_tokens=1, messages=[USER])  # type: ignore[list-item]
+    answer = await http.post("/v1/messages", json={"model": "tiny", "messages": [USER]})
+    assert answer.status_code == 400
+    error = {"type": "invalid_request_error", "message": "max_tokens is required"}
+    assert answer.json() == {"type": "error", "error": error}
+    cluster.script = failing
+    with pytest.raises(anthropic.APIStatusError, match="could not be trusted"):
+        async with claude.messages.stream(model="tiny", max_tokens=9, messages=[USER]) as stream:  # type: ignore[list-item]
+            await stream.get_final_message()
+
+
+def of_messages(**fields: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "max_tokens": 5, "messages": [USER], **fields}
+    return messages_request._chat_body(messages_request.Fields(body, ""))
+
+
+def test_blocks_become_chats_messages() -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "text", "text": "b"},
+                {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "y"}]},
+                {"type": "text", "text": "c"},
+            ],
+        },
+    ]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}
+    assert of_messages(messages=messages, system=[{"type": "text", "text": "s"}])["messages"] == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "1", "content": "y"},
+        {"role": "user", "content": "c"},
+    ]
+
+
+def test_tools_thinking_and_formats_become_chats() -> None:
+    tool = {"name": "f", "description": "d", "input_schema": SCHEMA}
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    body = of_messages(tools=[tool], tool_choice=choice, thinking=thinking, top_k=4, stop_sequences=["x"])
+    assert body["tools"] == [
+        {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}},
+    ]
+    assert (body["tool_choice"], body["parallel_tool_calls"]) == ("required", False)
+    assert (body["enable_thinking"], body["thinking_token_budget"]) == (True, 1024)
+    assert (body["top_k"], body["stop"]) == (4, ["x"])
+    config = {"effort": "high", "format": {"type": "json_schema", "schema": SCHEMA}}
+    body = of_messages(tool_choice={"type": "tool", "name": "f"}, output_config=config)
+    assert body["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+    assert body["response_format"]["json_schema"]["schema"] == SCHEMA
+    assert body["reasoning_effort"] == "high"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
+        ({"tools": [{"name": "w"}]}, "tools[0].input_schema"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"stop_sequences": [3]}, "stop_sequences"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_what_messages_refuses_it_names(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_messages({"model": "tiny", "max_tokens": 5, "messages": [USER], **fields})
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("parse", [parse_responses, parse_messages])
+@pytest.mark.parametrize("body", [None, [], "x", {"input": [[]]}, {"input": {}, "tools": 3}, {"messages": [None]}])
+def test_other_shapes_are_refused(parse: Any, body: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        parse(body)
+
+
+def test_a_field_that_chat_refuses_is_refused() -> None:
+    with pytest.raises(UnsupportedFeatureError, match="beam"):
+        parse_responses({"input": "hi", "use_beam_search": True})
+
+
+# ---- blocks
+
+
+def delta(finish: str | None = None, **of: Any) -> dict[str, Any]:
+    return {"index": 0, "delta": of, "logprobs": None, "finish_reason": finish}
+
+
+def test_a_delta_of_another_kind_closes_the_open_block() -> None:
+    blocks = Blocks()
+    first = {"index": 0, "id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    second = {"index": 1, "id": "2", "type": "function", "function": {"name": "g", "arguments": "{}"}}
+    more = [{"index": 0, "function": {"arguments": piece}} for piece in ('{"x"', ":1}")]
+    given = [delta(role="assistant", content=""), delta(reasoning_content="hm"), delta(content="a"), delta(content="b")]
+    given += [delta(tool_calls=[first]), *(delta(tool_calls=[one]) for one in more), delta(tool_calls=[second])]
+    given += [delta("tool_calls")]
+    steps = [step for one in given for step in blocks.take(one)]
+    assert [(block.kind, block.text, block.name, block.index) for block in blocks.all] == [
+        (Kind.REASONING, "hm", "", 0),
+        (Kind.TEXT, "ab", "", 1),
+        (Kind.CALL, '{"x":1}', "f", 2),
+        (Kind.CALL, "{}", "g", 3),
+    ]
+    assert blocks.finish == "tool_calls"
+    order = [(step.op, step.block.index) for step in steps if step.op is not Op.ADD]
+    assert order == [(op, index) for index in range(4) for op in (Op.OPEN, Op.CLOSE)]
+    assert json.loads("".join(step.piece for step in steps if step.block.index == 2)) == {"x": 1}
