@@ -146,7 +146,7 @@ def failure_from_proto(message: pb.Failure) -> AlignedServeError:
 
 def logprob_to_proto(entry: TokenLogprobs) -> gw.TokenLogprob:
     top = [gw.TopLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
-    return gw.TokenLogprob(logprob=entry.logprob, top=top)
+    return gw.TokenLogprob(logprob=entry.logprob, top=top, rank=entry.rank)
 
 
 def token_event(

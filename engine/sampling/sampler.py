@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -116,11 +116,16 @@ class Sampler:
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: torch.Tensor, next_token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
-        """Log-probabilities of `next_token_ids`, one for each row of `logits` `[rows, vocab_size]`, and the top `k`."""
+        """Log-probabilities and ranks of `next_token_ids`, one for each row of `logits` `[rows, vocab_size]`, and the
+        top `k`.
+        """
         if not len(next_token_ids):
             return []
         _require_finite(logits.amax(dim=-1))
-        return _logprobs(logits, list(next_token_ids), [k] * len(next_token_ids))
+        own = logits.gather(1, upload(next_token_ids, logits.device)[:, None])
+        ranks = (logits >= own).sum(dim=-1).tolist()
+        found = _logprobs(logits, list(next_token_ids), [k] * len(next_token_ids))
+        return [replace(entry, rank=rank) for entry, rank in zip(found, ranks, strict=True)]
 
 
 def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -321,7 +326,8 @@ def _logprobs(
     """Of each row's token and of its most likely ones, or of those that are `asked` for in their place."""
     normalised = torch.log_softmax(logits.float(), dim=-1)
     if any(asked):
-        return [_listed(row, *about) for row, *about in zip(normalised, tokens, counts, asked, strict=True)]
+        about = zip(normalised, tokens, counts, asked, strict=True)
+        return [_listed(row, token, count, listed) for row, token, count, listed in about]
     return _ranked(normalised, tokens, counts)
 
 

@@ -220,7 +220,15 @@ class RequestSpec:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities at one generated token: of the chosen token, and (id, logprob) of the most likely."""
+    """Natural-log probabilities at one token: of the token itself, and (id, logprob) of the most likely.
+
+    `rank`: the token's place among the most likely, from 1; 0: unknown. It is computed for tokens of prompts.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
+
+    def most(self, count: int) -> TokenLogprobs:
+        """With `count` of the most likely tokens at most."""
+        return self if len(self.top) <= count else replace(self, top=self.top[:count])

@@ -113,7 +113,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"allowed_token_ids": (3, 5, 7, 11), "seed": 1},
     {"bad_words": ((4,), (3, 3)), "allowed_token_ids": (3, 4, 5), "seed": 2},
     {"no_repeat_ngram_size": 2, "temperature": 0.0},
-    {"suppress_tokens": tuple(range(0, 50)), "begin_suppress_tokens": tuple(range(50, 60)), "top_k": 5, "seed": 3},
+    {"suppress_tokens": tuple(range(50)), "begin_suppress_tokens": tuple(range(50, 60)), "top_k": 5, "seed": 3},
     {"forced_eos_token_id": (2,), "top_p": 0.7, "seed": 4},
     {"temperature": 1.0, "seed": 5},
 )
