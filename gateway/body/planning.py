@@ -77,6 +77,7 @@ class ServedModel:
     info: ModelInfo | None = None
     capacity_tokens: int | None = None
     created: int = 0
+    root: str = ""  # what the model is called where it comes from; "": its name here
     encoder: PromptEncoder | None = field(init=False, default=None)
     grammars: Grammars | None = field(init=False, default=None)  # made for the first request that needs them
 
