@@ -65,6 +65,18 @@ def chat_request(messages: Iterable[ChatTurn], options: Options) -> pb.GenerateR
     return message
 
 
+_LISTS = (
+    "stop_token_ids",
+    "allowed_token_ids",
+    "bad_words",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "logprob_token_ids",
+)
+
+
 def _with_options(options: Options) -> pb.GenerateRequest:
     message = pb.GenerateRequest()
     for name, value in options.items():
@@ -82,8 +94,12 @@ def _with_options(options: Options) -> pb.GenerateRequest:
 def _set_option(message: pb.GenerateRequest, name: str, value: Any) -> None:
     if name == "stop":
         _extend(message.stop, name, [value] if isinstance(value, str) else value)
-    elif name == "stop_token_ids":
-        _extend(message.stop_token_ids, name, value)
+    elif name in _LISTS:
+        alone = (name == "bad_words" and isinstance(value, str)) or (name.startswith("forced") and type(value) is int)
+        _extend(getattr(message, name), name, [value] if alone else value)
+    elif name == "bad_words_ids":
+        for sequence in value:
+            _extend(message.bad_words_ids.add().ids, name, sequence)
     elif name == "logit_bias":
         if not isinstance(value, Mapping):
             raise InvalidRequestError("logit_bias must map token ids to numbers", param=name)

@@ -59,6 +59,34 @@ class Options(TypedDict, total=False):
     """Tokens that end the answer."""
     ignore_eos: bool | None
     """Continue after the model's end tokens."""
+    allowed_token_ids: Iterable[int] | None
+    """Choose from these tokens only."""
+    bad_words: str | Iterable[str] | None
+    """Words that the answer may not contain, each with and without a space before it."""
+    bad_words_ids: Iterable[Iterable[int]] | None
+    """Token sequences that may not be completed; tokens of the prompt count."""
+    suppress_tokens: Iterable[int] | None
+    """Tokens that may not be chosen."""
+    begin_suppress_tokens: Iterable[int] | None
+    """Tokens that the answer may not begin with."""
+    forced_bos_token_id: int | Iterable[int] | None
+    """The answer to a prompt of one token begins with one of these."""
+    forced_eos_token_id: int | Iterable[int] | None
+    """The token at the last place that `max_tokens` allows is one of these."""
+    no_repeat_ngram_size: int | None
+    """No sequence of this many tokens occurs twice in prompt and answer; 0: no limit."""
+    min_length: int | None
+    """Least number of tokens of prompt and answer together; `min_tokens` overrides it."""
+    logprob_token_ids: Iterable[int] | None
+    """With `logprobs`: the tokens whose log probabilities are returned, in place of the most likely ones."""
+    skip_special_tokens: bool | None
+    """Leave special tokens out of the text (the default)."""
+    spaces_between_special_tokens: bool | None
+    """Separate special tokens in the text by spaces, if the tokenizer does so for tokens (the default)."""
+    include_stop_str_in_output: bool | None
+    """The text ends with the stop string that ended it."""
+    truncate_prompt_tokens: int | None
+    """Use the last tokens of a longer prompt only; -1: as many as leave room for the answer."""
     n: int | None
     """Number of answers to the prompt; 1 to 16."""
     include_timings: bool | None

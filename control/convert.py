@@ -28,7 +28,8 @@ _OPTIONAL = [
 ]
 _OTHERS = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields if not field.has_presence]
 _PLAIN = [name for name in _OTHERS if isinstance(getattr(pb.SamplingParams(), name), bool | int | float | str)]
-_LISTS = [name for name in _OTHERS if name not in _PLAIN and name != "logit_bias"]
+_SEQUENCES = ("bad_words", "bad_words_ids")
+_LISTS = [name for name in _OTHERS if name not in (*_PLAIN, *_SEQUENCES, "logit_bias")]
 
 
 def key_to_proto(key: RequestKey) -> pb.RequestKey:
@@ -50,6 +51,9 @@ def keys_from_proto(message: pb.RequestKeys) -> list[RequestKey]:
 def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
     message = pb.SamplingParams(**{name: getattr(sampling, name) for name in (*_PLAIN, *_LISTS)})
     message.logit_bias.extend(pb.LogitBias(token_id=token, bias=bias) for token, bias in sampling.logit_bias)
+    for name in _SEQUENCES:
+        if sequences := getattr(sampling, name):
+            getattr(message, name).extend(pb.TokenSequence(ids=ids) for ids in sequences)
     for name in _OPTIONAL:
         if (value := getattr(sampling, name)) is not None:
             setattr(message, name, value)
@@ -61,6 +65,7 @@ def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     values: dict[str, Any] = {name: getattr(message, name) for name in _PLAIN}
     values |= {name: tuple(getattr(message, name)) for name in _LISTS}
+    values |= {name: tuple(tuple(entry.ids) for entry in getattr(message, name)) for name in _SEQUENCES}
     values |= {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
     if message.HasField("grammar"):
         values["grammar"] = _grammar_from_proto(message.grammar)
@@ -141,7 +146,7 @@ def failure_from_proto(message: pb.Failure) -> AlignedServeError:
 
 def logprob_to_proto(entry: TokenLogprobs) -> gw.TokenLogprob:
     top = [gw.TopLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
-    return gw.TokenLogprob(logprob=entry.logprob, top=top)
+    return gw.TokenLogprob(logprob=entry.logprob, top=top, rank=entry.rank)
 
 
 def token_event(

@@ -29,7 +29,13 @@ class LiveRequest:
         self._stops: StopChecker | None = None
         if sampling.stop and tokenizer is not None:
             self._stops = StopChecker(
-                tokenizer, sampling.stop, spec.output_token_ids, spec.prompt_token_ids, sampling.min_tokens
+                tokenizer,
+                sampling.stop,
+                spec.output_token_ids,
+                spec.prompt_token_ids,
+                sampling.min_tokens,
+                skip_special=sampling.skip_special_tokens,
+                spaces=sampling.spaces_between_special_tokens,
             )
 
     @property

@@ -26,7 +26,7 @@ _OTHERS = stat.S_IRWXO
 
 # Paths that are answered without a key. All others require a key if there is a key file, except Serve's own
 # /-/healthz and /-/routes, which this application does not see.
-OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/metrics", "/openapi.json"})
 
 Stamp = tuple[int, int, int, int]
 

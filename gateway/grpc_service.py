@@ -29,7 +29,7 @@ from alignedserve.request import TokenLogprobs
 from alignedserve.text import Tokenizer
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-_WRITTEN_OTHERWISE = {"prompt", "logit_bias"}  # in another form than in an HTTP body
+_WRITTEN_OTHERWISE = {"prompt", "logit_bias", "bad_words_ids"}  # in another form than in an HTTP body
 _AS_IN_A_BODY = CompletionRequest.model_fields.keys() - _WRITTEN_OTHERWISE
 
 
@@ -150,6 +150,8 @@ def body_of(request: inf.GenerateRequest) -> dict[str, Any]:
     }
     if request.logit_bias:
         body["logit_bias"] = {str(entry.token_id): entry.bias for entry in request.logit_bias}
+    if request.bad_words_ids:
+        body["bad_words_ids"] = [list(sequence.ids) for sequence in request.bad_words_ids]
     match request.WhichOneof("input"):
         case "prompt":
             body["prompt"] = request.prompt

@@ -114,7 +114,7 @@ def entry_of(answer: Answer, gateway_id: str, now_ns: int) -> dict[str, Any]:
 
     `arrival_unix_s`: arrival at the gateway. `queue_unix_s`: submission to the scheduler in the request's last epoch.
     `<stage>_unix_s`: when each stage first began. `<stage>_s`: seconds in the stage, including repetitions after an
-    eviction. `bubble_s`: as in `timings`, absent without a cost model.
+    eviction. `bubble_s`: as in `timings`, absent without a cost model. `x_request_id`: the header, if there was one.
     """
     call, stopwatch = answer.call, answer.stopwatch
     entry: dict[str, Any] = {
@@ -131,6 +131,8 @@ def entry_of(answer: Answer, gateway_id: str, now_ns: int) -> dict[str, Any]:
         "prefill_id": answer.prefill_id,
         "decode_id": answer.decode_id,
     }
+    if call.sent_id:
+        entry["x_request_id"] = call.sent_id
     tokens = {"first": answer.first_token_s, "second": answer.second_token_s, "last": answer.last_token_s}
     entry |= {f"{which}_token_unix_s": _unix_s(call, at_s) for which, at_s in tokens.items() if at_s}
     entry |= {f"{stage}_unix_s": stopwatch.begun_ns[stage] / 1e9 for stage in Stage if stage in stopwatch.begun_ns}

@@ -109,7 +109,8 @@ class GatewayServer(RoleServer):
         if tokenizer is not None:
             override = config.model.chat_template
             template = ChatTemplate.from_folder(model_path, tokenizer.special_tokens, override)
-        server = cls(settings, ServedModel(config.served_model_name, tokenizer, template), locate)
+        model = ServedModel(config.served_model_name, tokenizer, template, root=config.model_root)
+        server = cls(settings, model, locate)
         await server.start()
         return server
 

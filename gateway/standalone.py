@@ -15,6 +15,7 @@ import uvicorn
 from alignedserve.errors import ResourceError
 from alignedserve.gateway.grpc_service import InferenceServicer
 from alignedserve.gateway.http.guard import ApiKeyCheck
+from alignedserve.gateway.http.request_id import echoing
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.proto import inference_pb2_grpc as inf_grpc
 
@@ -51,7 +52,7 @@ class StandaloneGateway:
         listener = self._bind()
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(
-            self._server.asgi_app,
+            echoing(self._server.asgi_app),
             log_config=None,
             log_level="warning",
             access_log=False,

@@ -5,9 +5,7 @@ Models are refused here if the configuration and the model's class suffice to te
 
 dtype `auto`: float32 on a CPU; on a GPU the checkpoint's own, except that float32 checkpoints are served in bfloat16.
 
-Sampling defaults are the values that `generation_config.json` itself contains, without the defaults of transformers. If
-it has `do_sample: false`, its temperature, top_p, top_k and min_p are not used; repetition_penalty applies to greedy
-decoding too.
+Sampling defaults are those of `generation_config.json` (`alignedserve.engine.model.generation`).
 """
 
 from __future__ import annotations
@@ -20,17 +18,16 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+from alignedserve.engine.model.generation import generation_defaults
 from alignedserve.engine.model.refusal import attribute, refuse_unsupported
-from alignedserve.errors import InvalidRequestError, ModelError, UnsupportedModelError
+from alignedserve.errors import ModelError, UnsupportedModelError
 from alignedserve.geometry import DTYPE_BYTES
 from alignedserve.model import ModelInfo, check_model_folder, unserved_generation_keys
-from alignedserve.request import SamplingParams
 from alignedserve.weight_files import Tensor, read_json, read_tensors, weight_files
 
 log = logging.getLogger(__name__)
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
 
 
 def inspect_model(name: str, path: str | Path, dtype: str, device: str, trust_remote_code: bool = False) -> ModelInfo:
@@ -59,7 +56,7 @@ def inspect_model(name: str, path: str | Path, dtype: str, device: str, trust_re
         vocab_size=_positive(text, "vocab_size", folder),
         max_positions=_max_positions(text, folder),
         eos_token_ids=_eos_token_ids(config, text, generation),
-        generation_defaults=_generation_defaults(generation, folder),
+        generation_defaults=generation_defaults(generation, folder, _positive(text, "vocab_size", folder)),
         weight_bytes=elements * DTYPE_BYTES[served],
         heads=heads,
         hidden_size=attribute(text, "hidden_size") or 0,
@@ -128,18 +125,6 @@ def _eos_token_ids(config: PretrainedConfig, text: PretrainedConfig, generation:
         if tokens:
             return tokens
     return ()
-
-
-def _generation_defaults(generation: dict[str, Any], folder: Path) -> dict[str, float]:
-    keys = () if generation.get("do_sample") is False else _SAMPLING_KEYS
-    defaults = {
-        key: generation[key] for key in (*keys, "repetition_penalty") if isinstance(generation.get(key), (int, float))
-    }
-    try:
-        SamplingParams(**defaults)
-    except InvalidRequestError as error:
-        raise ModelError(f"{folder / 'generation_config.json'}: {error}") from error
-    return defaults
 
 
 def _stored(tensors: Mapping[str, Tensor], folder: Path) -> tuple[str | None, int]:

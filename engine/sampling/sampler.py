@@ -1,8 +1,8 @@
 """Chooses the next token of each row of a batch, and reports log-probabilities.
 
-Order, for each row: logit_bias, repetition penalty, presence and frequency penalty, min_tokens, the grammar's mask,
-then greedy choice, or temperature, top_k, top_p, min_p and a draw. Reported log-probabilities are the model's own
-(log_softmax of its logits, before all of this).
+Order, for each row: logit_bias, repetition penalty, presence and frequency penalty, min_tokens, excluded tokens, the
+grammar's mask, then greedy choice, or temperature, top_k, top_p, min_p and a draw. Reported log-probabilities are the
+model's own (log_softmax of its logits, before all of this).
 
 A draw takes the largest `logit - log(noise)` (the Gumbel-max trick), with noise that is a hash of (seed, position in
 the answer, token id). It depends neither on the batch nor on the other candidates. If rounding changes a logit, two
@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from alignedserve.engine.sampling.exclusions import Exclusions, excluded_beginning, excludes_always
 from alignedserve.engine.sampling.masks import apply_masks
 from alignedserve.engine.sampling.noise import exponential_noise, row_keys
 from alignedserve.engine.sampling.penalties import PenaltyState, needs_penalties
-from alignedserve.errors import NumericsError
+from alignedserve.errors import InvalidRequestError, NumericsError
 from alignedserve.grammar.base import Bits, RowGrammar, fill_rows
 from alignedserve.request import SamplingParams, TokenLogprobs
 
@@ -38,6 +39,7 @@ class SampleRow:
 
     `output_token_ids` are the tokens chosen so far; their number is the position in the answer of the token to be
     chosen. `penalties` is created when first needed. `grammar`: its state under a grammar, which follows the output.
+    `exclusions`: None if no option excludes tokens.
     """
 
     sampling: SamplingParams
@@ -45,13 +47,22 @@ class SampleRow:
     output_token_ids: Sequence[int]
     penalties: PenaltyState | None = None
     grammar: RowGrammar | None = None
+    exclusions: Exclusions | None = field(init=False, default=None)
+    _always: bool = field(init=False)  # these two: whether it adjusts, apart from the grammar
+    _until: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        sampling = self.sampling
+        excludes, beginning = excludes_always(sampling), excluded_beginning(sampling)
+        if excludes or beginning:
+            self.exclusions = Exclusions(sampling, self.prompt_token_ids)
+        self._always = excludes or bool(sampling.logit_bias) or needs_penalties(sampling)
+        self._until = max(sampling.min_tokens, beginning)
 
     @property
     def adjusts(self) -> bool:
         """Whether the logits are changed before the token is chosen."""
-        sampling = self.sampling
-        early = len(self.output_token_ids) < sampling.min_tokens
-        return early or self.grammar is not None or bool(sampling.logit_bias) or needs_penalties(sampling)
+        return self._always or self.grammar is not None or len(self.output_token_ids) < self._until
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +116,16 @@ class Sampler:
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: torch.Tensor, next_token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
-        """Log-probabilities of `next_token_ids`, one for each row of `logits` `[rows, vocab_size]`, and the top `k`."""
+        """Log-probabilities and ranks of `next_token_ids`, one for each row of `logits` `[rows, vocab_size]`, and the
+        top `k`.
+        """
         if not len(next_token_ids):
             return []
         _require_finite(logits.amax(dim=-1))
-        return _logprobs(logits, list(next_token_ids), [k] * len(next_token_ids))
+        own = logits.gather(1, upload(next_token_ids, logits.device)[:, None])
+        ranks = (logits >= own).sum(dim=-1).tolist()
+        found = _logprobs(logits, list(next_token_ids), [k] * len(next_token_ids))
+        return [replace(entry, rank=rank) for entry, rank in zip(found, ranks, strict=True)]
 
 
 def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -150,6 +166,7 @@ def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence
             apply_masks(own, masks)
             if own is not logits:
                 logits.index_copy_(0, upload(masked, logits.device), own)
+        _require_a_token(logits, rows)
     greedy = [i for i, row in enumerate(rows) if row.sampling.greedy]
     drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
     chosen = [0] * len(rows)
@@ -164,7 +181,7 @@ def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence
 
 
 def _adjust(logits: torch.Tensor, row: SampleRow) -> None:
-    """Apply bias, penalties and min_tokens to one row `[vocab_size]` in place."""
+    """Apply bias, penalties, min_tokens and exclusions to one row `[vocab_size]` in place."""
     sampling = row.sampling
     vocab_size = logits.shape[0]
     if sampling.logit_bias:
@@ -180,6 +197,16 @@ def _adjust(logits: torch.Tensor, row: SampleRow) -> None:
         ends = [token for token in (*sampling.eos_token_ids, *sampling.stop_token_ids) if 0 <= token < vocab_size]
         if ends:
             logits[torch.tensor(ends, dtype=torch.int64, device=logits.device)] = float("-inf")
+    if row.exclusions is not None:
+        row.exclusions.apply(logits, row.output_token_ids, forces=row.grammar is None)
+
+
+def _require_a_token(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+    """Raises InvalidRequestError if the options of a row exclude every token."""
+    excluding = [index for index, row in enumerate(rows) if row.exclusions is not None]
+    if excluding and bool(torch.isneginf(_take(logits, excluding).amax(dim=-1)).any()):
+        message = "no token may follow: the request's options (allowed_token_ids, bad_words, …) exclude all of them"
+        raise InvalidRequestError(message)
 
 
 def _masks(rows: Sequence[SampleRow], vocab_size: int) -> Bits | None:
@@ -288,15 +315,34 @@ def _report(logits: torch.Tensor, rows: Sequence[SampleRow], chosen: Sequence[in
     if not wanted:
         return {}
     indices = [i for i, _ in wanted]
-    found = _logprobs(_take(logits, indices), [chosen[i] for i in indices], [k or 0 for _, k in wanted])
+    asked = [rows[i].sampling.logprob_token_ids for i in indices]
+    found = _logprobs(_take(logits, indices), [chosen[i] for i in indices], [k or 0 for _, k in wanted], asked)
     return dict(zip(indices, found, strict=True))
 
 
-def _logprobs(logits: torch.Tensor, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
+def _logprobs(
+    logits: torch.Tensor, tokens: list[int], counts: list[int], asked: Sequence[Sequence[int]] = ()
+) -> list[TokenLogprobs]:
+    """Of each row's token and of its most likely ones, or of those that are `asked` for in their place."""
     normalised = torch.log_softmax(logits.float(), dim=-1)
-    index = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    if any(asked):
+        about = zip(normalised, tokens, counts, asked, strict=True)
+        return [_listed(row, token, count, listed) for row, token, count, listed in about]
+    return _ranked(normalised, tokens, counts)
+
+
+def _listed(normalised: torch.Tensor, token: int, count: int, asked: Sequence[int]) -> TokenLogprobs:
+    if not asked:
+        return _ranked(normalised[None], [token], [count])[0]
+    index = torch.tensor([token, *asked], dtype=torch.int64, device=normalised.device)
+    own, *others = normalised[index].tolist()
+    return TokenLogprobs(own, tuple(zip(asked, others, strict=True)))
+
+
+def _ranked(normalised: torch.Tensor, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
+    index = torch.tensor(tokens, dtype=torch.int64, device=normalised.device)
     own = normalised.gather(1, index[:, None])[:, 0].tolist()
-    most = min(max(counts), logits.shape[1])
+    most = min(max(counts), normalised.shape[1])
     if most == 0:
         return [TokenLogprobs(value) for value in own]
     values, ids = normalised.topk(most, dim=-1)

@@ -13,8 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from alignedserve.errors import DeadlineError, GrammarError, InvalidRequestError, UnavailableError
+from alignedserve.gateway.body.model_values import check_vocabulary, model_values
 from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, GenerationRequest, ReplyOptions
+from alignedserve.gateway.body.suffix import with_suffix
 from alignedserve.gateway.body.tokenising import LONG_TEXT, TooManyTokens, check_size, in_turn, tokenise
+from alignedserve.gateway.body.truncation import most_tokens, truncated
 from alignedserve.gateway.failures import ContextLengthError, ModelNotFoundError
 from alignedserve.grammar.compiled import Grammars
 from alignedserve.model import ModelInfo
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TOKENS = 16
 _MESSAGE = 64  # characters: rendering a message costs about as much as rendering this much text
-_INTEGERS = ("top_k",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class ServedModel:
     info: ModelInfo | None = None
     capacity_tokens: int | None = None
     created: int = 0
+    root: str = ""  # what the model is called where it comes from; "": its name here
     encoder: PromptEncoder | None = field(init=False, default=None)
     grammars: Grammars | None = field(init=False, default=None)  # made for the first request that needs them
 
@@ -129,18 +132,22 @@ async def plan_completion(model: ServedModel, request: CompletionRequest, call_i
     texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
     async with _within_limits(model, request, "prompt"):
         for prompt in request.prompts:
-            if len(prompt) > model.limit[0] and not isinstance(prompt, str):
+            if len(prompt) > most_tokens(request, model.limit[0]) and not isinstance(prompt, str):
                 raise TooManyTokens(len(prompt))
-        tokenised = iter(await _tokenised(model, texts, allow_special=request.allow_special_tokens))
+        tokenised = iter(await _tokenised(model, request, texts))
     prompts = []
     for prompt in request.prompts:
-        tokens: Sequence[int] = next(tokenised) if isinstance(prompt, str) else prompt
+        whole: Sequence[int] = next(tokenised) if isinstance(prompt, str) else prompt
+        tokens = truncated(request, whole, model.limit[0], DEFAULT_MAX_TOKENS)
         _check_tokens(tokens, info, "prompt")
         limit = _max_tokens(model, len(tokens), request.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
-        sampling = resolve_sampling(request, info, max(limit, 1), grammar)
+        sampling = resolve_sampling(request, model, len(tokens), max(limit, 1), grammar)
         if request.echo and sampling.logprobs is not None:
-            sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
-        prompts.append(PromptPlan(tuple(tokens), sampling, prompt if isinstance(prompt, str) else None))
+            sampling = replace(sampling, prompt_logprobs=max(sampling.logprobs, sampling.prompt_logprobs or 0))
+        if request.generated != request.n and sampling.logprobs is None:
+            sampling = replace(sampling, logprobs=0)  # to find the best
+        text = prompt if isinstance(prompt, str) and len(tokens) == len(whole) else None
+        prompts.append(PromptPlan(tuple(tokens), sampling, text))
     return _call_plan("cmpl", call_id, tuple(prompts), request, began_s)
 
 
@@ -156,27 +163,31 @@ async def plan_chat(model: ServedModel, request: ChatRequest, call_id: str = "")
     grammar = await model.grammar_of(request)
     async with _within_limits(model, request, "messages"):
         turns = [message.turn for message in request.messages]
-        written = await _written(model.encoder, model.template, turns, model.limit[0])
-        (tokens,) = await tokenise(model.encoder, [written], model.limit[0], around=False)
+        most = most_tokens(request, model.limit[0])
+        written = await _written(model.encoder, model.template, turns, most)
+        (whole,) = await tokenise(model.encoder, [written], most, around=False)
+    tokens = truncated(request, whole, model.limit[0], 1)
     _check_tokens(tokens, info, "messages")
     limit = _max_tokens(model, len(tokens), request.max_tokens, None, "messages")
-    prompt = PromptPlan(tuple(tokens), resolve_sampling(request, info, limit, grammar), written.text)
+    prompt = PromptPlan(tuple(tokens), resolve_sampling(request, model, len(tokens), limit, grammar), written.text)
     return _call_plan("chatcmpl", call_id, (prompt,), request, began_s)
 
 
-async def _tokenised(model: ServedModel, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
+async def _tokenised(model: ServedModel, request: CompletionRequest, texts: Sequence[str]) -> list[list[int]]:
     encoder = model.encoder
     if not texts:
         return []
     if encoder is None:
         raise InvalidRequestError("this model has no tokenizer: send the prompt as token ids", param="prompt")
-    most = model.limit[0]
+    most = most_tokens(request, model.limit[0])
     prompts = [Prompt(text) for text in texts]
-    if allow_special:
+    if request.allow_special_tokens:
         for text in texts:
             check_size(encoder, text, most)
         look: Callable[[], list[Prompt]] = partial(list, map(partial(encoder.special_in, most=most + 1), texts))
         prompts = await in_turn(look) if sum(map(len, texts)) > LONG_TEXT else look()
+    if request.suffix:
+        prompts = with_suffix(model.tokenizer, encoder, prompts, request.suffix)
     return await tokenise(encoder, prompts, most, around=True)
 
 
@@ -220,22 +231,20 @@ async def _within_limits(model: ServedModel, request: GenerationRequest, param: 
 
 
 def resolve_sampling(
-    request: GenerationRequest, info: ModelInfo, max_tokens: int, grammar: GrammarSpec | None = None
+    request: GenerationRequest,
+    model: ServedModel,
+    prompt_tokens: int,
+    max_tokens: int,
+    grammar: GrammarSpec | None = None,
 ) -> SamplingParams:
     """The client's options, completed by the model's defaults. A request without a seed gets a random seed.
 
     Raises InvalidRequestError for a token id outside the vocabulary.
     """
-    for param, tokens in (("stop_token_ids", request.stop_token_ids), ("logit_bias", dict(request.logit_bias))):
-        for token in tokens:
-            if token >= info.vocab_size:
-                message = f"{param}: token id {token} is outside the vocabulary of {info.vocab_size}"
-                raise InvalidRequestError(message, param=param)
-    values = {**_generation_defaults(info.generation_defaults), **request.sampling}
-    values["top_k"] = max(values.get("top_k", 0), 0)  # -1 also means no limit
-    values["max_tokens"] = max_tokens
-    values["eos_token_ids"] = info.eos_token_ids
-    values["grammar"] = grammar
+    info = model.info
+    assert info is not None
+    check_vocabulary(request, info)
+    values = {**model_values(request, info, model.tokenizer, prompt_tokens, max_tokens), "grammar": grammar}
     values.setdefault("seed", random.getrandbits(63))
     return SamplingParams(**values)
 
@@ -248,11 +257,6 @@ def derive_seed(seed: int, number: int) -> int:
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     return (mixed ^ (mixed >> 31)) >> 1
-
-
-def _generation_defaults(defaults: Mapping[str, float]) -> dict[str, Any]:
-    known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: int(defaults[name]) if name in _INTEGERS else defaults[name] for name in known if name in defaults}
 
 
 def _check_stops(model: ServedModel, request: GenerationRequest) -> None:
@@ -298,7 +302,7 @@ def _call_plan(
         id=call_id or f"{kind}-{unique}",
         prompts=prompts,
         reply=request.reply,
-        n=request.n,
+        n=request.generated,
         timeout_s=request.timeout_s,
         spent_s=time.monotonic() - began_s,
         wait_objective_s=request.wait_objective_s,

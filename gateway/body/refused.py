@@ -50,18 +50,10 @@ _BOTH = (
     Refusal("logits_processors", "there are no logits processors"),
     Refusal("logit_processors", "there are no logits processors"),
     Refusal("custom_logit_processor", "there are no logits processors"),
-    Refusal("allowed_token_ids", "there is no list of allowed tokens; use logit_bias", ()),
-    Refusal("bad_words", "there is no list of forbidden words; use logit_bias"),
-    Refusal("no_repeat_ngram_size", "there is no n-gram penalty", _ZERO),
     Refusal("typical_p", "there is no typical sampling", _ONE),
     Refusal("mirostat", "there is no mirostat sampling", _ZERO),
     Refusal("dry_multiplier", "there is no DRY sampling", _ZERO),
     Refusal("xtc_probability", "there is no XTC sampling", _ZERO),
-    Refusal("prompt_logprobs", "log-probabilities of a prompt come with echo and logprobs of /v1/completions", ()),
-    Refusal("truncate_prompt_tokens", "prompts are never cut", ()),
-    Refusal("skip_special_tokens", "special tokens are never part of the text; see return_token_ids", (True,)),
-    Refusal("spaces_between_special_tokens", "special tokens are never part of the text", (True,)),
-    Refusal("include_stop_str_in_output", "a stop string is never part of the text", (False,)),
     Refusal("prompt_embeds", "there are no embeddings as prompts"),
     Refusal("multi_modal_data", "this server reads text only"),
     Refusal("mm_processor_kwargs", "this server reads text only"),
@@ -78,22 +70,10 @@ _BOTH = (
     Refusal("priority", "there are no priorities; see wait_objective_s", _ZERO),
     Refusal("cache_salt", "different prompts share no KV cache, so a salt has no use", ("",)),
     Refusal("stop_regex", "there are no regular expressions as stop conditions; use stop", ("", [])),
-    Refusal("no_stop_trim", "a stop string is never part of the text", (False,)),
     Refusal("input_ids", "token ids are given as the prompt of /v1/completions", ()),
     Refusal("guided_decoding_backend", "there is no structured output", ("", "auto")),
-    Refusal("logprob_token_ids", "log-probabilities are of the most likely tokens only; see logprobs", ([],)),
-    Refusal("return_tokens_as_token_ids", "log-probabilities show tokens as text; see return_token_ids", (False,)),
-    Refusal("truncation_side", "prompts are never cut", ("left", "right")),  # no effect: prompts are never cut
-    Refusal("repeat_penalty", "use repetition_penalty", _ONE),
-    Refusal("sampling_seed", "use seed", ()),
-    Refusal("stop_sequences", "use stop", ([],)),
-    Refusal("n_predict", "use max_tokens", ()),
-    Refusal("min_length", "use min_tokens", (0,)),
     Refusal("max_length", "use max_tokens", ()),
-    Refusal("suppress_tokens", "there is no list of forbidden tokens; use logit_bias", ([],)),
-    Refusal("begin_suppress_tokens", "there is no list of forbidden tokens; use logit_bias", ([],)),
     Refusal("mirostat_mode", "there is no mirostat sampling", _ZERO),
-    Refusal("num_return_sequences", "use n", (1,)),
     Refusal("thinking", "there are no options for reasoning", ({"type": "disabled"},)),
     Refusal("return_hidden_states", "hidden states are not returned", (False,)),
     Refusal("repetition_detection", "there is no detection of repetitions; use repetition_penalty", ({},)),
@@ -101,7 +81,6 @@ _BOTH = (
 
 _COMPLETION = (
     *_BOTH,
-    Refusal("suffix", "there is no insertion before a suffix", ("",)),
     Refusal("add_special_tokens", "a text prompt gets the tokens that the model's tokenizer adds; "
             "send token ids to choose them yourself", (True,)),
     Refusal("messages", "messages belong to /v1/chat/completions"),
@@ -144,4 +123,4 @@ COMPLETION, CHAT, MESSAGE = _by_field(_COMPLETION), _by_field(_CHAT), _by_field(
 
 def refused_names() -> list[str]:
     """Names of all fields of a body that are refused, for the documentation."""
-    return sorted({*COMPLETION, *CHAT, "best_of"})
+    return sorted({*COMPLETION, *CHAT})

@@ -8,17 +8,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Self, TypeVar, cast
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body import refused
+from alignedserve.gateway.body.aliases import Aliases
+from alignedserve.gateway.body.exclusions import ExclusionFields
 from alignedserve.gateway.body.messages import MAX_MESSAGES, Message
 from alignedserve.gateway.body.structured import StructuredFields
 from alignedserve.gateway.body.validation_errors import TOKEN_LIMIT, as_request_error, shown
 from alignedserve.gateway.body.values import INT64, Between, Body, LogitBias, Prompt, StopStrings, StopTokens
-from alignedserve.gateway.failures import UnsupportedFeatureError
 from alignedserve.request import MAX_LOGPROBS, MAX_SAMPLES, WAIT_OBJECTIVE_S
 
 _Tokens = Annotated[int, Between(0, TOKEN_LIMIT)]
@@ -27,23 +28,32 @@ _Samples = Annotated[int, Between(1, MAX_SAMPLES)]
 _Alternatives = Annotated[int, Between(0, MAX_LOGPROBS)]
 _Penalty = Annotated[float, Between(-2, 2)]
 _OTHER_NAME = "Alias of max_tokens."
-_OTHER_NAMES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 _Kind = TypeVar("_Kind", bound="GenerationRequest")
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyOptions:
-    """The content of the reply, and whether it is streamed."""
+    """The content of the reply, and whether it is streamed.
+
+    `best`: number of answers to each prompt that are returned, those with the highest log-probability a token; None:
+    all. `scored`: whether log-probabilities are part of the reply. They may have been computed for `best` only.
+    """
 
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     echo: bool = False
     return_token_ids: bool = False
     include_timings: bool = False
+    include_stop: bool = False
+    tokens_as_ids: bool = False
+    prompt_logprobs: int | None = None
+    best: int | None = None
+    scored: bool = True
 
 
-class SamplingOptions(Body):
+class SamplingOptions(ExclusionFields):
     """The client's options for choosing tokens. None: the model's default."""
 
     temperature: Annotated[float, Between(0, 2)] | None = Field(None, description="0 is greedy.")
@@ -77,6 +87,9 @@ class SamplingOptions(Body):
 
 class StreamOptions(Body):
     include_usage: bool = Field(False, description="Send a last chunk that has only the usage.")
+    continuous_usage_stats: bool = Field(
+        False, description="With include_usage: send with each chunk the usage of its answer so far."
+    )
 
 
 class Unread(Body):
@@ -93,7 +106,7 @@ class Unread(Body):
     prediction: dict[str, Any] | None = None
 
 
-class GenerationRequest(SamplingOptions, StructuredFields, Unread, ABC):
+class GenerationRequest(SamplingOptions, StructuredFields, Aliases, Unread, ABC):
     """The fields that completion and chat requests have in common."""
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(
@@ -111,7 +124,18 @@ class GenerationRequest(SamplingOptions, StructuredFields, Unread, ABC):
         None,
         description="The longest wait, in seconds, between the prompt's prefill (or an eviction) and the next token.",
     )
-    min_new_tokens: _Tokens | None = Field(None, description="Alias of min_tokens.")
+    min_length: _Tokens | None = Field(
+        None, description="Least number of tokens of prompt and answer together; min_tokens overrides it."
+    )
+    include_stop_str_in_output: bool = Field(False, description="The text ends with the stop string that ended it.")
+    prompt_logprobs: _Alternatives | None = Field(
+        None, description="Return the log-probabilities of the prompt's tokens and of this number of likeliest ones."
+    )
+    return_tokens_as_token_ids: bool = Field(False, description="In log-probabilities, name tokens token_id:ID.")
+    truncate_prompt_tokens: Annotated[int, Between(-1, TOKEN_LIMIT)] | None = Field(
+        None, description="Use the last tokens of a longer prompt only; -1: as many as leave room for the answer."
+    )
+    truncation_side: Literal["left", "right"] = Field("left", description="The side from which prompts are truncated.")
     do_sample: bool | None = Field(None, description="false means greedy decoding, like temperature 0.")
     max_tokens: int | None = None
 
@@ -119,11 +143,13 @@ class GenerationRequest(SamplingOptions, StructuredFields, Unread, ABC):
     def _consistent(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options requires stream to be true", param="stream_options")
-        for name, meant in _OTHER_NAMES.items():
-            if (value := getattr(self, name)) is not None:
-                if getattr(self, meant) not in (None, value):
-                    raise InvalidRequestError(f"{meant} and {name} differ; set only one of them", param=name)
-                setattr(self, meant, value)
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+        if self.truncate_prompt_tokens == 0:
+            message = "truncate_prompt_tokens must be at least 1, or -1: a prompt without tokens cannot be continued"
+            raise InvalidRequestError(message, param="truncate_prompt_tokens")
+        if self.logprob_token_ids and self.scored is None:
+            raise InvalidRequestError("logprob_token_ids requires logprobs", param="logprob_token_ids")
         if self.do_sample is not None:
             if self.temperature is not None and self.do_sample == (self.temperature == 0.0):
                 given = f"do_sample is {shown(self.do_sample)}, and temperature is {self.temperature:g}"
@@ -141,9 +167,19 @@ class GenerationRequest(SamplingOptions, StructuredFields, Unread, ABC):
         return ReplyOptions(
             stream=self.stream,
             include_usage=self.stream_options is not None and self.stream_options.include_usage,
+            continuous_usage=self.stream_options is not None and self.stream_options.continuous_usage_stats,
             return_token_ids=self.return_token_ids,
             include_timings=self.include_timings,
+            include_stop=self.include_stop_str_in_output,
+            tokens_as_ids=self.return_tokens_as_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
+            scored=self.scored is not None,
         )
+
+    @property
+    def generated(self) -> int:
+        """Number of answers to each prompt that are generated."""
+        return self.n
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -151,6 +187,8 @@ class GenerationRequest(SamplingOptions, StructuredFields, Unread, ABC):
         values = {name: value for name in SamplingOptions.model_fields if (value := getattr(self, name)) is not None}
         if self.scored is not None:
             values["logprobs"] = self.scored
+        if self.prompt_logprobs is not None:
+            values["prompt_logprobs"] = self.prompt_logprobs
         return values
 
     @property
@@ -177,12 +215,26 @@ class CompletionRequest(GenerationRequest):
     logprobs: _Alternatives | None = Field(
         None, description="Return the log-probabilities of each token and of this number of most likely tokens."
     )
-    best_of: _Samples | None = Field(None, description="Must equal n.")
+    best_of: _Samples | None = Field(
+        None, description="Generate this many answers to each prompt; return the n of the highest logprob a token."
+    )
+    suffix: Annotated[str, Field(max_length=1 << 20)] = Field(
+        "", description="The text that follows the answer. Needs a model with tokens for it (fill in the middle)."
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.best_of not in (None, self.n):
-            raise UnsupportedFeatureError("best_of other than n is not supported", param="best_of")
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidRequestError(f"best_of must be at least n, {self.n}, got {self.best_of}", param="best_of")
+        if self.stream and self.generated != self.n:
+            raise InvalidRequestError("the answers of best_of cannot be streamed", param="best_of")
+        if self.suffix and self.echo:
+            raise InvalidRequestError("a prompt with a suffix cannot be echoed", param="echo")
+        if self.suffix and self.truncate_prompt_tokens is not None:
+            message = "a prompt with a suffix cannot be truncated"
+            raise InvalidRequestError(message, param="truncate_prompt_tokens")
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompts):
+            raise InvalidRequestError("a suffix needs prompts as text", param="suffix")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequestError("max_tokens must be at least 1 (0 only with echo)", param="max_tokens")
         return self
@@ -199,7 +251,11 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def reply(self) -> ReplyOptions:
-        return replace(super().reply, echo=self.echo)
+        return replace(super().reply, echo=self.echo, best=None if self.generated == self.n else self.n)
+
+    @property
+    def generated(self) -> int:
+        return self.n if self.best_of is None else self.best_of
 
 
 class ChatRequest(GenerationRequest):

@@ -22,10 +22,13 @@ from alignedserve.gateway.failures import MethodNotAllowedError, error_object
 from alignedserve.gateway.http.admin import admin_endpoints
 from alignedserve.gateway.http.asgi import App, Receive, Scope, Send, report, send_bytes
 from alignedserve.gateway.http.body_reader import BodyReader
+from alignedserve.gateway.http.cors import cors
 from alignedserve.gateway.http.endpoints import GenerateEndpoint
 from alignedserve.gateway.http.guard import guarded, posted
 from alignedserve.gateway.http.openapi import openapi_json
 from alignedserve.gateway.http.operations import Operations, Operator
+from alignedserve.gateway.http.request_id import RecordsRequestId
+from alignedserve.gateway.http.tokens import TokenEndpoints
 from alignedserve.gateway.ledger.intake import Intake
 from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.reply.openai_replies import ChatReply, CompletionReply
@@ -63,6 +66,7 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Ope
     responses = of_chat(parse_responses, plan_response, ResponsesReply)
     messages = of_chat(parse_messages, plan_message, MessagesReply)
     operations = Operations(server)
+    tokens = TokenEndpoints(model, bodies)
 
     async def openapi(scope: Scope, receive: Receive, send: Send) -> None:
         await send_bytes(send, openapi_json(keys.wanted), "application/json")
@@ -75,7 +79,11 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Ope
         "/v1/chat/completions": chat,
         "/v1/responses": responses,
         "/v1/messages": messages,
+        "/v1/embeddings": operations.embeddings,
         "/v1/requests/{request_id:path}/cancel": operations.cancel,
+        "/tokenize": tokens.tokenize,
+        "/detokenize": tokens.detokenize,
+        "/ping": operations.ping,
         **admin_endpoints(server.supervisor, server.admin_key),
     }
     gets = {
@@ -83,6 +91,9 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Ope
         "/v1/models/{model_id:path}": operations.model,
         "/health": operations.health,
         "/live": operations.live,
+        "/ping": operations.ping,
+        "/version": operations.version,
+        "/load": operations.load,
         "/metrics": operations.metrics,
         "/alignedserve/status": operations.status,
         "/alignedserve/integrity": operations.integrity,
@@ -93,7 +104,7 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Ope
             *(route(path, posted(handle), "POST") for path, handle in posts.items()),
             *(route(path, handle, "GET") for path, handle in gets.items()),
         ],
-        middleware=[Middleware(bodies.closing_where_unread)],
+        middleware=[*cors(config), Middleware(bodies.closing_where_unread), Middleware(RecordsRequestId)],
         exception_handlers={HTTPException: _routing_error, Exception: _failure},
     )
     app.router.redirect_slashes = False  # they go to the host that the client named, and skip the key check

@@ -22,6 +22,11 @@ _INTEGER: Schema = {"type": "integer"}
 _NUMBER: Schema = {"type": "number"}
 _STRING: Schema = {"type": "string"}
 _ANSWER_TOKENS: Schema = {"type": "array", "items": _INTEGER, "description": "With return_token_ids."}
+_PROMPT_LOGPROBS: Schema = {
+    "type": "array",
+    "description": "With prompt_logprobs. For each token of the prompt (null for the first): logprob, rank and "
+    "decoded_token of this token and of the most likely ones, by token id.",
+}
 
 
 def _ref(name: str) -> Schema:
@@ -62,7 +67,10 @@ def _reply_schemas() -> dict[str, Schema]:
     token = {"token": _STRING, "logprob": _NUMBER, "bytes": _nullable(_array(_INTEGER))}
     newer = _object({"content": _array(_object({**token, "top_logprobs": _array(_object(token))}))})
     own = {"index": _INTEGER, "finish_reason": finish, "token_ids": _ANSWER_TOKENS, "timings": _ref("Timings")}
-    completion = _object({**own, "text": _STRING, "logprobs": _nullable(older)}, ["index", "text", "finish_reason"])
+    completion = _object(
+        {**own, "text": _STRING, "logprobs": _nullable(older), "prompt_logprobs": _PROMPT_LOGPROBS},
+        ["index", "text", "finish_reason"],
+    )
     message = _object(
         {"role": {"const": "assistant"}, "content": _STRING, "refusal": {"type": "null"}}, ["role", "content"]
     )
@@ -83,7 +91,14 @@ def _reply_schemas() -> dict[str, Schema]:
             required,
         ),
         "ChatCompletion": _object(
-            {**head, "object": {"const": "chat.completion"}, "choices": _array(chat), "usage": _ref("Usage"), **tail},
+            {
+                **head,
+                "object": {"const": "chat.completion"},
+                "choices": _array(chat),
+                "usage": _ref("Usage"),
+                **tail,
+                "prompt_logprobs": _PROMPT_LOGPROBS,
+            },
             required,
         ),
         "Error": _object({"error": _ref("ErrorBody")}, ["error"]),
@@ -101,8 +116,14 @@ def _operation_schemas() -> dict[str, Schema]:
     named = dict.fromkeys(("store", "instance", "problem"), _STRING)
     book = _object({**named, **blocks}, named)
     role = dict.fromkeys(("role", "id", "node", "address", "state", "holds"), _STRING)
+    more = {"root": _STRING, "parent": {"type": "null"}, "max_model_len": _nullable(_INTEGER)}
+    tokenised = {"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _array(_INTEGER)}
     return {
-        "Model": _object({**model, "max_model_len": _nullable(_INTEGER)}, model),
+        "Model": _object({**model, **more, "permission": _array(_object({}))}, model),
+        "Tokenized": _object({**tokenised, "token_strs": _nullable(strings)}, tokenised),
+        "Detokenized": _object({"prompt": _STRING}, ["prompt"]),
+        "Version": _object({"version": _STRING}, ["version"]),
+        "Load": _object({"server_load": _INTEGER}, ["server_load"]),
         "ModelList": _object({"object": {"const": "list"}, "data": _array(_ref("Model"))}, ["object", "data"]),
         "Cancelled": _object({"id": _STRING, "object": {"const": "request.cancelled"}}, ["id", "object"]),
         "Live": _object({"status": {"const": "ok"}}, ["status"]),
@@ -160,6 +181,15 @@ def _generate(request: str, reply: str, summary: str, error: str = "Error", abou
     return {"post": {"summary": summary, "requestBody": body, "responses": {"200": answer, **errors}}}
 
 
+def _posted(request: str, reply: str, summary: str) -> Schema:
+    """A POST that is answered at once."""
+    body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
+    errors = {status: _json("Error", _ERRORS[status]) for status in ("400", "404", "408", "413", "415", "429", "503")}
+    return {
+        "post": {"summary": summary, "requestBody": body, "responses": {"200": _json(reply, "The result."), **errors}}
+    }
+
+
 def _order(name: str, order: Order) -> Schema:
     key = {"name": ADMIN_HEADER, "in": "header", "required": True, "schema": _STRING}
     body = {"required": True, "content": {"application/json": {"schema": _ref(f"{name.title()}Request")}}}
@@ -197,6 +227,14 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
         "/v1/messages": _generate(
             "MessagesRequest", "AnthropicMessage", "Answer, in Anthropic's messages API", "MessagesError", _EVENTS
         ),
+        "/tokenize": _posted("TokenizeRequest", "Tokenized", "Count the tokens of a prompt or a conversation"),
+        "/detokenize": _posted("DetokenizeRequest", "Detokenized", "Get the text of tokens, special ones included"),
+        "/v1/embeddings": {
+            "post": {
+                "summary": "Refused: models are served to generate text",
+                "responses": {"400": _json("Error", "There are no embeddings."), "415": _json("Error", _NOT_JSON)},
+            }
+        },
         "/v1/requests/{request_id}/cancel": {
             "post": {
                 "summary": "Cancel a running request by the x-alignedserve-request-id of its answer",
@@ -223,6 +261,13 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
             ("200", _json("Health", "The cluster can serve requests.")),
             ("503", _json("Health", "The cluster cannot serve requests; `missing` says why.")),
         ),
+        "/ping": _get(
+            "Check whether the cluster can serve, without a body; POST does the same",
+            ("200", {"description": "The cluster can serve requests."}),
+            ("503", {"description": "The cluster cannot serve requests."}),
+        ),
+        "/version": _get("Get the server's version", ("200", _json("Version", "The version."))),
+        "/load": _get("Get the number of open requests of this gateway", ("200", _json("Load", "The number."))),
         "/live": _get("Check whether the gateway is alive", ("200", _json("Live", "The gateway is alive."))),
         "/metrics": _get("Get the metrics of the whole cluster", ("200", text)),
         "/alignedserve/integrity": _get(

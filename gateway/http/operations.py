@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from alignedserve import __version__
 from alignedserve.control.supervisor_client import SupervisorClient
 from alignedserve.errors import NotFoundError
 from alignedserve.gateway.body.planning import ServedModel
-from alignedserve.gateway.failures import ModelNotFoundError
+from alignedserve.gateway.failures import ModelNotFoundError, UnsupportedFeatureError
 from alignedserve.gateway.health import Health
 from alignedserve.gateway.http.admin import NotAdminError, check_key, shows_key
 from alignedserve.gateway.http.asgi import Receive, Scope, Send, report, send_bytes, send_error, send_json
 from alignedserve.gateway.ledger.calls import caller
+from alignedserve.gateway.ledger.ledger import Ledger
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -20,6 +22,7 @@ class Operator(Protocol):
     """What these endpoints need from the gateway's server."""
 
     model: ServedModel
+    ledger: Ledger
     supervisor: SupervisorClient
     admin_key: str
 
@@ -35,12 +38,30 @@ class Operator(Protocol):
 
 
 def model_card(model: ServedModel) -> dict[str, Any]:
+    """OpenAI's fields, and those that clients of vLLM read."""
+    permission = {
+        "id": f"modelperm-{model.name}",
+        "object": "model_permission",
+        "created": model.created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
     return {
         "id": model.name,
         "object": "model",
         "created": model.created,
         "owned_by": "alignedserve",
+        "root": model.root or model.name,
+        "parent": None,
         "max_model_len": model.info.max_positions if model.info is not None else None,
+        "permission": [permission],
     }
 
 
@@ -81,6 +102,21 @@ class Operations:
     async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
         health = await self._operator.health()
         await send_json(send, health.to_json(), 200 if health.can_serve else 503)
+
+    async def ping(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As `health`, without a body."""
+        health = await self._operator.health()
+        await send_bytes(send, b"", "text/plain", 200 if health.can_serve else 503)
+
+    async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, {"version": __version__})
+
+    async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, {"server_load": len(self._operator.ledger)})
+
+    async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
+        message = f"there are no embeddings: {self._operator.model.name!r} is served to generate text"
+        await send_error(send, UnsupportedFeatureError(message, param="model"))
 
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_bytes(send, (await self._operator.metrics_text()).encode(), _PROMETHEUS)

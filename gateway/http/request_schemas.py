@@ -9,6 +9,7 @@ from pydantic_core import core_schema
 
 from alignedserve.gateway.body.refused import refused_names
 from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, Unread
+from alignedserve.gateway.body.token_requests import DetokenizeRequest, TokenizeRequest
 
 Schema = dict[str, Any]
 
@@ -57,7 +58,7 @@ def request_schemas() -> dict[str, Schema]:
     """All components that describe request bodies, by name."""
     kinds = (CompletionRequest, ChatRequest)
     _, found = models_json_schema(
-        [(kind, "validation") for kind in kinds],
+        [(kind, "validation") for kind in (*kinds, TokenizeRequest, DetokenizeRequest)],
         ref_template="#/components/schemas/{model}",
         schema_generator=_Generate,
     )

@@ -32,6 +32,9 @@ CallName = tuple[bytes, str]
 # The hash of the current request's API key; b"" if no key is required.
 caller: ContextVar[bytes] = ContextVar("caller", default=b"")
 
+# The current request's X-Request-Id; "" without one.
+sent_request_id: ContextVar[str] = ContextVar("sent_request_id", default="")
+
 
 class AnswerState(enum.Enum):
     """The state of an answer, as far as its gateway knows.
@@ -199,6 +202,7 @@ class Call:
     def __init__(self, plan: CallPlan) -> None:
         self.plan = plan
         self.name: CallName = (caller.get(), plan.id)
+        self.sent_id = sent_request_id.get()
         self.arrival_ns = time.time_ns()
         self.arrival_s = time.monotonic()
         self.answers = [

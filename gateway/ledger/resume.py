@@ -73,7 +73,7 @@ def _ends(
     if tokens and tokens[-1] in sampling.end_token_ids and len(tokens) > sampling.min_tokens:
         return FinishReason.STOP
     if sampling.stop and model.tokenizer is not None:
-        text = StoppableText(model.tokenizer, sampling.stop, prompt, sampling.min_tokens)
+        text = StoppableText.of(model.tokenizer, sampling, prompt)
         for token in tokens:
             text.push(token)
         if text.stopped:

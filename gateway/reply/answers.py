@@ -46,22 +46,28 @@ class AnswerView:
         self.parts = 0
         self.tokens = 0  # number of tokens that the client has
         self.finish: FinishReason | None = None
-        self.scored = sampling.logprobs is not None
+        self.scored = sampling.logprobs is not None and plan.reply.scored
+        self.logprob_sum = 0.0  # of the tokens that the client has, if log-probabilities are computed
+        self.prompt_scores: Sequence[TokenLogprobs] = ()
         self._echo = plan.reply.echo
+        self._wants_scores = plan.reply.prompt_logprobs is not None
+        self._include_stop = plan.reply.include_stop
+        self._alternatives = sampling.logprobs or 0
         self._scored_only = plan.scored_only
         self._tokenizer = tokenizer
         self._base = 0  # length of the echoed prompt in characters
         self._ends = frozenset(sampling.end_token_ids)
         self._text: StoppableText | None = None
         if tokenizer is not None:
-            self._text = StoppableText(tokenizer, sampling.stop, answer.prompt.token_ids, sampling.min_tokens)
+            prompt = answer.prompt.token_ids
+            self._text = StoppableText.of(tokenizer, sampling, prompt, include_stop=self._include_stop)
         if plan.resume:
             self._go_on(plan.resume[answer.index])
 
     @property
     def wants_prompt_scores(self) -> bool:
         """Whether the next part needs the prompt's log-probabilities."""
-        return self._echo and self.scored
+        return (self._echo and self.scored) or self._wants_scores
 
     @property
     def stop_string(self) -> str | None:
@@ -71,6 +77,8 @@ class AnswerView:
     def push(self, delta: Delta, prompt_logprobs: Sequence[TokenLogprobs] = ()) -> Part:
         """The next part. `prompt_logprobs` starts with the prompt's second token."""
         part = Part()
+        if self._wants_scores:
+            self._wants_scores, self.prompt_scores = False, prompt_logprobs
         if self._echo:
             self._echo = False
             self._push_prompt(part, prompt_logprobs)
@@ -90,7 +98,7 @@ class AnswerView:
         self.finish = delivered.finish if delivered.told else None
         if self._text is not None:
             ended = delivered.finish is FinishReason.STOP and bool(tokens) and tokens[-1] in self._ends
-            for token in tokens[:-1] if ended else tokens:
+            for token in tokens[:-1] if ended and not self._include_stop else tokens:
                 self._text.push(token)
 
     def _push_prompt(self, part: Part, logprobs: Sequence[TokenLogprobs]) -> None:
@@ -101,7 +109,7 @@ class AnswerView:
             detokenizer = None if self._tokenizer is None else IncrementalDetokenizer(self._tokenizer)
             offset = 0
             for number, token in enumerate(prompt.token_ids):
-                logprob = logprobs[number - 1] if 0 < number <= len(logprobs) else None
+                logprob = logprobs[number - 1].most(self._alternatives) if 0 < number <= len(logprobs) else None
                 part.scored.append(ScoredToken(token, min(offset, self._base), logprob))
                 offset += 0 if detokenizer is None else len(detokenizer.push(token))
 
@@ -114,8 +122,10 @@ class AnswerView:
                 offset = self._base + (0 if text is None else text.length)
                 logprob = delta.logprobs[number] if number < len(delta.logprobs) else None
                 part.scored.append(ScoredToken(token, offset, logprob))
+            if number < len(delta.logprobs):
+                self.logprob_sum += delta.logprobs[number].logprob
             ends_here = number == last and delta.finish is FinishReason.STOP and token in self._ends
-            if text is not None and not ends_here:
+            if text is not None and not (ends_here and not self._include_stop):
                 part.text += text.push(token)
                 if text.stopped:
                     self.finish = FinishReason.STOP

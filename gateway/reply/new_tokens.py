@@ -57,4 +57,4 @@ def read_event(answer: Answer, event: gw.TokenEvent, role: str, sender_id: str) 
 
 
 def _logprobs(entry: gw.TokenLogprob) -> TokenLogprobs:
-    return TokenLogprobs(entry.logprob, tuple((top.token_id, top.logprob) for top in entry.top))
+    return TokenLogprobs(entry.logprob, tuple((top.token_id, top.logprob) for top in entry.top), entry.rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from alignedserve.gateway.reply.answers import AnswerView, Part, ScoredToken
+from alignedserve.gateway.reply.prompt_scores import prompt_scores
 from alignedserve.gateway.reply.replies import Reply, finite
 
 
@@ -12,7 +13,7 @@ class CompletionReply(Reply):
     object_name = "text_completion"
     chunk_object_name = "text_completion"
 
-    def choice(self, view: AnswerView, part: Part) -> dict[str, Any]:
+    def choice_chunk(self, view: AnswerView, part: Part) -> dict[str, Any]:
         return {
             "index": view.answer.index,
             "text": part.text,
@@ -20,7 +21,8 @@ class CompletionReply(Reply):
             "finish_reason": None if part.finish is None else part.finish.value,
         }
 
-    choice_chunk = choice
+    def choice(self, view: AnswerView, part: Part) -> dict[str, Any]:
+        return self.choice_chunk(view, part) | prompt_scores(view, self.call.plan, self.tokenizer)
 
     def _logprobs(self, scored: list[ScoredToken]) -> dict[str, Any]:
         names = [self.token_name(entry.token_id) for entry in scored]
@@ -49,6 +51,9 @@ class ChatReply(Reply):
     def choice(self, view: AnswerView, part: Part) -> dict[str, Any]:
         message = {"role": "assistant", "content": part.text, "refusal": None}
         return self._choice(view, part, "message", message)
+
+    def body(self) -> dict[str, Any]:
+        return super().body() | prompt_scores(self._parts.views[0], self.call.plan, self.tokenizer)
 
     def choice_chunk(self, view: AnswerView, part: Part) -> dict[str, Any]:
         return self._choice(view, part, "delta", {"content": part.text} if part.text or part.finish is None else {})

@@ -14,6 +14,7 @@ from alignedserve.gateway.body.requests import GenerationRequest
 from alignedserve.gateway.failures import error_object
 from alignedserve.gateway.ledger.calls import Answer, Call, Delta
 from alignedserve.gateway.reply.answers import AnswerView, Part
+from alignedserve.gateway.reply.best import best_views
 from alignedserve.request import Stage, TokenLogprobs
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -147,9 +148,9 @@ class Reply(ABC):
         chunks: list[dict[str, Any]] = []
         for view, part in self._parts.take(deltas):
             if view.parts == 1 and (opening := self.opening_chunk(view)) is not None:
-                chunks.append(self._chunk(self._with_extensions(opening, view, Part())))
+                chunks.append(self._chunk(self._with_extensions(opening, view, Part()), view, 0))
             choice = self._with_extensions(self.choice_chunk(view, part), view, part)
-            chunk = self._chunk(choice)
+            chunk = self._chunk(choice, view, view.tokens)
             if part.finish is not None:
                 self._last_ended = view.answer
             chunks.append(chunk)
@@ -165,10 +166,12 @@ class Reply(ABC):
         self._add_timings(chunk)
         return chunk
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(self, choice: dict[str, Any], view: AnswerView, tokens: int) -> dict[str, Any]:
+        """`tokens`: of the answer so far."""
         chunk = {**self._head, "object": self.chunk_object_name, "choices": [choice]}
         if self._options.include_usage:
-            chunk["usage"] = None
+            prompt = len(view.answer.prompt.token_ids)
+            chunk["usage"] = _usage(prompt, tokens) if self._options.continuous_usage else None
         if not self._begun:
             self._begun = True
             self._add_prompt_tokens(chunk)
@@ -184,9 +187,9 @@ class Reply(ABC):
 
     def body(self) -> dict[str, Any]:
         choices = []
-        for view in self._parts.views:
+        for index, view in enumerate(best_views(self._parts.views, self.call.plan)):
             part = self._whole.get(view.answer.index, Part())
-            choices.append(self._with_extensions(self.choice(view, part), view, part))
+            choices.append({**self._with_extensions(self.choice(view, part), view, part), "index": index})
         body = {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage()}
         self._add_prompt_tokens(body)
         self._add_timings(body)
@@ -213,11 +216,17 @@ class Reply(ABC):
             target["timings"] = timings(self._last_ended)
 
     def _usage(self) -> dict[str, int]:
-        prompt, completion = self._parts.prompt_tokens, self._parts.completion_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return _usage(self._parts.prompt_tokens, self._parts.completion_tokens)
 
     def token_name(self, token: int) -> str:
-        return f"token_id:{token}" if self.tokenizer is None else self.tokenizer.token_text(token)
+        """A token as log-probabilities name it."""
+        if self.tokenizer is None or self._options.tokens_as_ids:
+            return f"token_id:{token}"
+        return self.tokenizer.token_text(token)
+
+
+def _usage(prompt: int, completion: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def finite(logprob: float) -> float:

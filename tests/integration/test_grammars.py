@@ -1,4 +1,6 @@
-"""Answers under grammars through real processes: valid, and the same when a process dies while they are written."""
+"""Answers under grammars and with excluded tokens through real processes: valid, and the same when a process dies while
+they are written.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,16 @@ import pytest_asyncio
 
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
+from alignedserve.text import Tokenizer
 from support.gateway import http_to, joined_gateway
 from support.held import wait_nothing_held
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
 TINY = Path(__file__).parents[2] / "src/alignedserve/models/tiny"
+_FOUND = Tokenizer.from_folder(TINY)
+assert _FOUND is not None
+TOKENIZER: Tokenizer = _FOUND
 ITEM = {
     "type": "object",
     "properties": {
@@ -37,7 +43,9 @@ FORMATS: tuple[dict[str, Any], ...] = (
     {"structured_outputs": {"regex": r"([a-z]{3,8}-){30}end"}},
     {"guided_choice": ["yes", "no"]},
     {},
-)
+    {"no_repeat_ngram_size": 2, "bad_words": ["the", "value"], "suppress_tokens": [9, 10], "min_length": 90,
+     "begin_suppress_tokens": list(range(200, 260)), "skip_special_tokens": False},
+)  # fmt: skip
 
 
 @dataclass
@@ -74,6 +82,10 @@ def check(number: int, text: str, finish: str) -> None:
         assert re.fullmatch(r"([a-z]{3,8}-){30}end", text)
     elif kind == 2:
         assert text in ("yes", "no")
+    elif kind == 4:
+        ids = TOKENIZER.encode(text, special_tokens=False)
+        assert len(ids) > 60
+        assert not {"the", " the", "value", " value"} & {TOKENIZER.token_text(token) for token in ids}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -15,12 +15,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from alignedserve import __version__
 from alignedserve.testing.reference import greedy, load_reference, logprobs
 from alignedserve.text import Tokenizer
 
 PROMPT = "Return a list of"
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 EMOJI = "😀"
+PAGE = "https://page.example"
 TOLERANCE = 1e-3
 
 
@@ -336,3 +338,111 @@ def models(world: World) -> None:
     (model,) = httpx.get(f"{world.url}/v1/models", timeout=30.0).json()["data"]
     assert model["id"] == "surface"
     assert world.refused(model="other", prompt=PROMPT) == (404, "model_not_found")
+    assert (model["root"], model["parent"], model["max_model_len"]) == ("surface", None, 512)
+    assert [permission["object"] for permission in model["permission"]] == ["model_permission"]
+
+
+@row
+def tokens_that_may_not_follow(world: World) -> None:
+    """As `generate` of transformers chooses them."""
+    prompt = world.encode(PROMPT)
+    first = world.greedy(PROMPT, 4)
+    options: dict[str, Any] = {
+        "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[first[0]], first[2:4]],
+        "suppress_tokens": [first[1]],
+        "begin_suppress_tokens": [first[3]],
+        "forced_eos_token_id": 7,
+    }
+    ids = torch.tensor([prompt])
+    output = world.reference.generate(  # type: ignore[operator]  # transformers' own mixin, untyped
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=None,
+        pad_token_id=0, **options,
+    )  # fmt: skip
+    expected = output[0, len(prompt) :].tolist()
+    assert expected[-1] == 7
+    assert world.both(prompt=PROMPT, max_tokens=24, **options, **GREEDY)[1] == expected
+    (choice,) = world.ask(prompt=PROMPT, max_tokens=6, allowed_token_ids=[5, 900], **GREEDY)["choices"]
+    assert set(choice["token_ids"]) <= {5, 900}
+    words = [world.tokenizer.decode([token]) for token in first]
+    text, _, _ = world.both(prompt=PROMPT, max_tokens=24, bad_words=[words[0].strip()], **GREEDY)
+    assert not text.startswith(words[0])
+
+
+@row
+def a_prompts_logprobs(world: World) -> None:
+    answer = world.ask(prompt=PROMPT, max_tokens=1, prompt_logprobs=2, **GREEDY)
+    tokens, truth = world.encode(PROMPT), world.logprobs(world.encode(PROMPT))
+    none, *found = answer["choices"][0]["prompt_logprobs"]
+    assert none is None
+    for token, line, entries in zip(tokens[1:], truth, found, strict=False):
+        assert entries[str(token)]["logprob"] == pytest.approx(float(line[token]), abs=TOLERANCE)
+        assert entries[str(token)]["rank"] == int((line >= line[token]).sum())
+        assert {str(int(best)) for best in torch.topk(line, 2).indices} <= set(entries)
+    assert len(found) == len(tokens) - 1
+
+
+@row
+def logprobs_of_listed_tokens(world: World) -> None:
+    asked = {"max_tokens": 1, "logprobs": 1, "logprob_token_ids": [900, 5], "return_tokens_as_token_ids": True}
+    (choice,) = world.ask(prompt=PROMPT, **asked, **GREEDY)["choices"]
+    line = world.logprobs(world.encode(PROMPT))[-1]
+    best = int(line.argmax())
+    expected = {f"token_id:{token}": float(line[token]) for token in (900, 5, best)}
+    assert choice["logprobs"]["top_logprobs"][0] == pytest.approx(expected, abs=TOLERANCE)
+
+
+@row
+def the_best_of_some(world: World) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 8, "logprobs": 0, "seed": 3, **GREEDY, "temperature": 1.0}
+    every = world.ask(n=4, **body)["choices"]
+    ranked = sorted(every, key=lambda choice: sum(choice["logprobs"]["token_logprobs"]), reverse=True)
+    best = world.ask(best_of=4, n=2, **body)["choices"]
+    assert [choice["token_ids"] for choice in best] == [choice["token_ids"] for choice in ranked[:2]]
+
+
+@row
+def a_truncated_prompt(world: World) -> None:
+    whole = world.encode(PROMPT)
+    answer = world.ask(prompt=PROMPT, max_tokens=4, truncate_prompt_tokens=3, **GREEDY)
+    assert answer["prompt_token_ids"] == whole[-3:]
+    assert answer["choices"][0]["token_ids"] == world.greedy(whole[-3:], 4)
+
+
+@row
+def tokens_and_their_text(world: World) -> None:
+    counted = httpx.post(f"{world.url}/tokenize", json={"prompt": PROMPT}, timeout=30.0).json()
+    assert (counted["tokens"], counted["count"]) == (world.encode(PROMPT), len(world.encode(PROMPT)))
+    back = httpx.post(f"{world.url}/detokenize", json={"tokens": counted["tokens"]}, timeout=30.0)
+    assert back.json() == {"prompt": PROMPT}
+
+
+@row
+def small_endpoints(world: World) -> None:
+    for method in ("GET", "POST"):
+        answer = httpx.request(method, f"{world.url}/ping", timeout=30.0)
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert httpx.get(f"{world.url}/version", timeout=30.0).json() == {"version": __version__}
+    assert httpx.get(f"{world.url}/load", timeout=30.0).json()["server_load"] >= 0
+    assert world.refused("embeddings", model="surface", input="a") == (400, "unsupported_parameter")
+
+
+@row
+def a_request_id_comes_back_once(world: World) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    for sent in ("mine-7", "mine-7"):
+        answer = httpx.post(f"{world.url}/v1/completions", json=body, headers={"X-Request-Id": sent}, timeout=30.0)
+        assert answer.status_code == 200
+        assert answer.headers.get_list("x-request-id") == [sent]
+    assert len(world.post("completions", body).headers.get_list("x-request-id")) == 1
+
+
+@row
+def a_page_that_may_call(world: World) -> None:
+    """Needs `gateway.cors_origins`."""
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    for page, status in ((PAGE, 200), ("https://evil.example", 400)):
+        answer = httpx.options(f"{world.url}/v1/completions", headers={"Origin": page, **asked}, timeout=30.0)
+        assert answer.status_code == status
+    answer = httpx.get(f"{world.url}/v1/models", headers={"Origin": PAGE}, timeout=30.0)
+    assert answer.headers["access-control-allow-origin"] == PAGE

@@ -48,7 +48,9 @@ class ChatTemplate:
             source, origin = _own_source(Path(folder))
         return None if source is None else cls(source, special_tokens, origin)
 
-    def render_marked(self, messages: Sequence[Mapping[str, Any]], marks: Marks) -> tuple[str, Marks]:
+    def render_marked(
+        self, messages: Sequence[Mapping[str, Any]], marks: Marks, add_generation_prompt: bool = True
+    ) -> tuple[str, Marks]:
         """The prompt as `render` returns it, with the messages' text marked, and the marks that were used."""
         texts = [text for message in messages for name, text in message.items() if name not in _OWN_WORDS]
         marks = marks.for_texts((self._source, *texts))
@@ -56,7 +58,7 @@ class ChatTemplate:
             {name: text if name in _OWN_WORDS else marks.mark(text) for name, text in message.items()}
             for message in messages
         ]
-        return self.render(turns), marks
+        return self.render(turns, add_generation_prompt), marks
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The prompt up to the beginning of the assistant's turn.

@@ -19,16 +19,28 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
-    """The text of an answer, token by token. Special tokens have no text; an incomplete character is held back.
+    """The text of an answer, token by token. An incomplete character is held back.
+
+    `skip_special`: special tokens have no text. If they have some, `spaces` keeps the space that a decoder may put
+    between two of them.
 
     `context_ids` is the prompt or its last tokens. The first word of an answer keeps its leading space only if there is
     text before it. The texts of all `push` calls and `finish`, joined, are the whole text.
     """
 
-    __slots__ = ("_bytes", "_prefix", "_rules", "_strip", "_tokenizer", "_window")
+    __slots__ = ("_bytes", "_joins", "_prefix", "_rules", "_skipped", "_strip", "_tokenizer", "_window")
 
-    def __init__(self, tokenizer: Tokenizer, context_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        context_ids: Sequence[int] = (),
+        *,
+        skip_special: bool = True,
+        spaces: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._skipped: frozenset[int] = tokenizer.special_ids if skip_special else frozenset()
+        self._joins = not skip_special and not spaces  # two special tokens, without a space
         self._rules = tokenizer.piece_rules
         self._bytes = _Utf8("replace")
         context = [token for token in context_ids[-CONTEXT_TOKENS:] if token not in tokenizer.special_ids]
@@ -42,7 +54,7 @@ class IncrementalDetokenizer:
 
     def push(self, token: int) -> str:
         """The text that this token completes; "" if it is special or ends inside a character."""
-        if token in self._tokenizer.special_ids:
+        if token in self._skipped:
             return ""
         if self._rules is None:
             return self._push_window(token)
@@ -64,8 +76,13 @@ class IncrementalDetokenizer:
 
     def _push_window(self, token: int) -> str:
         """Decode the last text's tokens with and without the new ones, because decoders look at adjacent tokens."""
+        special = self._tokenizer.special_ids
+        follows = not self._window and bool(self._prefix) and self._prefix[-1] in special
+        joined = self._joins and follows and token in special
         self._window.append(token)
         text = self._window_text()
+        if joined:
+            text = text.removeprefix(" ")
         if not text or (text.endswith("�") and len(self._window) < _HOLD_TOKENS):
             if len(self._window) >= 4 * _HOLD_TOKENS:  # tokens without text must not accumulate
                 self._prefix, self._window = self._window[-CONTEXT_TOKENS:], []
@@ -74,5 +91,6 @@ class IncrementalDetokenizer:
         return text
 
     def _window_text(self) -> str:
-        before = self._tokenizer.decode(self._prefix)
-        return self._tokenizer.decode(self._prefix + self._window)[len(before) :]
+        shown = bool(self._skipped)
+        before = self._tokenizer.decode(self._prefix, skip_special=shown)
+        return self._tokenizer.decode(self._prefix + self._window, skip_special=shown)[len(before) :]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from alignedserve.request import SamplingParams
 from alignedserve.text.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
@@ -15,12 +16,14 @@ class StopMatcher:
     """Passes text through, but holds back text that could be the start of a stop string.
 
     The first complete match wins, however the text was split into pieces. No text is released after a match.
+    `include`: the text that is released ends with the stop string, not before it.
     """
 
-    __slots__ = ("_first", "_held", "_hold", "_stops", "matched")
+    __slots__ = ("_first", "_held", "_hold", "_include", "_stops", "matched")
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self.matched: str | None = None
+        self._include = include
         self._stops = tuple(stops)
         self._first = frozenset(stop[0] for stop in stops)
         self._hold = max(map(len, stops), default=1) - 1
@@ -38,7 +41,7 @@ class StopMatcher:
                 best = (begin + len(stop), begin, stop)
         if best is not None:
             self.matched, self._held = best[2], ""
-            return text[: best[1]]
+            return text[: best[0] if self._include else best[1]]
         cut = self._possible_begin(text)
         self._held = text[cut:]
         return text[:cut]
@@ -62,16 +65,24 @@ class StoppableText:
     """The text of an answer, token by token, up to its stop string.
 
     The first `min_tokens` tokens never complete a stop string. `length` counts the characters of all tokens so far,
-    held back or not.
+    held back or not. `include_stop`: the text ends with the stop string.
     """
 
     __slots__ = ("_detokenizer", "_matcher", "_skip", "length")
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str] = (), context_ids: Sequence[int] = (), min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        context_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+        *,
+        skip_special: bool = True,
+        spaces: bool = True,
+        include_stop: bool = False,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, context_ids)
-        self._matcher = StopMatcher(stops) if stops else None
+        self._detokenizer = IncrementalDetokenizer(tokenizer, context_ids, skip_special=skip_special, spaces=spaces)
+        self._matcher = StopMatcher(stops, include=include_stop) if stops else None
         self._skip = min_tokens
         self.length = 0
 
@@ -83,6 +94,21 @@ class StoppableText:
     def stop(self) -> str | None:
         """The stop string that ended the answer."""
         return None if self._matcher is None else self._matcher.matched
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, sampling: SamplingParams, prompt: Sequence[int], *, include_stop: bool = False
+    ) -> StoppableText:
+        """The text of an answer to `prompt`."""
+        return cls(
+            tokenizer,
+            sampling.stop,
+            prompt,
+            sampling.min_tokens,
+            skip_special=sampling.skip_special_tokens,
+            spaces=sampling.spaces_between_special_tokens,
+            include_stop=include_stop,
+        )
 
     def push(self, token: int) -> str:
         """The text that can be shown after this token."""
@@ -118,8 +144,11 @@ class StopChecker:
         already_generated_ids: Iterable[int] = (),
         context_ids: Sequence[int] = (),
         min_tokens: int = 0,
+        *,
+        skip_special: bool = True,
+        spaces: bool = True,
     ) -> None:
-        self._text = StoppableText(tokenizer, stops, context_ids, min_tokens)
+        self._text = StoppableText(tokenizer, stops, context_ids, min_tokens, skip_special=skip_special, spaces=spaces)
         for token in already_generated_ids:
             self._text.push(token)
 

@@ -73,11 +73,10 @@ class Tokenizer:
         (encoded,) = self.backend.encode_batch([text], add_special_tokens=special_tokens)  # `encode` keeps the GIL
         return encoded.ids
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of all tokens together, without special tokens."""
-        return self.backend.decode(
-            [token for token in tokens if token not in self.special_ids], skip_special_tokens=False
-        )
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of all tokens together; `skip_special`: without special tokens."""
+        shown = [token for token in tokens if token not in self.special_ids] if skip_special else list(tokens)
+        return self.backend.decode(shown, skip_special_tokens=False)
 
     def _piece(self, token: int) -> bytes:
         """The bytes of one token by itself; b"" for an id without a token."""

@@ -209,6 +209,29 @@ def test_what_needs_the_host_is_chosen_there_from_the_same_logits(llama: LoadedM
     assert engine.ahead([requests[3].row])
 
 
+EXCLUDING: list[dict[str, Any]] = [
+    {**GREEDY, "allowed_token_ids": tuple(range(0, VOCAB_SIZE, 3))},
+    {"temperature": 0.9, "bad_words": ((5,), (6, 7)), "suppress_tokens": tuple(range(20))},
+    {**GREEDY, "no_repeat_ngram_size": 1},
+    {"temperature": 1.1},
+]
+
+
+def test_excluded_tokens_are_excluded_behind_graphs_too(llama: LoadedModel) -> None:
+    runner = runner_of(llama)
+    engine = graphs_of(runner)
+    requests = open_requests(runner, EXCLUDING)
+    assert [engine.ahead([request.row]) for request in requests] == [False, False, False, True]
+    decode(engine, requests, random.Random(7))
+    expected = reference(llama, EXCLUDING)
+    for request, answer in zip(requests, expected, strict=True):
+        assert [result.token_id for result in request.results] == [result.token_id for result in answer]
+    tokens = [[result.token_id for result in request.results] for request in requests]
+    assert {token % 3 for token in tokens[0]} == {0}
+    assert min(tokens[1]) >= 20
+    assert len(set(tokens[2])) == TOKENS
+
+
 def test_a_row_of_broken_numbers_fails_alone_and_so_does_what_follows_it(
     llama: LoadedModel, greedy: list[list[SampledToken]]
 ) -> None:

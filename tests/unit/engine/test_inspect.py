@@ -90,18 +90,36 @@ def test_end_tokens_are_all_of_the_generation_config_else_of_the_config(tmp_path
         ({"temperature": 0.7, "min_p": 0.05}, {"temperature": 0.7, "min_p": 0.05}),
         ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
         ({"do_sample": True, "temperature": None}, {}),
+        ({"no_repeat_ngram_size": 3, "min_length": 0}, {"no_repeat_ngram_size": 3}),
+        ({"min_new_tokens": 4, "min_length": 9}, {"min_new_tokens": 4, "min_length": 9}),
+        ({"suppress_tokens": [3, 10**6], "begin_suppress_tokens": None}, {"suppress_tokens": [3]}),
+        ({"forced_bos_token_id": 0}, {"forced_bos_token_id": [0]}),
+        ({"forced_eos_token_id": [1, 2]}, {"forced_eos_token_id": [1, 2]}),
+        ({"bad_words_ids": [[5], [6, 7]]}, {"bad_words_ids": [[5], [6, 7]]}),
     ],
 )
-def test_sampling_defaults(raw: dict[str, Any], defaults: dict[str, float], tmp_path: Path) -> None:
+def test_sampling_defaults(raw: dict[str, Any], defaults: dict[str, Any], tmp_path: Path) -> None:
     folder = config_folder(tmp_path, "llama")
     edit(folder / "generation_config.json", **raw)
     assert inspect_model("m", folder, "auto", "cpu").generation_defaults == defaults
 
 
-def test_sampling_default_out_of_range_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [
+        ("temperature", -1.0),
+        ("no_repeat_ngram_size", -1),
+        ("min_length", "3"),
+        ("suppress_tokens", [-1]),
+        ("begin_suppress_tokens", 5),
+        ("forced_eos_token_id", 10**6),
+        ("bad_words_ids", [5]),
+    ],
+)
+def test_sampling_default_out_of_range_is_named(key: str, wrong: Any, tmp_path: Path) -> None:
     folder = config_folder(tmp_path, "llama")
-    edit(folder / "generation_config.json", temperature=-1.0)
-    with pytest.raises(ModelError, match=r"generation_config\.json.*temperature"):
+    edit(folder / "generation_config.json", **{key: wrong})
+    with pytest.raises(ModelError, match=rf"generation_config\.json.*{key}"):
         inspect_model("m", folder, "auto", "cpu")
 
 

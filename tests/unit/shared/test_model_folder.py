@@ -17,10 +17,10 @@ from alignedserve.model import resolve_model, unserved_generation_keys
 @pytest.mark.parametrize(
     ("generation", "keys"),
     [
-        ({"temperature": 0.6, "no_repeat_ngram_size": 0, "num_beams": 1, "min_length": 0}, []),
-        ({"no_repeat_ngram_size": 3, "suppress_tokens": [5]}, ["no_repeat_ngram_size", "suppress_tokens"]),
-        ({"forced_bos_token_id": 0, "forced_eos_token_id": None}, ["forced_bos_token_id"]),
-        ({"min_new_tokens": 4, "guidance_scale": 1.5}, ["guidance_scale", "min_new_tokens"]),
+        ({"temperature": 0.6, "no_repeat_ngram_size": 3, "num_beams": 1, "suppress_tokens": [5]}, []),
+        ({"num_beams": 3, "sequence_bias": [[[5], 1.0]]}, ["num_beams", "sequence_bias"]),
+        ({"typical_p": 0.9, "eta_cutoff": None}, ["typical_p"]),
+        ({"min_new_tokens": 4, "guidance_scale": 1.5}, ["guidance_scale"]),
     ],
 )
 def test_wishes_that_are_not_followed_are_named(generation: dict[str, Any], keys: list[str], tmp_path: Path) -> None:

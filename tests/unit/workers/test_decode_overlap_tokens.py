@@ -38,6 +38,9 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 1.2, "seed": 4, "top_k": 30},
     {"temperature": 0.0, "max_tokens": 2},
     {"temperature": 0.8, "seed": 5, "min_tokens": 10},
+    {"temperature": 0.0, "no_repeat_ngram_size": 2, "bad_words": ((7, 8),)},
+    {"temperature": 1.0, "seed": 6, "allowed_token_ids": tuple(range(5, 300, 2)), "max_tokens": 7},
+    {"temperature": 0.9, "seed": 7, "forced_eos_token_id": (1,), "begin_suppress_tokens": (5,), "max_tokens": 8},
 ]
 
 

@@ -1,0 +1,33 @@
+"""`truncate_prompt_tokens`: prompts of which only the last or the first tokens are used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from alignedserve.errors import InvalidRequestError
+from alignedserve.gateway.body.requests import GenerationRequest
+
+MOST = 1 << 20  # tokens of a text that is tokenised to be truncated
+
+
+def most_tokens(request: GenerationRequest, limit: int) -> int:
+    """The most tokens that a prompt may have before it is truncated. `limit`: of prompt and answer together."""
+    return limit if request.truncate_prompt_tokens is None else max(limit, MOST)
+
+
+def truncated(request: GenerationRequest, tokens: Sequence[int], limit: int, default: int) -> Sequence[int]:
+    """The part of a prompt that is used. `default`: tokens of an answer for which the request sets no max_tokens.
+
+    Raises InvalidRequestError.
+    """
+    wanted = request.truncate_prompt_tokens
+    if wanted is None:
+        return tokens
+    if wanted > limit:
+        message = f"truncate_prompt_tokens is {wanted}, more than the {limit} tokens that there is room for"
+        raise InvalidRequestError(message, param="truncate_prompt_tokens")
+    if wanted == -1:
+        wanted = max(1, limit - (default if request.max_tokens is None else request.max_tokens))
+    if len(tokens) <= wanted:
+        return tokens
+    return tokens[-wanted:] if request.truncation_side == "left" else tokens[:wanted]

@@ -1,0 +1,107 @@
+"""POST /tokenize and /detokenize: the tokens that a prompt would have, and the text of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from alignedserve.errors import InvalidRequestError
+from alignedserve.gateway.body.planning import ServedModel
+from alignedserve.gateway.body.token_requests import TokenizeRequest, parse_detokenize, parse_tokenize
+from alignedserve.gateway.body.tokenising import TooManyTokens, in_turn, tokenise
+from alignedserve.gateway.http.asgi import (
+    ClientGoneError,
+    DisconnectWatch,
+    Receive,
+    Scope,
+    Send,
+    parse_json,
+    report,
+    send_error,
+    send_json,
+)
+from alignedserve.gateway.http.body_reader import BodyReader
+from alignedserve.text import Prompt, PromptEncoder, Tokenizer
+
+MOST = 1 << 20  # tokens of a text
+
+
+class TokenEndpoints:
+    """ASGI endpoints, one method each. Long texts take turns with those of prompts."""
+
+    def __init__(self, model: ServedModel, bodies: BodyReader) -> None:
+        self._model = model
+        self._bodies = bodies
+
+    async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._answer(scope, receive, send, self._tokens)
+
+    async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._answer(scope, receive, send, self._text)
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, work: Callable[[Any], Awaitable[dict[str, Any]]]
+    ) -> None:
+        async def of(body: bytes) -> dict[str, Any]:
+            return await work(parse_json(body))
+
+        try:
+            body = await self._bodies.read(scope, receive)
+            with DisconnectWatch(receive) as watch:
+                answer = await watch.unless_gone(of(body))
+        except ClientGoneError:
+            return
+        except Exception as error:
+            await send_error(send, report(error))
+            return
+        await send_json(send, answer)
+
+    async def _tokens(self, body: Any) -> dict[str, Any]:
+        request = parse_tokenize(body)
+        self._model.require(request.model)
+        tokenizer, encoder = self._tokenizer(), self._model.encoder
+        assert encoder is not None
+        around = request.add_special_tokens
+        if around is None:
+            around = request.messages is None
+        try:
+            (tokens,) = await tokenise(encoder, [await self._prompt(encoder, request)], MOST, around=around)
+        except TooManyTokens:
+            message = f"the text has too many tokens: at most {MOST} are counted"
+            raise InvalidRequestError(message, param="prompt") from None
+        spelled = (
+            [tokenizer.backend.id_to_token(token) or "" for token in tokens] if request.return_token_strs else None
+        )
+        return {
+            "count": len(tokens),
+            "max_model_len": self._model.limit[0],
+            "tokens": tokens,
+            "token_strs": spelled,
+        }
+
+    async def _prompt(self, encoder: PromptEncoder, request: TokenizeRequest) -> Prompt:
+        if request.messages is None:
+            text = request.prompt or ""
+            return await in_turn(partial(encoder.special_in, text)) if request.allow_special_tokens else Prompt(text)
+        template = self._model.template
+        if template is None:
+            message = "this model has no chat template: start the server with --chat-template FILE"
+            raise InvalidRequestError(message, param="messages")
+        turns = [message.turn for message in request.messages]
+        written = partial(encoder.of_chat, template, turns, add_generation_prompt=request.add_generation_prompt)
+        return await in_turn(written)
+
+    async def _text(self, body: Any) -> dict[str, Any]:
+        request = parse_detokenize(body)
+        info, tokenizer = self._model.require(request.model), self._tokenizer()
+        for token in (min(request.tokens, default=0), max(request.tokens, default=0)):
+            if not 0 <= token < info.vocab_size:
+                message = f"tokens: token id {token} is outside the vocabulary of {info.vocab_size}"
+                raise InvalidRequestError(message, param="tokens")
+        return {"prompt": await in_turn(partial(tokenizer.decode, request.tokens, skip_special=False))}
+
+    def _tokenizer(self) -> Tokenizer:
+        if self._model.tokenizer is None:
+            raise InvalidRequestError("this model has no tokenizer", param=None)
+        return self._model.tokenizer
