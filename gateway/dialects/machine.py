@@ -141,7 +141,7 @@ class Machine(Parser):
         take(tail)
         return ""
 
-    def attempt(self, reading: Reading[bool]) -> Reading[bool]:
+    def attempt(self, reading: Reading[Any]) -> Reading[bool]:
         """Reads what may turn out to be nothing: unless `reading` calls `commit`, its characters are read again.
 
         Returns whether it did.

@@ -128,7 +128,9 @@ def _parser_of(template: Mapping[str, Any], prompt: str, tools: Sequence[Tool]) 
     spec = dict(template)
     fields = dict(spec.get("fields", {}))
     if all(entry.get("open") or entry.get("open_pattern") for entry in fields.values()):
-        fields["content"] = {} if "content" not in fields else fields["content"]  # else text outside regions is lost
+        fields["leftover"] = {}  # else text outside regions is lost
     spec["fields"] = {name: {**entry, "optional": True} for name, entry in fields.items()}
-    functions = [{"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}} for tool in tools]
+    functions: list[Any] = [
+        {"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}} for tool in tools
+    ]
     return ResponseParser(spec, prefix=prompt, tools=functions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
@@ -92,7 +93,7 @@ def test_no_text_raises_or_is_lost_and_cuts_change_nothing(
         return
     pieces = parse(make_parser(dialect, reasoning), text)
     at = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    parts = [text[begin:end] for begin, end in zip(at, at[1:], strict=False)]
+    parts = [text[begin:end] for begin, end in itertools.pairwise(at)]
     assert parse(make_parser(dialect, reasoning), *parts) == pieces
     assert parse(make_parser(dialect, reasoning), *text) == pieces
     found = read_pieces(pieces)
