@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -125,6 +126,7 @@ class InferenceService:
         body = body_of(request)
         if "messages" in body:
             plan = await plan_chat(self._model, parse_chat(body), request.request_id)
+            plan = replace(plan, reading=None)  # a Choice has no field for reasoning: it stays in the text
         else:
             plan = await plan_completion(self._model, parse_completion(body), request.request_id)
         return with_resume(plan, request, self._model)

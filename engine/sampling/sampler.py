@@ -1,7 +1,8 @@
 """Chooses the next token of each row of a batch, and reports log-probabilities.
 
 Order, for each row: logit_bias, repetition penalty, presence and frequency penalty, min_tokens, the grammar's mask,
-then greedy choice, or temperature, top_k, top_p, min_p and a draw. Reported log-probabilities are the model's own
+then greedy choice, or temperature, top_k, top_p, min_p and a draw, unless a spent budget of reasoning forces the token.
+Reported log-probabilities are the model's own
 (log_softmax of its logits, before all of this).
 
 A draw takes the largest `logit - log(noise)` (the Gumbel-max trick), with noise that is a hash of (seed, position in
@@ -51,6 +52,8 @@ class SampleRow:
         """Whether the logits are changed before the token is chosen."""
         sampling = self.sampling
         early = len(self.output_token_ids) < sampling.min_tokens
+        if sampling.thinking is not None and sampling.thinking.near(len(self.output_token_ids)):
+            return True
         return early or self.grammar is not None or bool(sampling.logit_bias) or needs_penalties(sampling)
 
 
@@ -159,6 +162,12 @@ def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence
     if drawn:
         tokens = _draw(_take(logits, drawn), [rows[i] for i in drawn], [positions[i] for i in drawn])
         for index, token in zip(drawn, tokens.tolist(), strict=True):
+            chosen[index] = token
+    for index, row in enumerate(rows):
+        if (
+            row.sampling.thinking is not None
+            and (token := row.sampling.thinking.forced(row.output_token_ids)) is not None
+        ):
             chosen[index] = token
     return chosen
 

@@ -16,6 +16,8 @@ from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body import refused
 from alignedserve.gateway.body.messages import MAX_MESSAGES, Message
 from alignedserve.gateway.body.structured import StructuredFields
+from alignedserve.gateway.body.thinking import ThinkingFields
+from alignedserve.gateway.body.tools import ToolFields
 from alignedserve.gateway.body.validation_errors import TOKEN_LIMIT, as_request_error, shown
 from alignedserve.gateway.body.values import INT64, Between, Body, LogitBias, Prompt, StopStrings, StopTokens
 from alignedserve.gateway.failures import UnsupportedFeatureError
@@ -202,7 +204,7 @@ class CompletionRequest(GenerationRequest):
         return replace(super().reply, echo=self.echo)
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, ToolFields, ThinkingFields):
     refused = refused.CHAT
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -221,7 +223,7 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs requires logprobs to be true", param="top_logprobs")
         for number, message in enumerate(self.messages):
-            if message.model_extra:
+            if not message.plain:
                 message.check(f"messages[{number}]")
         return self
 

@@ -58,7 +58,7 @@ class DeepseekV3(ToolDialect):
         ]
         call = lark.rule(" | ".join(forms))
         space = lark.literal(between) if between else ""
-        return CallRules(call, lark.literal(BEGIN), space, lark.literal(END), trigger=BEGIN)
+        return CallRules(call, between=space, after=lark.literal(END), trigger=BEGIN)
 
 
 class DeepseekV31(DeepseekV3):

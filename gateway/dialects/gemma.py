@@ -119,9 +119,9 @@ class Gemma4(ToolDialect):
         for tool in tools:
             _require_flat(tool)
             values = parameter_rules(lark, tool, lambda key: f"{key}:", quotes=(quote, quote))
-            head, tail = lark.literal(f"{opening}{_HEAD}{tool.name}{{"), lark.literal("}" + closing)
+            head, tail = lark.literal(f"{_HEAD}{tool.name}{{"), lark.literal("}" + closing)
             forms.append(f"{head} {with_commas(lark, values, ',')} {tail}")
-        return CallRules(lark.rule(" | ".join(forms)), trigger=opening)
+        return CallRules(lark.rule(" | ".join(forms)), between=lark.literal(opening), trigger=opening)
 
 
 class FunctionGemma(Gemma4):

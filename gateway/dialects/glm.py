@@ -74,5 +74,5 @@ class Glm45(ToolDialect):
                 f"{rule} {lark.literal(chr(10))}" if required else f"({rule} {lark.literal(chr(10))})?"
                 for rule, required in values
             )
-            forms.append(f"{lark.literal(f'{OPEN}{tool.name}{chr(10)}')} {inner} {lark.literal(CLOSE)}")
-        return CallRules(lark.rule(" | ".join(forms)), between=lark.literal("\n"), trigger=OPEN)
+            forms.append(f"{lark.literal(tool.name + chr(10))} {inner} {lark.literal(CLOSE)}")
+        return CallRules(lark.rule(" | ".join(forms)), between=lark.literal("\n" + OPEN), trigger=OPEN)

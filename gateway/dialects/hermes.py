@@ -35,8 +35,8 @@ class Hermes(ToolDialect):
 
     def calls(self, lark: Lark, tools: Sequence[Tool]) -> CallRules:
         body = lark.rule(" | ".join(json_call_rule(lark, tool, "arguments") for tool in tools))
-        call = lark.rule(f"{lark.literal(OPEN + chr(10))} {body} {lark.literal(chr(10) + CLOSE)}")
-        return CallRules(call, between=lark.literal("\n"), trigger=OPEN)
+        call = lark.rule(f"{lark.literal(chr(10))} {body} {lark.literal(chr(10) + CLOSE)}")
+        return CallRules(call, between=lark.literal("\n" + OPEN), trigger=OPEN)
 
 
 def json_call_rule(lark: Lark, tool: Tool, key: str) -> str:

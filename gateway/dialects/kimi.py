@@ -58,4 +58,4 @@ class KimiK2(ToolDialect):
             for tool in tools
         ]
         call = lark.rule(" | ".join(forms))
-        return CallRules(call, lark.literal(BEGIN), after=lark.literal(END), trigger=BEGIN)
+        return CallRules(call, after=lark.literal(END), trigger=BEGIN)

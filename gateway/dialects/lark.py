@@ -14,9 +14,9 @@ _JSON_OPTIONS = {"whitespace_pattern": " ?"}  # as for structured output: else a
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """Expressions for calls: `before`, one or more of `call` with `between`, then `after`. Empty ones write nothing.
+    """Expressions for `before`, one or more of `call` with `between`, then `after`. Empty ones write nothing.
 
-    `trigger`: the text that begins `before` or `call`, and nothing else; "": calls come before all other text.
+    `trigger`: the text before all of it, which nothing else begins with; "": calls come before all other text.
     """
 
     call: str
@@ -26,7 +26,7 @@ class CallRules:
     trigger: str = ""
 
     def expression(self, most: int | None) -> str:
-        """One or more calls; with `most` 1, one."""
+        """One or more calls, after the trigger; with `most` 1, one."""
         more = "" if most == 1 else f"({self.between} {self.call})*"
         return f"{self.before} {self.call} {more} {self.after}".strip()
 
@@ -67,7 +67,7 @@ class Lark:
     def text_until(self, end: str) -> str:
         """An expression for any text up to and including the first `end`."""
         if end in self._special:
-            return f"{self.rule(ANY_TEXT)} {self.literal(end)}"
+            return f"({self.rule(ANY_TEXT)} {self.literal(end)})"
         return self.rule(ANY_TEXT, f"[suffix={_quoted(end)}]")
 
     def text(self, start: str) -> str:

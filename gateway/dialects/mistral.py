@@ -72,7 +72,7 @@ class Mistral(ToolDialect):
 
     def calls(self, lark: Lark, tools: Sequence[Tool]) -> CallRules:
         if lark.is_special(ARGUMENTS):
-            forms = [f"{lark.literal(MARK + tool.name + ARGUMENTS)} {arguments_rule(lark, tool)}" for tool in tools]
-            return CallRules(lark.rule(" | ".join(forms)), trigger=MARK)
+            forms = [f"{lark.literal(tool.name + ARGUMENTS)} {arguments_rule(lark, tool)}" for tool in tools]
+            return CallRules(lark.rule(" | ".join(forms)), between=lark.literal(MARK), trigger=MARK)
         call = lark.rule(" | ".join(json_call_rule(lark, tool, "arguments") for tool in tools))
-        return CallRules(call, lark.literal(MARK + "["), lark.literal(", "), lark.literal("]"), trigger=MARK)
+        return CallRules(call, lark.literal("["), lark.literal(", "), lark.literal("]"), trigger=MARK)

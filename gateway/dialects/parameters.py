@@ -107,7 +107,7 @@ def parameter_rules(
         if is_text(tool, name):
             body = f"{lark.literal(written(name) + quotes[0])} {_text_rule(lark, tool, name, inner, quotes[1] + end)}"
         else:
-            shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+            shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
             value = lark.json({**shared, **(inner if isinstance(inner, dict) else {})})
             body = f"{lark.literal(written(name))} {value} {lark.literal(end)}"
         rules.append((lark.rule(body), name in required))

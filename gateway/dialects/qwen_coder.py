@@ -65,6 +65,6 @@ class Qwen3Coder(ToolDialect):
         for tool in tools:
             values = parameter_rules(lark, tool, lambda key: f"{PARAMETER}{key}>\n", f"\n{PARAMETER_END}\n")
             inner = " ".join(rule if required else f"({rule})?" for rule, required in values)
-            head = lark.literal(f"{OPEN}\n{FUNCTION}{tool.name}>\n")
+            head = lark.literal(f"\n{FUNCTION}{tool.name}>\n")
             forms.append(f"{head} {inner} {lark.literal(f'{FUNCTION_END}{chr(10)}{CLOSE}')}")
-        return CallRules(lark.rule(" | ".join(forms)), between=lark.literal("\n"), trigger=OPEN)
+        return CallRules(lark.rule(" | ".join(forms)), between=lark.literal("\n" + OPEN), trigger=OPEN)

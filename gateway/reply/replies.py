@@ -183,7 +183,7 @@ class Reply(ABC):
         if self._options.include_timings and self._last_ended is not None:
             target["timings"] = timings(self._last_ended)
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         prompt, completion = self._parts.prompt_tokens, self._parts.completion_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 

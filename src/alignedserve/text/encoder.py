@@ -94,9 +94,14 @@ class PromptEncoder:
         """A prompt in which spellings of special tokens are special tokens, at most `most` of them."""
         return Prompt(text, tuple(islice(self._specials.find(text), most)))
 
-    def of_chat(self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+    def of_chat(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+    ) -> Prompt:
         """A conversation in which only the template's special tokens are special. Raises InvalidRequestError."""
-        marked, marks = template.render_marked(messages, self.marks)
+        marked, marks = template.render_marked(messages, self.marks, variables)
         return Prompt(marks.unmark(marked), tuple(self._specials.find(marked)))
 
     # ---- tokens
