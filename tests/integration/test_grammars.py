@@ -147,8 +147,9 @@ LOOK = {
 
 async def call_of(served: Served, number: int, begun: asyncio.Event | None = None) -> list[tuple[str, str, str]]:
     """Id, name and arguments of the calls in a streamed answer that must be calls. `begun` is set in its middle."""
-    body = {"messages": [{"role": "user", "content": f"Look at {number}."}], "tools": [LOOK], "max_tokens": 300,
-            "tool_choice": "required", "parallel_tool_calls": number % 2 == 0, "temperature": 0, "stream": True}  # fmt: skip
+    messages = [{"role": "user", "content": f"Look at {number}."}]
+    asked = {"tools": [LOOK], "tool_choice": "required", "parallel_tool_calls": number % 2 == 0}
+    body = {"messages": messages, "max_tokens": 300, "temperature": 0, "stream": True, **asked}
     calls: dict[int, list[str]] = {}
     pieces, finish = 0, None
     async with served.http.stream("POST", "/v1/chat/completions", json=body) as answer:

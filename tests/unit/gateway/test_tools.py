@@ -1,4 +1,4 @@
-"""Tools and reasoning in chat: what a request must say, what its prompt and grammar are, and what its reply looks like."""
+"""Tools and reasoning in chat: what a request must say, its prompt and its grammar, and its reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text with markers in it: each at its place, whatever stop strings hold back or cut off; and what templates are given."""
+"""Text with markers in it: each at its place, whatever stop strings hold back or cut off; and what templates get."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def forced(budget: int, begun: bool, *drawn: int) -> list[int]:
         (9, True, [1, 1], [1, 1]),
     ],
 )
-def test_a_spent_budget_forces_the_end_of_reasoning(budget: int, begun: bool, drawn: list[int], tokens: list[int]) -> None:
+def test_a_spent_budget_forces_the_end_of_reasoning(
+    budget: int, begun: bool, drawn: list[int], tokens: list[int]
+) -> None:
     assert forced(budget, begun, *drawn) == tokens
 
 
