@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from alignedserve.proto import common_pb2 as alignedserve_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"alignedserve/proto/inference.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\">\n\x0c\x43onversation\x12.\n\x08messages\x18\x01 \x03(\x0b\x32\x1c.alignedserve.v1.ChatMessage\"\xa5\x07\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12\x35\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x19.alignedserve.v1.TokenIdsH\x00\x12\x35\n\x0c\x63onversation\x18\x05 \x01(\x0b\x32\x1d.alignedserve.v1.ConversationH\x00\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x08 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\t \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\n \x01(\rH\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x0b \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x0c \x01(\x03H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0e \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0f \x01(\x01H\n\x88\x01\x01\x12.\n\nlogit_bias\x18\x10 \x03(\x0b\x32\x1a.alignedserve.v1.LogitBias\x12\x15\n\x08logprobs\x18\x11 \x01(\rH\x0b\x88\x01\x01\x12\x0c\n\x04stop\x18\x12 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x13 \x03(\r\x12\x12\n\nignore_eos\x18\x14 \x01(\x08\x12\t\n\x01n\x18\x15 \x01(\r\x12\x17\n\x0finclude_timings\x18\x16 \x01(\x08\x12\x16\n\ttimeout_s\x18\x17 \x01(\x01H\x0c\x88\x01\x01\x12*\n\x06resume\x18\x18 \x03(\x0b\x32\x1a.alignedserve.v1.Delivered\x12\x1d\n\x10wait_objective_s\x18\x19 \x01(\x01H\r\x88\x01\x01\x12\x1c\n\x14\x61llow_special_tokens\x18\x1a \x01(\x08\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\x0c\n\n_timeout_sB\x13\n\x11_wait_objective_s\"9\n\tDelivered\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\"\x88\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x33\n\x08logprobs\x18\x05 \x03(\x0b\x32!.alignedserve.v1.TokenLogprobText\"t\n\x10TokenLogprobText\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12.\n\x03top\x18\x04 \x03(\x0b\x32!.alignedserve.v1.TokenLogprobText\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xc9\x01\n\x0eRequestTimings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x0e\n\x06pool_s\x18\x03 \x01(\x01\x12\x12\n\nprefetch_s\x18\x04 \x01(\x01\x12\x12\n\nhandover_s\x18\x05 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x06 \x01(\x01\x12\x12\n\nprefill_id\x18\x07 \x01(\t\x12\x11\n\tdecode_id\x18\x08 \x01(\t\x12\x15\n\x08\x62ubble_s\x18\t \x01(\x01H\x00\x88\x01\x01\x42\x0b\n\t_bubble_s\"\xd6\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12(\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x17.alignedserve.v1.Choice\x12%\n\x05usage\x18\x05 \x01(\x0b\x32\x16.alignedserve.v1.Usage\x12\x30\n\x07timings\x18\x06 \x01(\x0b\x32\x1f.alignedserve.v1.RequestTimings\"\x96\x02\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\'\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x17.alignedserve.v1.Choice\x12%\n\x05usage\x18\x05 \x01(\x0b\x32\x16.alignedserve.v1.Usage\x12\x30\n\x07timings\x18\x06 \x01(\x0b\x32\x1f.alignedserve.v1.RequestTimings\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x08 \x01(\rH\x01\x88\x01\x01\x42\x07\n\x05_seedB\r\n\x0b_max_tokens\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\".\n\tModelCard\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_positions\x18\x02 \x01(\r\"7\n\tModelList\x12*\n\x06models\x18\x01 \x03(\x0b\x32\x1a.alignedserve.v1.ModelCard2\xb7\x02\n\tInference\x12O\n\x08Generate\x12 .alignedserve.v1.GenerateRequest\x1a!.alignedserve.v1.GenerateResponse\x12L\n\x06Stream\x12 .alignedserve.v1.GenerateRequest\x1a\x1e.alignedserve.v1.GenerateChunk0\x01\x12I\n\x06\x43\x61ncel\x12\x1e.alignedserve.v1.CancelRequest\x1a\x1f.alignedserve.v1.CancelResponse\x12@\n\nListModels\x12\x16.alignedserve.v1.Empty\x1a\x1a.alignedserve.v1.ModelListb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"alignedserve/proto/inference.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\">\n\x0c\x43onversation\x12.\n\x08messages\x18\x01 \x03(\x0b\x32\x1c.alignedserve.v1.ChatMessage\"\xb8\x07\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12\x35\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x19.alignedserve.v1.TokenIdsH\x00\x12\x35\n\x0c\x63onversation\x18\x05 \x01(\x0b\x32\x1d.alignedserve.v1.ConversationH\x00\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x08 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\t \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\n \x01(\rH\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x0b \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x0c \x01(\x03H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0e \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0f \x01(\x01H\n\x88\x01\x01\x12.\n\nlogit_bias\x18\x10 \x03(\x0b\x32\x1a.alignedserve.v1.LogitBias\x12\x15\n\x08logprobs\x18\x11 \x01(\rH\x0b\x88\x01\x01\x12\x0c\n\x04stop\x18\x12 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x13 \x03(\r\x12\x12\n\nignore_eos\x18\x14 \x01(\x08\x12\t\n\x01n\x18\x15 \x01(\r\x12\x17\n\x0finclude_timings\x18\x16 \x01(\x08\x12\x16\n\ttimeout_s\x18\x17 \x01(\x01H\x0c\x88\x01\x01\x12*\n\x06resume\x18\x18 \x03(\x0b\x32\x1a.alignedserve.v1.Delivered\x12\x1d\n\x10wait_objective_s\x18\x19 \x01(\x01H\r\x88\x01\x01\x12\x1c\n\x14\x61llow_special_tokens\x18\x1a \x01(\x08\x12\x11\n\tchat_json\x18< \x01(\tB\x07\n\x05inputB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\x0c\n\n_timeout_sB\x13\n\x11_wait_objective_s\"9\n\tDelivered\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\"\xca\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x33\n\x08logprobs\x18\x05 \x03(\x0b\x32!.alignedserve.v1.TokenLogprobText\x12\x11\n\treasoning\x18\x14 \x01(\t\x12-\n\ntool_calls\x18\x15 \x03(\x0b\x32\x19.alignedserve.v1.ToolCall\"F\n\x08ToolCall\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"t\n\x10TokenLogprobText\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12.\n\x03top\x18\x04 \x03(\x0b\x32!.alignedserve.v1.TokenLogprobText\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xc9\x01\n\x0eRequestTimings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x0e\n\x06pool_s\x18\x03 \x01(\x01\x12\x12\n\nprefetch_s\x18\x04 \x01(\x01\x12\x12\n\nhandover_s\x18\x05 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x06 \x01(\x01\x12\x12\n\nprefill_id\x18\x07 \x01(\t\x12\x11\n\tdecode_id\x18\x08 \x01(\t\x12\x15\n\x08\x62ubble_s\x18\t \x01(\x01H\x00\x88\x01\x01\x42\x0b\n\t_bubble_s\"\xd6\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12(\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x17.alignedserve.v1.Choice\x12%\n\x05usage\x18\x05 \x01(\x0b\x32\x16.alignedserve.v1.Usage\x12\x30\n\x07timings\x18\x06 \x01(\x0b\x32\x1f.alignedserve.v1.RequestTimings\"\x96\x02\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\'\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x17.alignedserve.v1.Choice\x12%\n\x05usage\x18\x05 \x01(\x0b\x32\x16.alignedserve.v1.Usage\x12\x30\n\x07timings\x18\x06 \x01(\x0b\x32\x1f.alignedserve.v1.RequestTimings\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x08 \x01(\rH\x01\x88\x01\x01\x42\x07\n\x05_seedB\r\n\x0b_max_tokens\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\".\n\tModelCard\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_positions\x18\x02 \x01(\r\"7\n\tModelList\x12*\n\x06models\x18\x01 \x03(\x0b\x32\x1a.alignedserve.v1.ModelCard2\xb7\x02\n\tInference\x12O\n\x08Generate\x12 .alignedserve.v1.GenerateRequest\x1a!.alignedserve.v1.GenerateResponse\x12L\n\x06Stream\x12 .alignedserve.v1.GenerateRequest\x1a\x1e.alignedserve.v1.GenerateChunk0\x01\x12I\n\x06\x43\x61ncel\x12\x1e.alignedserve.v1.CancelRequest\x1a\x1f.alignedserve.v1.CancelResponse\x12@\n\nListModels\x12\x16.alignedserve.v1.Empty\x1a\x1a.alignedserve.v1.ModelListb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,29 +49,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONVERSATION']._serialized_start=163
   _globals['_CONVERSATION']._serialized_end=225
   _globals['_GENERATEREQUEST']._serialized_start=228
-  _globals['_GENERATEREQUEST']._serialized_end=1161
-  _globals['_DELIVERED']._serialized_start=1163
-  _globals['_DELIVERED']._serialized_end=1220
-  _globals['_CHOICE']._serialized_start=1223
-  _globals['_CHOICE']._serialized_end=1359
-  _globals['_TOKENLOGPROBTEXT']._serialized_start=1361
-  _globals['_TOKENLOGPROBTEXT']._serialized_end=1477
-  _globals['_USAGE']._serialized_start=1479
-  _globals['_USAGE']._serialized_end=1536
-  _globals['_REQUESTTIMINGS']._serialized_start=1539
-  _globals['_REQUESTTIMINGS']._serialized_end=1740
-  _globals['_GENERATERESPONSE']._serialized_start=1743
-  _globals['_GENERATERESPONSE']._serialized_end=1957
-  _globals['_GENERATECHUNK']._serialized_start=1960
-  _globals['_GENERATECHUNK']._serialized_end=2238
-  _globals['_CANCELREQUEST']._serialized_start=2240
-  _globals['_CANCELREQUEST']._serialized_end=2275
-  _globals['_CANCELRESPONSE']._serialized_start=2277
-  _globals['_CANCELRESPONSE']._serialized_end=2308
-  _globals['_MODELCARD']._serialized_start=2310
-  _globals['_MODELCARD']._serialized_end=2356
-  _globals['_MODELLIST']._serialized_start=2358
-  _globals['_MODELLIST']._serialized_end=2413
-  _globals['_INFERENCE']._serialized_start=2416
-  _globals['_INFERENCE']._serialized_end=2727
+  _globals['_GENERATEREQUEST']._serialized_end=1180
+  _globals['_DELIVERED']._serialized_start=1182
+  _globals['_DELIVERED']._serialized_end=1239
+  _globals['_CHOICE']._serialized_start=1242
+  _globals['_CHOICE']._serialized_end=1444
+  _globals['_TOOLCALL']._serialized_start=1446
+  _globals['_TOOLCALL']._serialized_end=1516
+  _globals['_TOKENLOGPROBTEXT']._serialized_start=1518
+  _globals['_TOKENLOGPROBTEXT']._serialized_end=1634
+  _globals['_USAGE']._serialized_start=1636
+  _globals['_USAGE']._serialized_end=1693
+  _globals['_REQUESTTIMINGS']._serialized_start=1696
+  _globals['_REQUESTTIMINGS']._serialized_end=1897
+  _globals['_GENERATERESPONSE']._serialized_start=1900
+  _globals['_GENERATERESPONSE']._serialized_end=2114
+  _globals['_GENERATECHUNK']._serialized_start=2117
+  _globals['_GENERATECHUNK']._serialized_end=2395
+  _globals['_CANCELREQUEST']._serialized_start=2397
+  _globals['_CANCELREQUEST']._serialized_end=2432
+  _globals['_CANCELRESPONSE']._serialized_start=2434
+  _globals['_CANCELRESPONSE']._serialized_end=2465
+  _globals['_MODELCARD']._serialized_start=2467
+  _globals['_MODELCARD']._serialized_end=2513
+  _globals['_MODELLIST']._serialized_start=2515
+  _globals['_MODELLIST']._serialized_end=2570
+  _globals['_INFERENCE']._serialized_start=2573
+  _globals['_INFERENCE']._serialized_end=2884
 # @@protoc_insertion_point(module_scope)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import openai
 import pytest
 
@@ -22,6 +23,8 @@ from alignedserve.gateway.ledger.calls import Call, Delta
 from alignedserve.gateway.ledger.resume import Delivered
 from alignedserve.gateway.reply.answers import AnswerView, Part
 from alignedserve.model import resolve_model
+from alignedserve.proto import inference_pb2 as inf
+from alignedserve.proto import inference_pb2_grpc as inf_grpc
 from alignedserve.request import FinishReason, GrammarKind, SamplingParams
 from alignedserve.text import Tokenizer
 from support.fake_cluster import FakeCluster, playing
@@ -341,6 +344,33 @@ def test_a_view_that_resumes_goes_on_as_the_first_one_would(cut: int) -> None:
     assert (resumed.text, resumed.reasoning, resumed.calls) == (second.text, second.reasoning, second.calls)
     first.extend(second)
     assert (first.text, first.reasoning) == ("Well.", "Hm.")
+
+
+async def test_a_grpc_client_gets_calls_and_goes_on_within_one(gateway: RunningGateway, cluster: FakeCluster) -> None:
+    tokens = ids(f"Well.\n{CALL}")
+    cut = len(tokens) - 14
+    asked = inf.GenerateRequest(
+        request_id="mine", seed=1, max_tokens=90, chat_json=json.dumps({"messages": HI, "tools": [LOOK]})
+    )
+    async with grpc.aio.insecure_channel(gateway.grpc_address) as channel:
+        stub: Any = inf_grpc.InferenceStub(channel)
+        cluster.script = playing([*tokens, END], finish=FinishReason.STOP)
+        whole = (await stub.Generate(asked)).choices[0]
+        (call,) = whole.tool_calls
+        assert (whole.text, call.name, json.loads(call.arguments)) == ("Well.", "look", {"place": "Bern"})
+
+        cluster.script = playing([*tokens[cut:], END], finish=FinishReason.STOP)
+        again = inf.GenerateRequest()
+        again.CopyFrom(asked)
+        again.resume.add(token_ids=tokens[:cut])
+        (rest,) = (await stub.Generate(again)).choices[0].tool_calls
+        assert rest.name == ""
+        assert call.arguments.endswith(rest.arguments)
+        assert 0 < len(rest.arguments) < len(call.arguments)
+
+        for text in ("{", "[]"):
+            with pytest.raises(grpc.aio.AioRpcError, match="chat_json"):
+                await stub.Generate(inf.GenerateRequest(chat_json=text))
 
 
 def test_arguments_that_are_no_json_stay_text() -> None:
