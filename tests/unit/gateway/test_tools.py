@@ -359,7 +359,7 @@ async def test_a_grpc_client_gets_calls_and_goes_on_within_one(gateway: RunningG
         (call,) = whole.tool_calls
         assert (whole.text, call.name, json.loads(call.arguments)) == ("Well.", "look", {"place": "Bern"})
 
-        cluster.script = playing([*tokens[cut:], END], finish=FinishReason.STOP)
+        cluster.script = playing([*tokens, END], finish=FinishReason.STOP)
         again = inf.GenerateRequest()
         again.CopyFrom(asked)
         again.resume.add(token_ids=tokens[:cut])
