@@ -20,9 +20,10 @@ from alignedserve.request import (
     Stopwatch,
     TokenLogprobs,
 )
+from alignedserve.thinking import ThinkingLimit
 
 # Each field of the message corresponds to the field of SamplingParams with the same name.
-_MESSAGES = ("grammar",)
+_MESSAGES = ("grammar", "thinking")
 _OPTIONAL = [
     field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence and field.name not in _MESSAGES
 ]
@@ -59,6 +60,8 @@ def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
             setattr(message, name, value)
     if (grammar := sampling.grammar) is not None:
         message.grammar.CopyFrom(pb.Grammar(kind=grammar.kind, text=grammar.text, whitespace=grammar.whitespace))
+    if (thinking := sampling.thinking) is not None:
+        message.thinking.CopyFrom(pb.ThinkingLimit(**thinking._asdict()))
     return message
 
 
@@ -69,6 +72,9 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     values |= {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
     if message.HasField("grammar"):
         values["grammar"] = _grammar_from_proto(message.grammar)
+    if message.HasField("thinking"):
+        limit = message.thinking
+        values["thinking"] = ThinkingLimit(limit.budget, tuple(limit.open), tuple(limit.close), limit.begun)
     return SamplingParams(**values, logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias))
 
 

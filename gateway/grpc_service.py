@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
+import orjson
 
 from alignedserve import logs
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body.planning import CallPlan, ServedModel, plan_chat, plan_completion
 from alignedserve.gateway.body.requests import CompletionRequest, parse_chat, parse_completion
-from alignedserve.gateway.failures import grpc_status
+from alignedserve.gateway.failures import MalformedJsonError, grpc_status
 from alignedserve.gateway.http.asgi import report
 from alignedserve.gateway.http.body_reader import too_large
 from alignedserve.gateway.http.pacing import LARGE_BYTES, Pace
@@ -22,6 +24,7 @@ from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.ledger.resume import with_resume
 from alignedserve.gateway.reply.answers import AnswerView, Part
 from alignedserve.gateway.reply.replies import LEAST_LOGPROB, Parts, timings
+from alignedserve.gateway.reply.written_calls import WrittenCall, written_calls
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import inference_pb2 as inf
 from alignedserve.proto import inference_pb2_grpc as inf_grpc
@@ -125,6 +128,8 @@ class InferenceService:
         body = body_of(request)
         if "messages" in body:
             plan = await plan_chat(self._model, parse_chat(body), request.request_id)
+            if not request.chat_json:  # clients that do not know the fields for reasoning have it in the text
+                plan = replace(plan, reading=None)
         else:
             plan = await plan_completion(self._model, parse_completion(body), request.request_id)
         return with_resume(plan, request, self._model)
@@ -135,6 +140,8 @@ class InferenceService:
             text=part.text,
             token_ids=part.token_ids,
             finish_reason="" if part.finish is None else part.finish.value,
+            reasoning=part.reasoning,
+            tool_calls=[_call(call) for call in written_calls(part.calls)],
             logprobs=[
                 _logprob(self._model.tokenizer, e.token_id, e.logprob) for e in part.scored if e.logprob is not None
             ],
@@ -159,10 +166,32 @@ def body_of(request: inf.GenerateRequest) -> dict[str, Any]:
             body["prompt"] = list(request.prompt_token_ids.ids)
         case "conversation":
             body["messages"] = [{"role": turn.role, "content": turn.content} for turn in request.conversation.messages]
-            if "logprobs" in body:
-                body["top_logprobs"] = body["logprobs"]
-                body["logprobs"] = True
-    return body
+    further = _further(request.chat_json) if request.chat_json else {}
+    if "logprobs" in body and "messages" in (body | further):
+        body["top_logprobs"] = body["logprobs"]
+        body["logprobs"] = True
+    return body | further
+
+
+def _further(text: str) -> dict[str, Any]:
+    """The fields in `chat_json`. Raises InvalidRequestError."""
+    try:
+        value = orjson.loads(text)
+    except ValueError as error:
+        raise MalformedJsonError(f"chat_json is not JSON: {error}", param="chat_json") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError("chat_json must be a JSON object", param="chat_json")
+    return value
+
+
+def _call(call: WrittenCall) -> inf.ToolCall:
+    start = call.start
+    return inf.ToolCall(
+        index=call.index,
+        id="" if start is None else start.id,
+        name="" if start is None else start.name,
+        arguments=call.arguments,
+    )
 
 
 def _logprob(tokenizer: Tokenizer | None, token: int, entry: TokenLogprobs) -> inf.TokenLogprobText:

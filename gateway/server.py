@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Self
 from starlette.applications import Starlette
 
 from alignedserve.admin import admin_key
+from alignedserve.config import ModelConfig
 from alignedserve.config_sources import from_tree
 from alignedserve.control.integrity import check_books
 from alignedserve.control.role import OPEN_GAUGE
@@ -30,6 +31,7 @@ from alignedserve.control.supervisor_client import SupervisorClient, restart_jso
 from alignedserve.errors import UnavailableError
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.body.planning import ServedModel
+from alignedserve.gateway.dialects.model_dialects import ModelDialects, choose_dialects
 from alignedserve.gateway.drain import Drain
 from alignedserve.gateway.grpc_service import InferenceService
 from alignedserve.gateway.health import Health, book_entry, judge, role_entry
@@ -43,10 +45,11 @@ from alignedserve.gateway.request_log import RequestLog
 from alignedserve.gateway.scheduler_link import SchedulerLink
 from alignedserve.gateway.spec_source import SpecSource
 from alignedserve.gateway.token_sink import TokenSink
-from alignedserve.model import ModelInfo
+from alignedserve.model import ModelInfo, read_config
 from alignedserve.proto import gateway_pb2_grpc as gw_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.text import ChatTemplate, Tokenizer
+from alignedserve.text.tokenizer import read_tokenizer_config
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,20 @@ _TICK_S = 1.0
 _UNHEARD_S = 5.0  # the supervisor counts as silent after this; a successor is found sooner
 
 Locate = Callable[[], Awaitable[str | None]]
+
+
+def _dialects(
+    folder: Path, config: ModelConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None
+) -> ModelDialects:
+    """The formats of reasoning and tool calls: configured, or those of the model. Raises ConfigError, ModelError."""
+    return choose_dialects(
+        config.tool_parser,
+        config.reasoning_parser,
+        chat_template="" if template is None else template.source,
+        tokenizer=tokenizer,
+        architecture=read_config(folder)["model_type"],
+        response_template=read_tokenizer_config(folder).get("response_template"),
+    )
 
 
 class GatewayServer(RoleServer):
@@ -109,7 +126,10 @@ class GatewayServer(RoleServer):
         if tokenizer is not None:
             override = config.model.chat_template
             template = ChatTemplate.from_folder(model_path, tokenizer.special_tokens, override)
-        model = ServedModel(config.served_model_name, tokenizer, template, root=config.model_root)
+        dialects = await asyncio.to_thread(_dialects, Path(model_path), config.model, tokenizer, template)
+        model = ServedModel(
+            config.served_model_name, tokenizer, template, root=config.model_root, dialects=dialects
+        )
         server = cls(settings, model, locate)
         await server.start()
         return server

@@ -43,6 +43,8 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
         "model.chat_template",
         {"metavar": "FILE", "help": "a Jinja chat template that replaces the model's own"},
     ),
+    "--tool-parser": ("model.tool_parser", {"metavar": "NAME", "help": "format of the model's tool calls"}),
+    "--reasoning-parser": ("model.reasoning_parser", {"metavar": "NAME", "help": "format of the model's reasoning"}),
     "--api-key-file": (
         "gateway.api_key_file",
         {"metavar": "FILE", "help": "file with one API key per line; /v1/* and gRPC then require a key"},

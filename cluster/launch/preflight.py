@@ -18,6 +18,7 @@ from alignedserve.config import Config, GatewayConfig, SchedulerConfig
 from alignedserve.control.tls import tls_files
 from alignedserve.errors import ConfigError, ResourceError
 from alignedserve.gateway.api_keys import ApiKeys
+from alignedserve.gateway.dialects.model_dialects import check_names
 from alignedserve.memory import available_memory_bytes, describe_bytes
 from alignedserve.model import resolve_model, unserved_generation_keys
 from alignedserve.model_check import check_if_here, check_model_files
@@ -32,6 +33,7 @@ def check_model(config: Config) -> Path:
     template = config.model.chat_template
     if template and not Path(template).expanduser().is_file():
         raise ConfigError(f"model.chat_template: file {template} does not exist")
+    check_names(config.model.tool_parser, config.model.reasoning_parser)
     return folder
 
 

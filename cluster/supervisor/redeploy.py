@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COUNTS = frozenset({"cluster.prefill", "cluster.decode"})
-SERVES = frozenset({"cluster.name", "model.chat_template"})  # besides gateway.*: Ray Serve replaces gateways anyway
+# Besides gateway.*: Ray Serve replaces gateways anyway.
+SERVES = frozenset({"cluster.name", "model.chat_template", "model.tool_parser", "model.reasoning_parser"})
 INSTANCES = frozenset({"prefill", "decode"})
 ALL_ROLES = frozenset({*INSTANCES, *PROCESS_ROLES})
 # Keys that a process reads when it starts, and that affect neither the sizes of stores nor the tokens.

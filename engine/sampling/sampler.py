@@ -1,8 +1,8 @@
 """Chooses the next token of each row of a batch, and reports log-probabilities.
 
 Order, for each row: logit_bias, repetition penalty, presence and frequency penalty, min_tokens, excluded tokens, the
-grammar's mask, then greedy choice, or temperature, top_k, top_p, min_p and a draw. Reported log-probabilities are the
-model's own (log_softmax of its logits, before all of this).
+grammar's mask, then greedy choice, or temperature, top_k, top_p, min_p and a draw, unless a spent budget of reasoning
+forces the token. Reported log-probabilities are the model's own (log_softmax of its logits, before all of this).
 
 A draw takes the largest `logit - log(noise)` (the Gumbel-max trick), with noise that is a hash of (seed, position in
 the answer, token id). It depends neither on the batch nor on the other candidates. If rounding changes a logit, two
@@ -62,7 +62,9 @@ class SampleRow:
     @property
     def adjusts(self) -> bool:
         """Whether the logits are changed before the token is chosen."""
-        return self._always or self.grammar is not None or len(self.output_token_ids) < self._until
+        chosen, thinking = len(self.output_token_ids), self.sampling.thinking
+        limited = thinking is not None and thinking.near(chosen)
+        return self._always or limited or self.grammar is not None or chosen < self._until
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,12 @@ def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence
     if drawn:
         tokens = _draw(_take(logits, drawn), [rows[i] for i in drawn], [positions[i] for i in drawn])
         for index, token in zip(drawn, tokens.tolist(), strict=True):
+            chosen[index] = token
+    for index, row in enumerate(rows):
+        if (
+            row.sampling.thinking is not None
+            and (token := row.sampling.thinking.forced(row.output_token_ids)) is not None
+        ):
             chosen[index] = token
     return chosen
 

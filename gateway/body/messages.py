@@ -1,16 +1,21 @@
-"""The messages of a chat request: roles, and content as a string or as a list of text parts."""
+"""The messages of a chat request: roles, content as a string or as a list of text parts, calls and their results."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import json
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict  # pydantic needs this class before Python 3.12
 
 from alignedserve.gateway.body import refused
+from alignedserve.gateway.body.nested import check_depth
 from alignedserve.gateway.body.values import LIST, STRICT, TEXT, Sent, Unsupported, text_or_list
+from alignedserve.gateway.failures import MissingFieldError
+from alignedserve.text import CallArguments
 
 MAX_MESSAGES = 4096
+MAX_CALLS = 256
 
 
 class TextPart(TypedDict):
@@ -34,28 +39,79 @@ _Content = Annotated[
 ]
 
 
+class CalledFunction(TypedDict):
+    """The function of an earlier call. `arguments`: JSON text."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+
+    name: Annotated[str, Field(max_length=256)]
+    arguments: NotRequired[str]
+
+
+class EarlierCall(TypedDict):
+    """A call that an earlier answer made."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+
+    id: NotRequired[str]
+    type: NotRequired[Annotated[Literal["function"], Unsupported("tool calls of type {} are not supported")]]
+    function: CalledFunction
+
+
 class Message(BaseModel):
     """One message of a conversation."""
 
     model_config = STRICT  # not a Body: its validator runs Python code for each of possibly thousands of messages
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, Sent(_Content, _joined)]
+    content: Annotated[str, Sent(_Content, _joined)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: Annotated[list[EarlierCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    reasoning_content: str | None = Field(None, description="An earlier answer's reasoning.")
+    reasoning: str | None = Field(None, description="Alias of reasoning_content.")
 
     def check(self, where: str) -> None:
-        """Raises UnsupportedFeatureError for a field that the chat template would not receive."""
+        """Raises MissingFieldError without content, UnsupportedFeatureError for a field that the chat template would
+        not receive.
+        """
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise MissingFieldError(f"{where}.content is required", param=f"{where}.content")
         for name, value in (self.model_extra or {}).items():
             if value is not None and name in refused.MESSAGE:
                 refused.MESSAGE[name].check(value, f"{where}.{name}")
 
     @property
-    def turn(self) -> dict[str, str]:
+    def plain(self) -> bool:
+        """Whether there is nothing to check."""
+        return self.content is not None and not self.model_extra
+
+    @property
+    def turn(self) -> dict[str, Any]:
         """The message in the form that the chat template expects."""
-        turn: dict[str, str] = {"role": self.role, "content": self.content}
+        turn: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.name is not None:
             turn["name"] = self.name
         if self.tool_call_id is not None:
             turn["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            turn["tool_calls"] = [_call(call) for call in self.tool_calls]
+        if (thought := self.reasoning_content or self.reasoning) is not None:
+            turn["reasoning_content"] = thought
         return turn
+
+
+def _call(call: EarlierCall) -> dict[str, Any]:
+    """Arguments become a mapping, as templates expect them; text that is no JSON object stays text."""
+    function = call["function"]
+    text = function.get("arguments", "")
+    arguments: Any = text
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        check_depth(value, "messages")
+        arguments = CallArguments(value)
+    written = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {"id": call["id"], **written} if "id" in call else written

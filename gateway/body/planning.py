@@ -13,11 +13,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from alignedserve.errors import DeadlineError, GrammarError, InvalidRequestError, UnavailableError
+from alignedserve.gateway.body.answer_form import chat_form
 from alignedserve.gateway.body.model_values import check_vocabulary, model_values
+from alignedserve.gateway.body.nested import text_size
 from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, GenerationRequest, ReplyOptions
 from alignedserve.gateway.body.suffix import with_suffix
 from alignedserve.gateway.body.tokenising import LONG_TEXT, TooManyTokens, check_size, in_turn, tokenise
 from alignedserve.gateway.body.truncation import most_tokens, truncated
+from alignedserve.gateway.dialects.families import AUTO
+from alignedserve.gateway.dialects.model_dialects import ModelDialects, Reading, choose_dialects
 from alignedserve.gateway.failures import ContextLengthError, ModelNotFoundError
 from alignedserve.grammar.compiled import Grammars
 from alignedserve.model import ModelInfo
@@ -58,6 +62,7 @@ class CallPlan:
     spent_s: float = 0.0
     probe: bool = False  # a probe of this gateway (`pulse.py`), not a client's call: it is not counted
     internal_id: str = ""
+    reading: Reading | None = None  # how answers are divided; None: their text is their content
     resume: tuple[Delivered, ...] = ()  # one entry for each answer if the call resumes an earlier call; else empty
 
     @property
@@ -78,6 +83,7 @@ class ServedModel:
     capacity_tokens: int | None = None
     created: int = 0
     root: str = ""  # what the model is called where it comes from; "": its name here
+    dialects: ModelDialects | None = None  # None: found by the chat template alone
     encoder: PromptEncoder | None = field(init=False, default=None)
     grammars: Grammars | None = field(init=False, default=None)  # made for the first request that needs them
 
@@ -85,6 +91,9 @@ class ServedModel:
         self.created = self.created or int(time.time())
         if self.tokenizer is not None:
             self.encoder = PromptEncoder(self.tokenizer, self.template)
+        if self.dialects is None:
+            source = "" if self.template is None else self.template.source
+            self.dialects = choose_dialects(AUTO, AUTO, chat_template=source, tokenizer=self.tokenizer)
 
     def require(self, name: str | None) -> ModelInfo:
         """The model's shape. Raises ModelNotFoundError for another model name, UnavailableError while the shape is
@@ -101,7 +110,12 @@ class ServedModel:
         asked = request.grammar_spec()
         if asked is None:
             return None
-        (spec, param), info = asked, self.info
+        await self.compile(*asked)
+        return asked[0]
+
+    async def compile(self, spec: GrammarSpec, param: str) -> None:
+        """Compiles a grammar that the field `param` asks for. Raises InvalidRequestError, which names it."""
+        info = self.info
         assert info is not None
         if self.grammars is None:
             self.grammars = Grammars.of(self.tokenizer, info.vocab_size)
@@ -112,7 +126,6 @@ class ServedModel:
         except GrammarError as error:
             error.param = param
             raise
-        return spec
 
     @property
     def limit(self) -> tuple[int, str]:
@@ -160,17 +173,22 @@ async def plan_chat(model: ServedModel, request: ChatRequest, call_id: str = "")
     if model.template is None:
         raise InvalidRequestError("this model has no chat template: start the server with --chat-template FILE")
     _check_stops(model, request)
-    grammar = await model.grammar_of(request)
+    use = request.tool_use()
+    variables = request.template_variables(model.template)
+    if use.written:
+        variables["tools"] = list(use.written)
     async with _within_limits(model, request, "messages"):
         turns = [message.turn for message in request.messages]
         most = most_tokens(request, model.limit[0])
-        written = await _written(model.encoder, model.template, turns, most)
+        written = await _written(model.encoder, model.template, turns, variables, most)
         (whole,) = await tokenise(model.encoder, [written], most, around=False)
     tokens = truncated(request, whole, model.limit[0], 1)
     _check_tokens(tokens, info, "messages")
     limit = _max_tokens(model, len(tokens), request.max_tokens, None, "messages")
-    prompt = PromptPlan(tuple(tokens), resolve_sampling(request, model, len(tokens), limit, grammar), written.text)
-    return _call_plan("chatcmpl", call_id, (prompt,), request, began_s)
+    form = await chat_form(model, request, use, written.text)
+    sampling = replace(resolve_sampling(request, model, len(tokens), limit, form.grammar), thinking=form.thinking)
+    plan = _call_plan("chatcmpl", call_id, (PromptPlan(tuple(tokens), sampling, written.text),), request, began_s)
+    return replace(plan, reading=form.reading)
 
 
 async def _tokenised(model: ServedModel, request: CompletionRequest, texts: Sequence[str]) -> list[list[int]]:
@@ -192,18 +210,22 @@ async def _tokenised(model: ServedModel, request: CompletionRequest, texts: Sequ
 
 
 async def _written(
-    encoder: PromptEncoder, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], most: int
+    encoder: PromptEncoder,
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    most: int,
 ) -> Prompt:
     """The conversation as the template renders it. Raises TooManyTokens for a long conversation whose size exceeds the
     limit, before its special tokens are searched for.
     """
 
     def write_long() -> Prompt:
-        check_size(encoder, template.render(messages), most)
-        return encoder.of_chat(template, messages)
+        check_size(encoder, template.render(messages, variables=variables), most)
+        return encoder.of_chat(template, messages, variables)
 
-    size = sum(_MESSAGE + sum(map(len, message.values())) for message in messages)
-    return await in_turn(write_long) if size > LONG_TEXT else encoder.of_chat(template, messages)
+    size = sum(_MESSAGE + sum(map(text_size, message.values())) for message in messages) + text_size(variables)
+    return await in_turn(write_long) if size > LONG_TEXT else encoder.of_chat(template, messages, variables)
 
 
 @contextlib.asynccontextmanager

@@ -33,8 +33,6 @@ _ONE = (1, 1.0)
 _ZERO = (0, 0.0)
 
 _BOTH = (
-    Refusal("tools", "there are no tool calls", ([],)),
-    Refusal("tool_choice", "there are no tool calls", _OFF),
     Refusal("functions", "there are no function calls", ([],)),
     Refusal("function_call", "there are no function calls", _OFF),
     Refusal("lora", "there are no LoRA adapters"),
@@ -58,14 +56,7 @@ _BOTH = (
     Refusal("multi_modal_data", "this server reads text only"),
     Refusal("mm_processor_kwargs", "this server reads text only"),
     Refusal("images", "this server reads text only"),
-    Refusal("parallel_tool_calls", "there are no tool calls", (True, False)),  # without tools, both have no effect
-    Refusal("reasoning_effort", "there are no options for reasoning", ()),
     Refusal("reasoning", "there are no options for reasoning", ({},)),
-    Refusal("include_reasoning", "reasoning is not separated from the text", (True,)),
-    Refusal("separate_reasoning", "reasoning is not separated from the text", (False,)),
-    Refusal("enable_thinking", "the chat template takes no arguments", ()),
-    Refusal("thinking_token_budget", "there are no options for reasoning; max_tokens limits the answer", ()),
-    Refusal("chat_template_kwargs", "the chat template takes no arguments"),
     Refusal("verbosity", "there is no option for verbosity; max_tokens limits the answer", ("medium",)),
     Refusal("priority", "there are no priorities; see wait_objective_s", _ZERO),
     Refusal("cache_salt", "different prompts share no KV cache, so a salt has no use", ("",)),
@@ -81,6 +72,15 @@ _BOTH = (
 
 _COMPLETION = (
     *_BOTH,
+    Refusal("tools", "tools belong to /v1/chat/completions", ([],)),
+    Refusal("tool_choice", "tools belong to /v1/chat/completions", _OFF),
+    Refusal("parallel_tool_calls", "tools belong to /v1/chat/completions", (True, False)),  # both have no effect
+    Refusal("reasoning_effort", "reasoning belongs to /v1/chat/completions", ()),
+    Refusal("include_reasoning", "reasoning belongs to /v1/chat/completions", (True,)),
+    Refusal("separate_reasoning", "reasoning belongs to /v1/chat/completions", (False,)),
+    Refusal("enable_thinking", "chat templates belong to /v1/chat/completions", ()),
+    Refusal("thinking_token_budget", "reasoning belongs to /v1/chat/completions", ()),
+    Refusal("chat_template_kwargs", "chat templates belong to /v1/chat/completions"),
     Refusal("add_special_tokens", "a text prompt gets the tokens that the model's tokenizer adds; "
             "send token ids to choose them yourself", (True,)),
     Refusal("messages", "messages belong to /v1/chat/completions"),
@@ -105,10 +105,7 @@ _CHAT = (
 
 # Fields of a message that the chat template would not receive.
 _MESSAGE = (
-    Refusal("tool_calls", "there are no tool calls"),
     Refusal("function_call", "there are no tool calls"),
-    Refusal("reasoning_content", "only the content of a message is read"),
-    Refusal("reasoning", "only the content of a message is read"),
     Refusal("refusal", "only the content of a message is read"),
     Refusal("audio", "this server reads text only"),
 )

@@ -18,6 +18,8 @@ from alignedserve.gateway.body.aliases import Aliases
 from alignedserve.gateway.body.exclusions import ExclusionFields
 from alignedserve.gateway.body.messages import MAX_MESSAGES, Message
 from alignedserve.gateway.body.structured import StructuredFields
+from alignedserve.gateway.body.thinking import ThinkingFields
+from alignedserve.gateway.body.tools import ToolFields
 from alignedserve.gateway.body.validation_errors import TOKEN_LIMIT, as_request_error, shown
 from alignedserve.gateway.body.values import INT64, Between, Body, LogitBias, Prompt, StopStrings, StopTokens
 from alignedserve.request import MAX_LOGPROBS, MAX_SAMPLES, WAIT_OBJECTIVE_S
@@ -258,7 +260,7 @@ class CompletionRequest(GenerationRequest):
         return self.n if self.best_of is None else self.best_of
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, ToolFields, ThinkingFields):
     refused = refused.CHAT
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -277,7 +279,7 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs requires logprobs to be true", param="top_logprobs")
         for number, message in enumerate(self.messages):
-            if message.model_extra:
+            if not message.plain:
                 message.check(f"messages[{number}]")
         return self
 

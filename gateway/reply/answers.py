@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from alignedserve.gateway.body.planning import CallPlan, PromptPlan
+from alignedserve.gateway.dialects.pieces import CallArguments, CallStart, Content, Parser, Piece, Reasoning
 from alignedserve.gateway.ledger.calls import Answer, Delta
 from alignedserve.gateway.ledger.resume import Delivered
 from alignedserve.request import FinishReason, TokenLogprobs
-from alignedserve.text import IncrementalDetokenizer, StoppableText, Tokenizer
+from alignedserve.text import IncrementalDetokenizer, MarkedText, StoppableText, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +27,16 @@ class Part:
     """The new part of one answer. `scored` is empty unless the client asked for log-probabilities."""
 
     text: str = ""
+    reasoning: str = ""
+    calls: list[CallStart | CallArguments] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
     finish: FinishReason | None = None
 
     def extend(self, other: Part) -> None:
         self.text += other.text
+        self.reasoning += other.reasoning
+        self.calls += other.calls
         self.token_ids += other.token_ids
         self.scored += other.scored
         self.finish = other.finish
@@ -57,10 +62,18 @@ class AnswerView:
         self._tokenizer = tokenizer
         self._base = 0  # length of the echoed prompt in characters
         self._ends = frozenset(sampling.end_token_ids)
-        self._text: StoppableText | None = None
+        self._text: StoppableText | MarkedText | None = None
+        self.reasoning_tokens = 0  # of those that the client has
+        self.called = False  # whether a tool call has begun
+        self._reading = plan.reading
+        self._parser: Parser | None = None
         if tokenizer is not None:
             prompt = answer.prompt.token_ids
             self._text = StoppableText.of(tokenizer, sampling, prompt, include_stop=self._include_stop)
+            if self._reading is not None:
+                markers = self._reading.dialects.markers if sampling.skip_special_tokens else {}
+                self._text = MarkedText(self._text, markers)
+                self._parser = self._reading.parser(f"{plan.id}/{answer.index}")
         if plan.resume:
             self._go_on(plan.resume[answer.index])
 
@@ -99,7 +112,7 @@ class AnswerView:
         if self._text is not None:
             ended = delivered.finish is FinishReason.STOP and bool(tokens) and tokens[-1] in self._ends
             for token in tokens[:-1] if ended and not self._include_stop else tokens:
-                self._text.push(token)
+                self._take(Part(), self._text.push(token))
 
     def _push_prompt(self, part: Part, logprobs: Sequence[TokenLogprobs]) -> None:
         prompt = self.answer.prompt
@@ -126,13 +139,43 @@ class AnswerView:
                 self.logprob_sum += delta.logprobs[number].logprob
             ends_here = number == last and delta.finish is FinishReason.STOP and token in self._ends
             if text is not None and not (ends_here and not self._include_stop):
-                part.text += text.push(token)
+                self._take(part, text.push(token))
                 if text.stopped:
                     self.finish = FinishReason.STOP
+                    self._end(part)
                     return
         if delta.finish is not None:
             self.finish = delta.finish
-            part.text += "" if text is None else text.finish()
+            self._take(part, "" if text is None else text.finish(), token=False)
+            self._end(part)
+
+    def _take(self, part: Part, text: str, *, token: bool = True) -> None:
+        """Adds the text of one token (or the rest of an answer) to the part."""
+        if self._parser is None:
+            part.text += text
+            return
+        thinks = self._parser.reasoning
+        pieces = self._parser.feed(text)
+        if token and (thinks or self._parser.reasoning):
+            self.reasoning_tokens += 1
+        self._add(part, pieces)
+
+    def _end(self, part: Part) -> None:
+        """Adds what the parser held back."""
+        if self._parser is not None:
+            self._add(part, self._parser.end())
+            self._parser = None
+
+    def _add(self, part: Part, pieces: list[Piece]) -> None:
+        assert self._reading is not None
+        for piece in pieces:
+            if isinstance(piece, Content) or (isinstance(piece, Reasoning) and not self._reading.separate_reasoning):
+                part.text += piece.text
+            elif isinstance(piece, Reasoning):
+                part.reasoning += piece.text if self._reading.include_reasoning else ""
+            else:
+                self.called = True
+                part.calls.append(piece)
 
 
 def echoed_text(prompt: PromptPlan, tokenizer: Tokenizer | None) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 from alignedserve.gateway.reply.answers import AnswerView, Part, ScoredToken
 from alignedserve.gateway.reply.prompt_scores import prompt_scores
 from alignedserve.gateway.reply.replies import Reply, finite
+from alignedserve.gateway.reply.written_calls import written_calls
+from alignedserve.request import FinishReason
 
 
 class CompletionReply(Reply):
@@ -49,14 +51,26 @@ class ChatReply(Reply):
     chunk_object_name = "chat.completion.chunk"
 
     def choice(self, view: AnswerView, part: Part) -> dict[str, Any]:
-        message = {"role": "assistant", "content": part.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": part.text, "refusal": None}
+        if part.reasoning:
+            message["reasoning_content"] = part.reasoning
+        if part.calls:
+            message["content"] = part.text or None
+            message["tool_calls"] = [call.whole for call in written_calls(part.calls)]
         return self._choice(view, part, "message", message)
 
     def body(self) -> dict[str, Any]:
         return super().body() | prompt_scores(self._parts.views[0], self.call.plan, self.tokenizer)
 
     def choice_chunk(self, view: AnswerView, part: Part) -> dict[str, Any]:
-        return self._choice(view, part, "delta", {"content": part.text} if part.text or part.finish is None else {})
+        delta: dict[str, Any] = {}
+        if part.reasoning:
+            delta["reasoning_content"] = part.reasoning
+        if part.text or (part.finish is None and not delta and not part.calls):
+            delta["content"] = part.text
+        if part.calls:
+            delta["tool_calls"] = [call.delta for call in written_calls(part.calls)]
+        return self._choice(view, part, "delta", delta)
 
     def opening_chunk(self, view: AnswerView) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
@@ -67,7 +81,17 @@ class ChatReply(Reply):
             {"content": [self._logprob(entry) for entry in part.scored], "refusal": None} if view.scored else None
         )
         finish = None if part.finish is None else part.finish.value
+        if part.finish is FinishReason.STOP and view.called:
+            finish = "tool_calls"
         return {"index": view.answer.index, name: content, "logprobs": logprobs, "finish_reason": finish}
+
+    def _usage(self) -> dict[str, Any]:
+        usage = super()._usage()
+        reading = self.call.plan.reading
+        if reading is not None and reading.dialects.reads_reasoning:
+            thought = sum(view.reasoning_tokens for view in self._parts.views)
+            usage["completion_tokens_details"] = {"reasoning_tokens": thought}
+        return usage
 
     def _logprob(self, entry: ScoredToken) -> dict[str, Any]:
         top = () if entry.logprob is None else entry.logprob.top

@@ -215,7 +215,7 @@ class Reply(ABC):
         if self._options.include_timings and self._last_ended is not None:
             target["timings"] = timings(self._last_ended)
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         return _usage(self._parts.prompt_tokens, self._parts.completion_tokens)
 
     def token_name(self, token: int) -> str:

@@ -38,6 +38,14 @@ class ModelConfig:
     )
     trust_remote_code: bool = _key(False, "run Python code that comes with the model")
     chat_template: str = _key("", "file with a Jinja chat template that replaces the model's own")
+    tool_parser: str = _key(
+        "auto",
+        "format of the model's tool calls: hermes, llama3_json, … (docs/tools.md); none; auto: by its chat template",
+    )
+    reasoning_parser: str = _key(
+        "auto",
+        "format of the model's reasoning: qwen3, deepseek_r1, … (docs/reasoning.md); none; auto: by its chat template",
+    )
 
 
 @dataclass(frozen=True, slots=True)

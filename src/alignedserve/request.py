@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from alignedserve.errors import InvalidRequestError
+from alignedserve.thinking import ThinkingLimit
 
 MAX_SAMPLES = 16
 MAX_LOGPROBS = 20
@@ -60,6 +61,7 @@ class GrammarKind(enum.StrEnum):
     CHOICE = "choice"  # a JSON list of strings
     GRAMMAR = "grammar"  # Lark or GBNF
     STRUCTURAL_TAG = "structural_tag"
+    COMPOSED = "composed"  # Lark, which may refer to another grammar: reasoning and tool calls around an answer
 
 
 class GrammarSpec(NamedTuple):
@@ -115,6 +117,7 @@ class SamplingParams:
     no_repeat_ngram_size: int = 0
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    thinking: ThinkingLimit | None = None
 
     def __post_init__(self) -> None:
         _require("temperature", self.temperature, 0.0, 2.0)

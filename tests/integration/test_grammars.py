@@ -139,3 +139,63 @@ async def test_a_grammar_that_cannot_be_followed_is_refused_and_harms_no_other_r
     assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_grammar", "guided_json")
     assert "uniqueItems" in error["message"]
     check(0, *await good)
+
+
+# ---- calls of tools
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {
+            "type": "object",
+            "properties": {"places": {"type": "array", "items": ITEM, "minItems": 3, "maxItems": 3}},
+            "required": ["places"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+async def call_of(served: Served, number: int, begun: asyncio.Event | None = None) -> list[tuple[str, str, str]]:
+    """Id, name and arguments of the calls in a streamed answer that must be calls. `begun` is set in its middle."""
+    messages = [{"role": "user", "content": f"Look at {number}."}]
+    asked = {"tools": [LOOK], "tool_choice": "required", "parallel_tool_calls": number % 2 == 0}
+    body = {"messages": messages, "max_tokens": 300, "temperature": 0, "stream": True, **asked}
+    calls: dict[int, list[str]] = {}
+    pieces, finish = 0, None
+    async with served.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            (choice,) = json.loads(line[6:])["choices"]
+            finish = choice["finish_reason"] or finish
+            assert not choice["delta"].get("content")
+            for call in choice["delta"].get("tool_calls", ()):
+                name, call_id = call["function"].get("name", ""), call.get("id", "")
+                known = calls.setdefault(call["index"], [call_id, name, ""])
+                known[2] += call["function"]["arguments"]
+                pieces += 1
+            if begun is not None and pieces >= 8:
+                begun.set()
+    assert finish == ("tool_calls" if number % 2 else finish)
+    return [(call_id, name, arguments) for call_id, name, arguments in calls.values()]
+
+
+async def test_a_call_that_a_death_interrupts_is_the_same_and_valid(served: Served) -> None:
+    expected = await asyncio.gather(*(call_of(served, number) for number in range(4)))
+    begun = asyncio.Event()
+    asked = [asyncio.create_task(call_of(served, number, begun)) for number in range(4)]
+    await begun.wait()
+    old = served.cluster.peer("decode-0").process.incarnation
+    served.cluster.kill("decode-0")
+    await served.cluster.wait_restarted("decode-0", old)
+    answers = await asyncio.gather(*asked)
+    for number, (answer, first) in enumerate(zip(answers, expected, strict=True)):
+        assert [call[1:] for call in answer] == [call[1:] for call in first]
+        whole = answer[: 1 if number % 2 else -1] or answer
+        for call_id, name, arguments in whole[:1]:
+            assert (name, call_id[:5]) == ("look", "call_")
+            places = json.loads(arguments)["places"]
+            assert [sorted(place) for place in places] == [["n", "name"]] * 3
+    await wait_nothing_held(served.cluster)

@@ -160,6 +160,32 @@ def a_chat_streamed_to_the_openai_package(world: World) -> None:
 
 
 @row
+def calls_of_tools_with_the_openai_package(world: World) -> None:
+    place = {"type": "object", "properties": {"place": {"enum": ["Bern", "Oslo"]}, "day": {"type": "integer"}}}
+    parameters = {**place, "required": ["place", "day"], "additionalProperties": False}
+    tools: Any = [{"type": "function", "function": {"name": "look", "parameters": parameters, "strict": True}}]
+    messages: list[Any] = [{"role": "user", "content": "How warm is it in Bern?"}]
+    choice = {"type": "function", "function": {"name": "look"}}
+    asked: dict[str, Any] = {"model": "surface", "tools": tools, "tool_choice": choice, "temperature": 0}
+    with openai.OpenAI(base_url=f"{world.url}/v1", api_key="unused") as client:
+        whole = client.chat.completions.create(messages=messages, max_tokens=120, **asked).choices[0]
+        with client.chat.completions.stream(messages=messages, max_tokens=120, **asked) as stream:
+            streamed = stream.get_final_completion().choices[0]
+        assert (whole.finish_reason, streamed.finish_reason) == ("tool_calls", "tool_calls")
+        (call,), (same,) = whole.message.tool_calls or (), streamed.message.tool_calls or ()
+        assert call.function == same.function
+        arguments = json.loads(call.function.arguments)
+        assert (call.function.name, sorted(arguments)) == ("look", ["day", "place"])
+        assert arguments["place"] in ("Bern", "Oslo")
+        result = {"role": "tool", "tool_call_id": call.id, "content": "5 degrees"}
+        more = client.chat.completions.create(
+            model="surface", messages=[*messages, whole.message, result], tools=tools, max_tokens=8
+        )
+        assert more.usage is not None
+        assert more.usage.completion_tokens <= 8
+
+
+@row
 def echo(world: World) -> None:
     spelled = f"naïve {EMOJI} ✂️ {PROMPT}"
     text, tokens, _ = world.both(prompt=spelled, max_tokens=4, echo=True, **GREEDY)

@@ -19,16 +19,27 @@ SPECIAL_TOKENS = (END_OF_TEXT, PADDING, SYSTEM, USER, ASSISTANT, END_OF_TURN)
 CHAT_TEMPLATE = """\
 {%- set markers = {"system": "<|system|>", "developer": "<|system|>", "user": "<|user|>",
                    "tool": "<|user|>", "assistant": "<|assistant|>"} -%}
+{%- if tools -%}
+    {{- "<|system|>You may call these functions:\\n" -}}
+    {%- for tool in tools -%}{{- tool | tojson ~ "\\n" -}}{%- endfor -%}
+    {{- 'A call is <tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call><|end|>' -}}
+{%- endif -%}
 {%- for message in messages -%}
     {%- if message.role not in markers -%}
         {{- raise_exception("unknown role: " ~ message.role) -}}
     {%- endif -%}
     {{- markers[message.role] -}}
+    {%- if message.role == "tool" -%}{{- "<tool_response>\\n" -}}{%- endif -%}
     {%- if message.content is string -%}
         {{- message.content -}}
     {%- elif message.content -%}
         {%- for part in message.content -%}{{- part.text -}}{%- endfor -%}
     {%- endif -%}
+    {%- for call in message.tool_calls or [] -%}
+        {{- ("\\n" if message.content or not loop.first else "") ~ '<tool_call>\\n{"name": "' ~ call.function.name -}}
+        {{- '", "arguments": ' ~ (call.function.arguments | tojson) ~ "}\\n</tool_call>" -}}
+    {%- endfor -%}
+    {%- if message.role == "tool" -%}{{- "\\n</tool_response>" -}}{%- endif -%}
     {{- "<|end|>" -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- "<|assistant|>" -}}{%- endif -%}

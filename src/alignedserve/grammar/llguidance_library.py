@@ -136,6 +136,20 @@ def _of_tags(spec: GrammarSpec) -> str:
     return text
 
 
+def _of_composed(spec: GrammarSpec) -> str:
+    """Lark, and the grammar that it calls `@answer`, if any."""
+    parts = _parsed(spec)
+    grammars = [{"lark_grammar": parts["lark"]}]
+    if (answer := parts.get("answer")) is not None:
+        kind, text, whitespace = answer
+        own = grammar_text(GrammarSpec(GrammarKind(kind), text, whitespace))
+        listed = json.loads(own)["grammars"] if own.startswith("{") else [{"lark_grammar": own}]
+        if len(listed) != 1:
+            raise GrammarError(f"{kind}: it must be one grammar")
+        grammars.append({**listed[0], "name": "answer"})
+    return json.dumps({"grammars": grammars})
+
+
 def _parsed(spec: GrammarSpec) -> Any:
     try:
         return json.loads(spec.text)
@@ -149,6 +163,7 @@ _FORMS: dict[GrammarKind, Callable[[GrammarSpec], str]] = {
     GrammarKind.CHOICE: _of_choice,
     GrammarKind.GRAMMAR: _of_grammar,
     GrammarKind.STRUCTURAL_TAG: _of_tags,
+    GrammarKind.COMPOSED: _of_composed,
 }
 
 

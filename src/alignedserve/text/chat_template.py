@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from alignedserve.errors import ConfigError, InvalidRequestError, ModelError
+from alignedserve.text.call_arguments import CallArguments, marked, texts_in
 from alignedserve.text.user_text import Marks, join_texts, on_plain_text, on_texts, text_of_method, unmarked
 
 _DEFAULT_NAME = "default"
@@ -48,23 +50,42 @@ class ChatTemplate:
             source, origin = _own_source(Path(folder))
         return None if source is None else cls(source, special_tokens, origin)
 
+    @property
+    def source(self) -> str:
+        return self._source
+
+    def mentions(self, variable: str) -> bool:
+        """Whether the template's source has this word, so that it may read a variable of this name."""
+        return re.search(rf"\b{re.escape(variable)}\b", self._source) is not None
+
     def render_marked(
-        self, messages: Sequence[Mapping[str, Any]], marks: Marks, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        marks: Marks,
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
     ) -> tuple[str, Marks]:
-        """The prompt as `render` returns it, with the messages' text marked, and the marks that were used."""
-        texts = [text for message in messages for name, text in message.items() if name not in _OWN_WORDS]
-        marks = marks.for_texts((self._source, *texts))
+        """The prompt as `render` returns it, with the user's text marked, and the marks that were used."""
+        given = [value for message in messages for name, value in message.items() if name not in _OWN_WORDS]
+        marks = marks.for_texts((self._source, *texts_in([given, variables])))
         turns = [
-            {name: text if name in _OWN_WORDS else marks.mark(text) for name, text in message.items()}
+            {name: value if name in _OWN_WORDS else marked(value, marks) for name, value in message.items()}
             for message in messages
         ]
-        return self.render(turns, add_generation_prompt), marks
+        values = {name: marked(value, marks) for name, value in (variables or {}).items()}
+        return self.render(turns, add_generation_prompt, values), marks
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The prompt up to the beginning of the assistant's turn.
 
-        Each message has "role" and "content" (a string). Raises InvalidRequestError if the template refuses the
-        messages, for example because roles must alternate.
+        Each message has "role" and "content" (a string; None beside "tool_calls"). `variables`: "tools", and others
+        that the template reads. Raises InvalidRequestError if the template refuses the messages, for example because
+        roles must alternate.
         """
         from jinja2 import TemplateError
 
@@ -73,7 +94,8 @@ class ChatTemplate:
             for turn in turns:
                 turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
         try:
-            return self._rendered(messages=turns, add_generation_prompt=add_generation_prompt)
+            values = {"tools": None, "documents": None, **(variables or {})}  # None, as transformers passes them
+            return self._rendered(**{**values, "messages": turns, "add_generation_prompt": add_generation_prompt})
         except TemplateError as error:
             reason = " ".join(str(error).split()) or type(error).__name__
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -90,7 +112,25 @@ class ChatTemplate:
                 written.append(self.render(turns[begin:end], add_generation_prompt=False))
             except InvalidRequestError:  # the template does not support the system role or tools
                 continue
-        return written
+        return [*written, *self._written_around_tools()]
+
+    def _written_around_tools(self) -> list[str]:
+        """A conversation with a tool, a call and its result; nothing if the template writes none."""
+        if not self.mentions("tools"):
+            return []
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "a", "arguments": CallArguments(a="a")}}
+        turns: list[dict[str, Any]] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "a", "name": "a", "tool_call_id": "abcdefghi"},
+        ]
+        schema = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}, "required": ["a"]}
+        function = {"name": "a", "description": "a", "parameters": schema}
+        variables = {"tools": [{"type": "function", "function": function}]}
+        try:
+            return [self.render(turns, add_generation_prompt=False, variables=variables)]
+        except InvalidRequestError:
+            return []
 
     def _rendered(self, **variables: Any) -> str:
         text: str = self._template.render(**variables, **self._variables)

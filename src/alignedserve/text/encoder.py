@@ -95,10 +95,14 @@ class PromptEncoder:
         return Prompt(text, tuple(islice(self._specials.find(text), most)))
 
     def of_chat(
-        self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
     ) -> Prompt:
         """A conversation in which only the template's special tokens are special. Raises InvalidRequestError."""
-        marked, marks = template.render_marked(messages, self.marks, add_generation_prompt)
+        marked, marks = template.render_marked(messages, self.marks, variables, add_generation_prompt)
         return Prompt(marks.unmark(marked), tuple(self._specials.find(marked)))
 
     # ---- tokens

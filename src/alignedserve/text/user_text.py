@@ -137,9 +137,9 @@ class UserText(str):
     capitalize, title, swapcase = _recased("capitalize"), _recased("title"), _recased("swapcase")
 
     def __add__(self, other: Any) -> Any:
+        if not isinstance(other, str):
+            return NotImplemented
         joined = super().__add__(other)
-        if joined is NotImplemented:
-            return joined
         return UserText(joined, self._marks, self._text + self._marks.unmark(other))
 
     def __radd__(self, other: Any) -> Any:

@@ -12,7 +12,7 @@ from alignedserve.gateway.body.requests import parse_chat, parse_completion
 from alignedserve.request import GrammarKind
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-JSON, REGEX, CHOICE, GRAMMAR, TAG = GrammarKind
+JSON, REGEX, CHOICE, GRAMMAR, TAG, *_ = GrammarKind
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 

@@ -1,0 +1,121 @@
+"""What the answers of a chat request must be, and how they are read: its tools, its reasoning, its grammar."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from alignedserve.errors import GrammarError
+from alignedserve.gateway.body.requests import ChatRequest
+from alignedserve.gateway.body.tools import ToolUse
+from alignedserve.gateway.dialects.composing import AnswerForm, grammar_of
+from alignedserve.gateway.dialects.machine import Tool
+from alignedserve.gateway.dialects.model_dialects import ModelDialects, Reading
+from alignedserve.gateway.failures import UnsupportedFeatureError
+from alignedserve.request import GrammarSpec
+from alignedserve.text import Tokenizer
+from alignedserve.thinking import ThinkingLimit
+
+if TYPE_CHECKING:
+    from alignedserve.gateway.body.planning import ServedModel
+
+_PROMPT_END = 4096  # characters of the prompt that a reading keeps
+
+
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    """`grammar` is compiled. `reading`: None if the text is the answer's content as it is."""
+
+    grammar: GrammarSpec | None = None
+    reading: Reading | None = None
+    thinking: ThinkingLimit | None = None
+
+
+async def chat_form(model: ServedModel, request: ChatRequest, use: ToolUse, prompt: str) -> ChatForm:
+    """`prompt`: the rendered conversation. Raises InvalidRequestError (or one of its kinds), which names the field."""
+    dialects = model.dialects
+    assert dialects is not None
+    _check_tools(dialects, use)
+    begun = dialects.reasoning is not None and dialects.reasoning.begun_by(prompt)
+    bound = use.forced or (dialects.tools is not None and (use.most == 1 or any(tool.strict for tool in use.tools)))
+    grammar = await _grammar(model, request, use, bound=bound, begun=begun)
+    reading = None
+    separate = request.separate_reasoning is not False
+    if use.any or (dialects.reads_reasoning and separate):
+        include = request.include_reasoning is not False
+        reading = Reading(
+            dialects, prompt[-_PROMPT_END:], use.tools, use.most, bound, include_reasoning=include,
+            separate_reasoning=separate,
+        )  # fmt: skip
+    return ChatForm(grammar, reading, _limit(dialects, request, model.tokenizer, begun=begun))
+
+
+def _check_tools(dialects: ModelDialects, use: ToolUse) -> None:
+    if not use.any:
+        return
+    if not dialects.reads_calls:
+        reason = "this model's chat template writes no tools in a known format; --tool-parser names one"
+        raise UnsupportedFeatureError(f"tools is not supported: {reason}", param="tools")
+    if dialects.tools is None and (use.forced or any(tool.strict for tool in use.tools)):
+        reason = "the tokenizer's response_template has no grammar; --tool-parser names a format that has one"
+        field = "tool_choice" if use.forced else "tools"
+        raise UnsupportedFeatureError(f"{field} is not supported: {reason}", param=field)
+
+
+async def _grammar(
+    model: ServedModel, request: ChatRequest, use: ToolUse, *, bound: bool, begun: bool
+) -> GrammarSpec | None:
+    """The grammar of the whole answer, compiled; None if any text will do."""
+    asked = request.grammar_spec()
+    dialects = model.dialects
+    assert dialects is not None
+    if not bound and (asked is None or (dialects.reasoning is None and not use.any)):
+        return await model.grammar_of(request)
+    tools = use.tools if dialects.tools is not None else ()
+    answer = None if asked is None else asked[0]
+    form = AnswerForm(answer, tools, use.forced, use.most, begun)
+    try:
+        return await _compiled(model, form)
+    except GrammarError as error:
+        if asked is not None and not use.forced:
+            await model.grammar_of(request)  # raises if this is what cannot be followed
+        loose = [tool if tool.strict else _loosened(tool) for tool in tools]
+        if not tools or all(tool.strict for tool in tools):
+            error.param = "tools" if tools else error.param
+            raise
+    try:
+        return await _compiled(model, replace(form, tools=loose))
+    except GrammarError as error:
+        error.param = "tools"
+        raise
+
+
+async def _compiled(model: ServedModel, form: AnswerForm) -> GrammarSpec:
+    assert model.dialects is not None
+    spec = grammar_of(form, model.dialects)
+    await model.compile(spec, "tools" if form.tools else "response_format")
+    return spec
+
+
+def _loosened(tool: Tool) -> Tool:
+    """The same function with the names and types of its parameters only: all that a tool without `strict` promises."""
+    properties: dict[str, Any] = {}
+    for name, inner in tool.parameters.get("properties", {}).items():
+        kind = inner.get("type") if isinstance(inner, dict) else None
+        properties[name] = {"type": kind} if isinstance(kind, str) else {}
+    return replace(tool, parameters={"properties": properties, "required": tool.parameters.get("required", [])})
+
+
+def _limit(
+    dialects: ModelDialects, request: ChatRequest, tokenizer: Tokenizer | None, *, begun: bool
+) -> ThinkingLimit | None:
+    budget, thoughts = request.thinking_token_budget, dialects.reasoning
+    if budget is None:
+        return None
+    if thoughts is None or tokenizer is None:
+        reason = "this model has no known format of reasoning; --reasoning-parser names one"
+        raise UnsupportedFeatureError(
+            f"thinking_token_budget is not supported: {reason}", param="thinking_token_budget"
+        )
+    opened, closed = (tuple(tokenizer.encode(text, special_tokens=False)) for text in (thoughts.open, thoughts.close))
+    return ThinkingLimit(budget, opened, closed, begun)

@@ -1,0 +1,33 @@
+"""Checks of JSON values that a client nests freely: tools, arguments of calls, variables of the chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from alignedserve.errors import InvalidRequestError
+
+MOST_DEPTH = 64
+
+
+def check_depth(value: Any, where: str) -> None:
+    """Raises InvalidRequestError if lists and objects nest too deeply to be rendered and compiled."""
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [
+            inner
+            for entry in level
+            if isinstance(entry, dict | list)
+            for inner in (entry.values() if isinstance(entry, dict) else entry)
+        ]
+        if not level:
+            return
+    raise InvalidRequestError(f"{where} nests deeper than {MOST_DEPTH} levels", param=where)
+
+
+def text_size(value: Any) -> int:
+    """Characters of all text in the value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(key) + text_size(entry) for key, entry in value.items())
+    return sum(map(text_size, value)) if isinstance(value, list) else 0

@@ -1,0 +1,127 @@
+"""The fields of a chat request about tools, and what they ask for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from alignedserve.errors import InvalidRequestError
+from alignedserve.gateway.body.nested import check_depth
+from alignedserve.gateway.body.values import Body
+from alignedserve.gateway.dialects.machine import Tool
+from alignedserve.gateway.failures import MissingFieldError, UnsupportedFeatureError, WrongTypeError
+
+MAX_TOOLS = 256
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_FUNCTION_KEYS = ("name", "description", "parameters", "strict")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request says about tools: `tools` that may be called, and `written`, as the chat template gets them.
+
+    `forced`: the answer is calls. `most`: of calls; None: any number.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    written: tuple[dict[str, Any], ...] = ()
+    forced: bool = False
+    most: int | None = None
+
+    @property
+    def any(self) -> bool:
+        return bool(self.tools)
+
+
+class ToolFields(Body):
+    tools: list[dict[str, Any]] | None = Field(
+        None, max_length=MAX_TOOLS, description="Functions that the model may call, each with a JSON schema."
+    )
+    tool_choice: Any = Field(
+        None, description="none, auto, required, or one function: the answer is then a call of it. By default auto."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="If false, an answer has at most one call.")
+
+    def tool_use(self) -> ToolUse:
+        """Raises InvalidRequestError (or one of its kinds), which names the field."""
+        tools = [_tool(entry, f"tools[{number}]") for number, entry in enumerate(self.tools or ())]
+        names = [tool.name for tool in tools]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                where = f"tools[{number}].function.name"
+                raise InvalidRequestError(f"{where}: another tool is called {name!r}, too", param=where)
+        chosen, forced = self._choice(names)
+        offered = [tool for tool in tools if chosen is None or tool.name == chosen]
+        if not offered or self.tool_choice == "none":
+            return ToolUse()
+        most = 1 if self.parallel_tool_calls is False or chosen is not None else None
+        return ToolUse(tuple(offered), tuple(self.tools or ()), forced, most)
+
+    def _choice(self, names: Sequence[str]) -> tuple[str | None, bool]:
+        """The function that must be called (None: any), and whether one must be called."""
+        choice = self.tool_choice
+        if choice is None or choice in ("none", "auto"):
+            return None, False
+        if not names:
+            raise InvalidRequestError("tool_choice asks for a call, but there are no tools", param="tool_choice")
+        if choice == "required":
+            return None, True
+        name = _chosen(choice)
+        if name not in names:
+            raise InvalidRequestError(f"tool_choice: no tool is called {name!r}", param="tool_choice")
+        return name, True
+
+
+def _chosen(choice: Any) -> str:
+    """The name in `{"type": "function", "function": {"name": …}}`."""
+    param = "tool_choice"
+    if isinstance(choice, dict) and choice.get("type") != "function":
+        raise UnsupportedFeatureError(f"tool_choice of type {choice.get('type')!r} is not supported", param=param)
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        wanted = '"none", "auto", "required", or {"type": "function", "function": {"name": …}}'
+        raise InvalidRequestError(f"tool_choice must be {wanted}", param=param)
+    return name
+
+
+def _tool(entry: dict[str, Any], where: str) -> Tool:
+    kind = entry.get("type")
+    if kind != "function":
+        if kind is None:
+            raise MissingFieldError(f"{where}.type is required", param=f"{where}.type")
+        raise UnsupportedFeatureError(f"{where}: tools of type {str(kind)[:60]!r} are not supported", param=where)
+    function = entry.get("function")
+    where = f"{where}.function"
+    if not isinstance(function, dict):
+        raise WrongTypeError(f"{where} must be an object", param=where)
+    name, parameters, strict = (function.get(key) for key in ("name", "parameters", "strict"))
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        wanted = "1 to 64 letters, digits, or one of _ . -"
+        raise InvalidRequestError(f"{where}.name must be {wanted}", param=f"{where}.name")
+    if not isinstance(function.get("description", ""), str | None):
+        raise WrongTypeError(f"{where}.description must be a string", param=f"{where}.description")
+    if not isinstance(strict, bool | None):
+        raise WrongTypeError(f"{where}.strict must be true or false", param=f"{where}.strict")
+    _check_parameters(parameters, f"{where}.parameters")
+    check_depth(entry, where)
+    return Tool(name, parameters or {}, bool(strict))
+
+
+def _check_parameters(parameters: Any, where: str) -> None:
+    """Raises InvalidRequestError unless the schema describes an object, so that dialects can read its properties."""
+    if parameters is None:
+        return
+    if not isinstance(parameters, dict):
+        raise WrongTypeError(f"{where} must be an object", param=where)
+    if parameters.get("type", "object") != "object":
+        raise InvalidRequestError(f"{where}: arguments are an object, so its type must be object", param=where)
+    if not isinstance(parameters.get("properties", {}), dict):
+        raise WrongTypeError(f"{where}.properties must be an object", param=f"{where}.properties")
+    required = parameters.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise WrongTypeError(f"{where}.required must be an array of strings", param=f"{where}.required")

@@ -1,0 +1,144 @@
+"""Gemma: `<|tool_call>call:NAME{key:value,…}<tool_call|>` (4), and FunctionGemma's `<start_function_call>…`.
+
+Keys are bare, strings stand between quote tokens, and lists and objects nest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from alignedserve.errors import GrammarError
+from alignedserve.gateway.dialects.base import ToolDialect
+from alignedserve.gateway.dialects.lark import CallRules, Lark
+from alignedserve.gateway.dialects.machine import CallMachine, Reading, Tool
+from alignedserve.gateway.dialects.parameters import as_json, escaped, parameter_rules, with_commas
+from alignedserve.gateway.dialects.pieces import MakeId, Parser
+
+_HEAD = "call:"
+_MOST_DEPTH = 32
+_LONGEST_WORD = 256
+
+
+class _Parser(CallMachine):
+    openers = "<"
+
+    def __init__(
+        self, marks: tuple[str, str, str], tools: Sequence[Tool], make_id: MakeId, most: int | None = None
+    ) -> None:
+        self._open, self._close, self._quote = marks
+        super().__init__(tools, make_id, most)
+
+    def call(self) -> Reading[bool]:
+        if not (yield from self.literal(self._open)):
+            return False
+        yield from self.spaces()
+        if not (yield from self.literal(_HEAD)):
+            return False
+        name = yield from self.name("{")
+        if not name:
+            return False
+        self.begin(name)
+        if (yield from self._value(0)):
+            yield from self.close(self._close)
+        return True
+
+    def _value(self, depth: int) -> Reading[bool]:
+        """Reads a value and writes it as JSON. False if it is none from here on."""
+        yield from self.spaces()
+        character = yield from self.peek()
+        if character in ("{", "[") and character and depth < _MOST_DEPTH:
+            return (yield from self._nested(character, depth))
+        if character == '"':
+            return (yield from self._quoted('"'))
+        if (yield from self.literal(self._quote)):
+            self.back(self._quote)
+            return (yield from self._quoted(self._quote))
+        word = ""
+        while (character := (yield from self.char())) and character not in ",}]\n" and len(word) < _LONGEST_WORD:
+            word += character
+        self.back(character)
+        if word.strip():
+            self.argue(as_json(word))
+            return True
+        self.back(word)
+        return False
+
+    def _nested(self, opening: str, depth: int) -> Reading[bool]:
+        closing = "}" if opening == "{" else "]"
+        yield from self.char()
+        self.argue(opening)
+        first = True
+        while True:
+            yield from self.spaces()
+            if (yield from self.literal(closing)):
+                self.argue(closing)
+                return True
+            if not first:
+                if not (yield from self.literal(",")):
+                    return False
+                self.argue(", ")
+            if opening == "{" and not (yield from self._key()):
+                return False
+            if not (yield from self._value(depth + 1)):
+                return False
+            first = False
+
+    def _key(self) -> Reading[bool]:
+        yield from self.spaces()
+        quote = yield from self.one_of((self._quote, '"'))
+        key = ""
+        while (character := (yield from self.char())) and character not in ':"<{}\n' and len(key) < _LONGEST_WORD:
+            key += character
+        self.back(character)
+        if key.strip() and (not quote or (yield from self.literal(quote))) and (yield from self.literal(":")):
+            self.argue(f"{escaped(key.strip(), quotes=True)}: ")
+            return True
+        self.back(quote + key)
+        return False
+
+    def _quoted(self, quote: str) -> Reading[bool]:
+        yield from self.literal(quote)
+        self.argue('"')
+        end = yield from self.until([quote], lambda text: self.argue(escaped(text)))
+        self.argue('"' if end else "")
+        return bool(end)
+
+
+class Gemma4(ToolDialect):
+    name = "gemma4"
+    marks: ClassVar[tuple[str, str, str]] = ("<|tool_call>", "<tool_call|>", '<|"|>')
+    markers = marks
+
+    def parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:
+        return _Parser(self.marks, tools, make_id, most)
+
+    def calls(self, lark: Lark, tools: Sequence[Tool]) -> CallRules:
+        opening, closing, quote = self.marks
+        forms = []
+        for tool in tools:
+            _require_flat(tool)
+            values = parameter_rules(lark, tool, lambda key: f"{key}:", quotes=(quote, quote))
+            head, tail = lark.literal(f"{_HEAD}{tool.name}{{"), lark.literal("}" + closing)
+            forms.append(f"{head} {with_commas(lark, values, ',')} {tail}")
+        return CallRules(lark.rule(" | ".join(forms)), between=lark.literal(opening), trigger=opening)
+
+
+class FunctionGemma(Gemma4):
+    name = "functiongemma"
+    marks = ("<start_function_call>", "<end_function_call>", "<escape>")
+    markers = marks
+
+
+def _require_flat(tool: Tool) -> None:
+    """Raises GrammarError for a parameter that is a list or an object: within them, JSON is not this format."""
+    for name, inner in tool.parameters.get("properties", {}).items():
+        kind = inner.get("type") if isinstance(inner, dict) else None
+        if kind not in ("string", "integer", "number", "boolean", "null") and not _only_scalars(inner):
+            message = f"tool {tool.name}, {name}: lists and objects cannot be followed in this model's format of calls"
+            raise GrammarError(message)
+
+
+def _only_scalars(inner: object) -> bool:
+    options = inner.get("enum") if isinstance(inner, dict) else None
+    return isinstance(options, list) and all(isinstance(option, str) for option in options)

@@ -1,0 +1,83 @@
+"""Writes grammars in llguidance's variant of Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ANY_TEXT = r"/(?s:.*)/"
+_JSON_OPTIONS = {"whitespace_pattern": " ?"}  # as for structured output: else a model may write blanks for ever
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """Expressions for `before`, one or more of `call` with `between`, then `after`. Empty ones write nothing.
+
+    `trigger`: the text before all of it, which nothing else begins with; "": calls come before all other text.
+    """
+
+    call: str
+    before: str = ""
+    between: str = ""
+    after: str = ""
+    trigger: str = ""
+
+    def expression(self, most: int | None) -> str:
+        """One or more calls, after the trigger; with `most` 1, one."""
+        more = "" if most == 1 else f"({self.between} {self.call})*"
+        return f"{self.before} {self.call} {more} {self.after}".strip()
+
+
+class Lark:
+    """Collects rules. `special`: ids of the markers that are special tokens of the model's tokenizer."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._special = dict(special)
+        self._rules: list[str] = []
+        marks = sorted(self._special, key=len, reverse=True)
+        self._marks = re.compile("(" + "|".join(map(re.escape, marks)) + ")") if marks else None
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        """The name of a new rule."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def terminal(self, body: str) -> str:
+        """The name of a new terminal."""
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def literal(self, text: str) -> str:
+        """An expression for exactly this text."""
+        parts = self._marks.split(text) if self._marks is not None else [text]
+        return " ".join(self._special_or_text(part) for part in parts if part)
+
+    def is_special(self, text: str) -> bool:
+        return text in self._special
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """The name of a rule for JSON that satisfies the schema."""
+        return self.rule("%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS}))
+
+    def text_until(self, end: str) -> str:
+        """An expression for any text up to and including the first `end`."""
+        if end in self._special:
+            return f"({self.rule(ANY_TEXT)} {self.literal(end)})"
+        return self.rule(ANY_TEXT, f"[suffix={_quoted(end)}]")
+
+    def text(self, start: str) -> str:
+        """The grammar, whose first rule is `start`."""
+        return "\n".join([f"start: {start}", *self._rules, ""])
+
+    def _special_or_text(self, part: str) -> str:
+        token = self._special.get(part)
+        return _quoted(part) if token is None else f"<[{token}]>"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,145 @@
+"""Arguments that a family writes one by one, as text: converted to JSON by the tool's schema, and back to a grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from alignedserve.errors import GrammarError
+from alignedserve.gateway.dialects.lark import Lark
+from alignedserve.gateway.dialects.machine import CallMachine, Reading, Tool
+
+_COMBINED = {"anyOf", "oneOf", "allOf", "not", "if", "$ref"}
+_TEXT_KEYS = {"type", "description", "title", "default", "examples", "enum", "const"}
+
+
+def is_text(tool: Tool, parameter: str) -> bool:
+    """Whether the value is a string, so that it is taken as it is written. Without a schema it is."""
+    schema = _properties(tool).get(parameter)
+    if not isinstance(schema, dict):
+        return True
+    kind = schema.get("type")
+    if kind is None:
+        options = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        return isinstance(options, list) and all(isinstance(option, str) for option in options)
+    return kind == "string" or (isinstance(kind, list) and set(kind) == {"string"})
+
+
+def as_json(raw: str) -> str:
+    """A value that is no string by its schema: JSON if it is, Python's words, else a string."""
+    text = raw.strip()
+    text = {"True": "true", "False": "false", "None": "null"}.get(text, text)
+    try:
+        json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return escaped(raw, quotes=True)
+    return text
+
+
+def escaped(text: str, *, quotes: bool = False) -> str:
+    """Text as it is written within a JSON string."""
+    written = json.dumps(text, ensure_ascii=False)
+    return written if quotes else written[1:-1]
+
+
+class ArgumentsWriter:
+    """Writes `{"key": value, …}` as the arguments of a machine's last call."""
+
+    def __init__(self, machine: CallMachine) -> None:
+        self._machine = machine
+        self._keys: set[str] = set()
+        machine.argue("{")
+
+    def key(self, name: str) -> None:
+        before = ", " if self._keys else ""
+        self._keys.add(name)
+        self._machine.argue(f"{before}{escaped(name, quotes=True)}: ")
+
+    def has(self, name: str) -> bool:
+        return name in self._keys
+
+    def close(self) -> None:
+        self._machine.argue("}")
+
+
+def read_value(machine: CallMachine, tool: Tool, key: str, end: str, *, breaks: bool = False) -> Reading[bool]:
+    """Reads a parameter's value up to `end`. False if the text ends before.
+
+    A string is written while it is read. `breaks`: a line break at its beginning and at its end is not part of it.
+    """
+    if not is_text(tool, key):
+        raw: list[str] = []
+        ended = yield from machine.until([end], raw.append)
+        machine.argue(as_json("".join(raw)))
+        return bool(ended)
+    machine.argue('"')
+    if breaks:
+        yield from machine.literal("\n")
+    held = ""
+
+    def take(text: str) -> None:
+        nonlocal held
+        for character in text:
+            machine.argue(escaped(held))
+            held = "\n" if breaks and character == "\n" else ""
+            machine.argue("" if held else escaped(character))
+
+    ended = yield from machine.until([end], take)
+    machine.argue('"' if ended else escaped(held))
+    return bool(ended)
+
+
+def parameter_rules(
+    lark: Lark, tool: Tool, written: Callable[[str], str], end: str = "", quotes: tuple[str, str] = ("", "")
+) -> list[tuple[str, bool]]:
+    """An expression for each parameter of the schema, in its order, and whether the parameter is required.
+
+    `written`: what comes before a value. `end`: what comes after it. `quotes`: what else comes around a string. Raises
+    GrammarError for a strict schema that says more than this format can hold.
+    """
+    schema = tool.parameters
+    if tool.strict and (found := sorted(set(schema) & _COMBINED)):
+        raise GrammarError(f"tool {tool.name}: {found[0]} cannot be followed in this model's format of calls")
+    required = schema.get("required", [])
+    rules = []
+    for name, inner in _properties(tool).items():
+        if is_text(tool, name):
+            body = f"{lark.literal(written(name) + quotes[0])} {_text_rule(lark, tool, name, inner, quotes[1] + end)}"
+        else:
+            shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+            value = lark.json({**shared, **(inner if isinstance(inner, dict) else {})})
+            body = f"{lark.literal(written(name))} {value} {lark.literal(end)}"
+        rules.append((lark.rule(body), name in required))
+    return rules
+
+
+def with_commas(lark: Lark, values: Sequence[tuple[str, bool]], comma: str) -> str:
+    """An expression for parameters, required ones first, with `comma` between those that are there."""
+    between = lark.literal(comma)
+    required = [rule for rule, needed in values if needed]
+    optional = [rule for rule, needed in values if not needed]
+    tails = ["".join(f" ({between} {later})?" for later in optional[at:]) for at in range(len(optional) + 1)]
+    if required:
+        return f" {between} ".join(required) + tails[0]
+    choices = [rule + tails[at + 1] for at, rule in enumerate(optional)]
+    return f"({' | '.join(choices)})?" if choices else ""
+
+
+def _text_rule(lark: Lark, tool: Tool, name: str, inner: Any, end: str) -> str:
+    schema = inner if isinstance(inner, dict) else {}
+    options = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if options:
+        return f"({' | '.join(map(lark.literal, options))}) {lark.literal(end)}"
+    if tool.strict and (other := sorted(schema.keys() - _TEXT_KEYS)):
+        raise GrammarError(f"tool {tool.name}, {name}: {other[0]} cannot be followed in this model's format of calls")
+    return lark.text_until(end)
+
+
+def _properties(tool: Tool) -> dict[str, Any]:
+    properties = tool.parameters.get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(name)

@@ -1,0 +1,104 @@
+"""What a parser finds in an answer's text, and the contract of parsers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of the model's reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool call begins. `index` counts the answer's calls from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """The next part of a call's arguments, which are JSON text."""
+
+    index: int
+    text: str
+
+
+Piece = Content | Reasoning | CallStart | CallArguments
+MakeId = Callable[[int], str]
+"""The id of a call, by its index, unless its dialect writes ids."""
+
+
+class Parser(ABC):
+    """Divides an answer's text into pieces. The pieces, joined, do not depend on how the text was cut for `feed`.
+
+    Text is never lost: what is not part of a call, or of the markers around calls and reasoning, is content or
+    reasoning. No text raises an error.
+    """
+
+    @abstractmethod
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that this text completes."""
+
+    @abstractmethod
+    def end(self) -> list[Piece]:
+        """What was held back. To be called once, after the last text."""
+
+    @property
+    @abstractmethod
+    def reasoning(self) -> bool:
+        """Whether the next character belongs to reasoning, as far as is known."""
+
+
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """The same pieces, with adjacent ones of one kind joined."""
+    found: list[Piece] = []
+    for piece in pieces:
+        last = found[-1] if found else None
+        if isinstance(piece, Content) and isinstance(last, Content):
+            found[-1] = Content(last.text + piece.text)
+        elif isinstance(piece, Reasoning) and isinstance(last, Reasoning):
+            found[-1] = Reasoning(last.text + piece.text)
+        elif isinstance(piece, CallArguments) and isinstance(last, CallArguments) and last.index == piece.index:
+            found[-1] = CallArguments(piece.index, last.text + piece.text)
+        else:
+            found.append(piece)
+    return found
+
+
+class Chain(Parser):
+    """A parser of reasoning, and one of tool calls for the content that the first one finds."""
+
+    def __init__(self, first: Parser, second: Parser) -> None:
+        self._first = first
+        self._second = second
+
+    def feed(self, text: str) -> list[Piece]:
+        return self._through(self._first.feed(text))
+
+    def end(self) -> list[Piece]:
+        return self._through(self._first.end()) + self._second.end()
+
+    @property
+    def reasoning(self) -> bool:
+        return self._first.reasoning
+
+    def _through(self, pieces: list[Piece]) -> list[Piece]:
+        found: list[Piece] = []
+        for piece in pieces:
+            found += self._second.feed(piece.text) if isinstance(piece, Content) else [piece]
+        return found

@@ -1,0 +1,166 @@
+"""Calls as a Python list, in place of text: `[get_weather(city="Bern", days=2), now()]` (Llama 3.2 and 4, ToolACE)."""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from collections.abc import Sequence
+
+from alignedserve.errors import GrammarError
+from alignedserve.gateway.dialects.base import ToolDialect
+from alignedserve.gateway.dialects.lark import CallRules, Lark
+from alignedserve.gateway.dialects.machine import CallMachine, Reading, Tool
+from alignedserve.gateway.dialects.parameters import ArgumentsWriter, escaped, with_commas
+from alignedserve.gateway.dialects.pieces import MakeId, Parser
+
+START, END = "<|python_start|>", "<|python_end|>"
+_LONGEST_KEY = 256
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+_SCALARS = {
+    "string": r'/"([^"\\\n\x00-\x1f]|\\["\\n])*"/',
+    "integer": "/-?(0|[1-9][0-9]{0,17})/",
+    "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?/",
+    "boolean": '("True" | "False")',
+    "null": '"None"',
+}
+_PLAIN = {"type", "description", "title", "default", "examples", "enum"}
+
+
+class _Parser(CallMachine):
+    openers = "[<"
+    at_start_only = True
+
+    def call(self) -> Reading[bool]:
+        marked = yield from self.literal(START)
+        yield from self.spaces()
+        if self.calls or not (yield from self.literal("[")):
+            return False
+        while True:
+            yield from self.spaces()
+            name = yield from self.name("(")
+            if not name:
+                return False
+            self.begin(name)
+            yield from self.char()
+            if not (yield from self._arguments()):
+                return True
+            if self._most is not None and self.calls >= self._most:
+                break
+            if not (yield from self.attempt(self._comma_and_name())):
+                break
+        if (yield from self.close("]")) and marked:
+            yield from self.close(END)
+        return True
+
+    def _comma_and_name(self) -> Reading[None]:
+        """Passes a comma if another call follows."""
+        yield from self.spaces()
+        if not (yield from self.literal(",")):
+            return
+        yield from self.spaces()
+        if name := (yield from self.name("(")):
+            self.commit()
+            self.back(name)
+
+    def _arguments(self) -> Reading[bool]:
+        """Reads `key=value, …)`. False if something else follows."""
+        arguments = ArgumentsWriter(self)
+        first = True
+        while True:
+            yield from self.spaces()
+            if (yield from self.literal(")")):
+                arguments.close()
+                return True
+            if not first:
+                if not (yield from self.literal(",")):
+                    return False
+                yield from self.spaces()
+                if (yield from self.peek()) == ")":
+                    continue
+            key = ""
+            while (character := (yield from self.char())).isidentifier() or (key and character.isdecimal()):
+                key += character
+                if len(key) > _LONGEST_KEY:
+                    break
+            space = ""
+            self.back(character)
+            space = yield from self.spaces()
+            if not key or arguments.has(key) or not (yield from self.literal("=")):
+                self.back(key + space)
+                return False
+            arguments.key(key)
+            raw = yield from self._value()
+            ended = bool((yield from self.peek()))
+            self.argue(_as_json(raw) if ended else escaped(raw, quotes=True)[:-1])
+            if not ended:
+                return False
+            first = False
+
+    def _value(self) -> Reading[str]:
+        """Reads a literal up to the comma or parenthesis after it, which is not passed."""
+        text, quote, open_brackets, skip = "", "", "", False
+        while character := (yield from self.char()):
+            if quote:
+                if skip:
+                    skip = False
+                elif character == "\\":
+                    skip = True
+                elif character == quote:
+                    quote = ""
+            elif character in "\"'":
+                quote = character
+            elif character in _CLOSING:
+                open_brackets += _CLOSING[character]
+            elif open_brackets and character == open_brackets[-1]:
+                open_brackets = open_brackets[:-1]
+            elif character in ",)" and not open_brackets:
+                break
+            text += character
+        self.back(character)
+        return text
+
+
+class Pythonic(ToolDialect):
+    name = "pythonic"
+    markers = (START, END)
+
+    def parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:
+        return _Parser(tools, make_id, most)
+
+    def calls(self, lark: Lark, tools: Sequence[Tool]) -> CallRules:
+        forms = []
+        for tool in tools:
+            required = tool.parameters.get("required", [])
+            values = []
+            for key, inner in tool.parameters.get("properties", {}).items():
+                rule = lark.rule(f"{lark.literal(key + '=')} {_literal_rule(lark, tool, key, inner)}")
+                values.append((rule, key in required))
+            forms.append(f"{lark.literal(tool.name + '(')} {with_commas(lark, values, ', ')} {lark.literal(')')}")
+        call = lark.rule(" | ".join(forms))
+        return CallRules(call, lark.literal("["), lark.literal(", "), lark.literal("]"))
+
+
+def _literal_rule(lark: Lark, tool: Tool, key: str, inner: object) -> str:
+    """A Python literal that satisfies the schema. Raises GrammarError for more than a scalar."""
+    schema = inner if isinstance(inner, dict) else {}
+    options = schema.get("enum")
+    if isinstance(options, list) and options and all(isinstance(option, str) for option in options):
+        return "(" + " | ".join(lark.literal(escaped(option, quotes=True)) for option in options) + ")"
+    kind = schema.get("type")
+    if not isinstance(kind, str) or kind not in _SCALARS or options is not None:
+        message = f"tool {tool.name}, {key}: only scalar types can be followed in this model's format of calls"
+        raise GrammarError(message)
+    if tool.strict and (other := sorted(schema.keys() - _PLAIN)):
+        raise GrammarError(f"tool {tool.name}, {key}: {other[0]} cannot be followed in this model's format of calls")
+    return _SCALARS[kind]
+
+
+def _as_json(raw: str) -> str:
+    """A Python literal as JSON; its text as a string if it is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            return json.dumps(ast.literal_eval(raw.strip()), ensure_ascii=False, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return escaped(raw, quotes=True)

@@ -1,0 +1,41 @@
+"""The limit of an answer's reasoning: a function of the tokens so far, so that it survives any move of the request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class ThinkingLimit(NamedTuple):
+    """After `budget` tokens of reasoning, the tokens `close` are forced, which end it.
+
+    `begun`: the answer begins within reasoning. Otherwise it begins with the tokens `open`, or has no reasoning.
+    """
+
+    budget: int
+    open: tuple[int, ...]
+    close: tuple[int, ...]
+    begun: bool = False
+
+    def forced(self, output_token_ids: Sequence[int]) -> int | None:
+        """The token that must come after this output; None if any may."""
+        begin = 0 if self.begun else len(self.open)
+        over = len(output_token_ids) - begin - self.budget
+        if not 0 <= over < len(self.close):
+            return None
+        if not self.begun and tuple(output_token_ids[:begin]) != self.open:
+            return None
+        thought = output_token_ids[begin : begin + self.budget]
+        if _contains(thought, self.close) or tuple(output_token_ids[begin + self.budget :]) != self.close[:over]:
+            return None
+        return self.close[over]
+
+    def near(self, output_tokens: int) -> bool:
+        """Whether a token may be forced, now or for the token after the next."""
+        begin = 0 if self.begun else len(self.open)
+        return begin + self.budget - 2 <= output_tokens < begin + self.budget + len(self.close)
+
+
+def _contains(tokens: Sequence[int], wanted: Sequence[int]) -> bool:
+    first, size = wanted[0], len(wanted)
+    return any(token == first and tuple(tokens[at : at + size]) == tuple(wanted) for at, token in enumerate(tokens))

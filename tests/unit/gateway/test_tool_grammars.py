@@ -1,0 +1,191 @@
+"""Grammars of tool calls and reasoning: whatever a wild model writes under one, its dialect's parser reads as asked."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from alignedserve.errors import GrammarError
+from alignedserve.gateway.dialects.composing import AnswerForm, grammar_of
+from alignedserve.gateway.dialects.families import REASONING, TOOLS
+from alignedserve.gateway.dialects.machine import Tool
+from alignedserve.gateway.dialects.model_dialects import ModelDialects, Reading
+from alignedserve.grammar.base import fill_rows
+from alignedserve.grammar.compiled import Grammars
+from alignedserve.model import resolve_model
+from alignedserve.request import GrammarKind, GrammarSpec, SamplingParams
+from alignedserve.text import Tokenizer
+from support.dialect_samples import Read, parse, read_pieces
+
+VOCAB_SIZE, EOS = 2112, 0
+FREE = 1000  # tokens: where so many are allowed, the text is free
+ENDS = {
+    "qwen3_coder": ("\n</parameter>\n",), "glm45": ("</arg_value>",), "gemma4": ('<|"|>',),
+    "functiongemma": ("<escape>",),
+}  # fmt: skip
+TINY = resolve_model("tiny")
+PLACE = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "units": {"enum": ["metric", "imperial"]},
+        "exact": {"type": "boolean"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+LOOK = Tool("look", PLACE)
+NOW = Tool("now", {"type": "object", "properties": {}, "additionalProperties": False})
+WORD = GrammarSpec(GrammarKind.CHOICE, json.dumps(["yes", "no"]))
+SCHEMAS = {tool.name: tool.parameters for tool in (LOOK, NOW)}
+
+
+@cache
+def tokenizer(*special: str) -> Tokenizer:
+    """The shipped one, with these special tokens added."""
+    backend = Backend.from_file(str(TINY / "tokenizer.json"))
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    return Tokenizer(backend, {"eos_token": "<|endoftext|>"})
+
+
+def dialects_of(tools: str, reasoning: str, *, special: bool) -> tuple[ModelDialects, Tokenizer]:
+    own, thoughts = TOOLS[tools] if tools else None, REASONING[reasoning] if reasoning else None
+    marks = sorted({*(own.markers if own else ()), *(thoughts.markers if thoughts else ())}) if special else []
+    if special and "harmony" in (tools, reasoning):
+        marks = sorted(TOOLS["harmony"].markers)
+    known = tokenizer(*marks)
+    return ModelDialects(own, thoughts, None, {known.backend.token_to_id(text): text for text in marks}), known
+
+
+def both(names: Iterable[str]) -> list[tuple[str, bool]]:
+    """Each with markers that are special tokens, and without (harmony has its own, always)."""
+    return [(name, special) for name in names for special in (True, False) if special or name != "harmony"]
+
+
+class Walk:
+    """Draws tokens that a grammar allows until the answer ends. In free text it tries the texts that may end it."""
+
+    def __init__(self, spec: GrammarSpec, known: Tokenizer, dialects: ModelDialects) -> None:
+        sampling = SamplingParams(grammar=spec, eos_token_ids=(EOS,), max_tokens=10**6)
+        grammars = Grammars.of(known, VOCAB_SIZE)
+        assert grammars is not None
+        self._row = grammars.row(sampling)
+        self._known = known
+        self._ends = ['"', *((dialects.reasoning.close,) if dialects.reasoning else ())]
+        if dialects.tools is not None:
+            self._ends += ENDS.get(dialects.tools.name, ())
+        self.tokens: list[int] = []
+
+    def to_the_end(self, seed: int, most: int = 400) -> str:
+        draw, trying = random.Random(seed), list[int]()
+        assert self._row is not None
+        while len(self.tokens) < most:
+            self._row.update(self.tokens)
+            (bits,) = fill_rows([self._row], VOCAB_SIZE)
+            allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:VOCAB_SIZE]).tolist()
+            if EOS in allowed and (len(allowed) == 1 or draw.random() < 0.4):
+                return self._text()
+            if not trying and len(allowed) > FREE and draw.random() < 0.5:
+                trying = self._known.encode(draw.choice(self._ends), special_tokens=False)
+            if trying and trying[0] not in allowed:
+                trying = []
+            self.tokens.append(trying.pop(0) if trying else draw.choice(allowed))
+        raise AssertionError(f"no end: {self._text()[-200:]}")
+
+    def _text(self) -> str:
+        return self._known.backend.decode(
+            [token for token in self.tokens if token != EOS], skip_special_tokens=False
+        )  # fmt: skip
+
+
+def read(text: str, dialects: ModelDialects, tools: Sequence[Tool], prompt: str = "") -> Read:
+    return read_pieces(parse(Reading(dialects, prompt, tools).parser("a"), text))
+
+
+@pytest.mark.parametrize(("name", "special"), both(TOOLS))
+def test_a_forced_call_is_a_call_that_its_schema_allows(name: str, special: bool) -> None:
+    dialects, known = dialects_of(name, "harmony" if name == "harmony" else "", special=special)
+    for most in (1, None):
+        spec = grammar_of(AnswerForm(None, (LOOK, NOW), True, most), dialects)
+        for seed in range(3):
+            text = Walk(spec, known, dialects).to_the_end(seed)
+            found = read(text, dialects, (LOOK, NOW))
+            assert found.content == "", text
+            assert found.calls, text
+            assert most is None or len(found.calls) == most
+            for called, arguments in found.arguments:
+                jsonschema.validate(arguments, SCHEMAS[called])
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_with_a_strict_tool_an_answer_is_text_or_calls_that_the_schema_allows(name: str) -> None:
+    strict = Tool("look", PLACE, strict=True)
+    for special in (True, False):
+        dialects, known = dialects_of(name, "", special=special)
+        spec = grammar_of(AnswerForm(None, (strict,)), dialects)
+        compiled = Grammars.of(known, VOCAB_SIZE)
+        assert compiled is not None
+        matcher = compiled.compile(spec, (EOS,)).matcher()
+        if name != "harmony":
+            matcher.accept([*known.encode("It is 5 degrees."), EOS])
+        call = Walk(grammar_of(AnswerForm(None, (strict,), True, 1), dialects), known, dialects)
+        call.to_the_end(1)
+        compiled.compile(spec, (EOS,)).matcher().accept([*call.tokens, EOS])
+        if TOOLS[name].calls(lark_of(dialects), (strict,)).trigger:
+            compiled.compile(spec, (EOS,)).matcher().accept([*known.encode("I look: "), *call.tokens, EOS])
+
+
+def lark_of(dialects: ModelDialects) -> Any:
+    from alignedserve.gateway.dialects.lark import Lark
+
+    return Lark(dialects.special)
+
+
+@pytest.mark.parametrize(("name", "special"), both(REASONING))
+def test_an_answer_under_a_grammar_begins_after_the_reasoning(name: str, special: bool) -> None:
+    dialects, known = dialects_of("", name, special=special)
+    thoughts = REASONING[name]
+    for begun, prompt in ((True, thoughts.open), (False, f"{thoughts.open}{thoughts.close}")):
+        spec = grammar_of(AnswerForm(WORD, begun=begun), dialects)
+        for seed in range(2):
+            text = Walk(spec, known, dialects).to_the_end(seed)
+            found = read(text, dialects, (), prompt)
+            if name == "harmony" and begun:
+                found = read(thoughts.open + text, dialects, ())
+            assert found.content in ("yes", "no"), text
+
+
+def test_reasoning_comes_before_calls_too() -> None:
+    dialects, known = dialects_of("hermes", "qwen3", special=False)
+    spec = grammar_of(AnswerForm(None, (NOW,), True, 1, begun=True), dialects)
+    text = Walk(spec, known, dialects).to_the_end(2)
+    found = read(text, dialects, (NOW,), "<think>\n")
+    assert (found.content, found.arguments) == ("", [("now", {})])
+    assert "</think>" in text
+
+
+def test_content_of_a_form_or_calls() -> None:
+    dialects, known = dialects_of("hermes", "", special=False)
+    spec = grammar_of(AnswerForm(WORD, (NOW,)), dialects)
+    texts = {Walk(spec, known, dialects).to_the_end(seed) for seed in range(12)}
+    assert {"yes", "no"} & texts
+    assert any(read(text, dialects, (NOW,)).calls for text in texts)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "gemma4", "pythonic"])
+def test_what_a_format_cannot_hold_is_refused_where_it_must_be_exact(name: str) -> None:
+    dialects, _ = dialects_of(name, "", special=False)
+    pattern = {"properties": {"a": {"type": "string", "pattern": "a+"}}, "required": ["a"]}
+    with pytest.raises(GrammarError, match=r"tool f.*pattern"):
+        grammar_of(AnswerForm(None, (Tool("f", pattern, strict=True),), True), dialects)
+    grammar_of(AnswerForm(None, (Tool("f", pattern),), True), dialects)
