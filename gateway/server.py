@@ -127,9 +127,7 @@ class GatewayServer(RoleServer):
             override = config.model.chat_template
             template = ChatTemplate.from_folder(model_path, tokenizer.special_tokens, override)
         dialects = await asyncio.to_thread(_dialects, Path(model_path), config.model, tokenizer, template)
-        model = ServedModel(
-            config.served_model_name, tokenizer, template, root=config.model_root, dialects=dialects
-        )
+        model = ServedModel(config.served_model_name, tokenizer, template, root=config.model_root, dialects=dialects)
         server = cls(settings, model, locate)
         await server.start()
         return server

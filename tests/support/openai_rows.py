@@ -172,12 +172,12 @@ def calls_of_tools_with_the_openai_package(world: World) -> None:
         with client.chat.completions.stream(messages=messages, max_tokens=120, **asked) as stream:
             streamed = stream.get_final_completion().choices[0]
         assert (whole.finish_reason, streamed.finish_reason) == ("tool_calls", "tool_calls")
-        (call,), (same,) = whole.message.tool_calls or (), streamed.message.tool_calls or ()
+        (call,), (same,) = list(whole.message.tool_calls or ()), list(streamed.message.tool_calls or ())
         assert call.function == same.function
         arguments = json.loads(call.function.arguments)
         assert (call.function.name, sorted(arguments)) == ("look", ["day", "place"])
         assert arguments["place"] in ("Bern", "Oslo")
-        result = {"role": "tool", "tool_call_id": call.id, "content": "5 degrees"}
+        result: Any = {"role": "tool", "tool_call_id": call.id, "content": "5 degrees"}
         more = client.chat.completions.create(
             model="surface", messages=[*messages, whole.message, result], tools=tools, max_tokens=8
         )
@@ -410,7 +410,7 @@ def a_prompts_logprobs(world: World) -> None:
 
 @row
 def logprobs_of_listed_tokens(world: World) -> None:
-    asked = {"max_tokens": 1, "logprobs": 1, "logprob_token_ids": [900, 5], "return_tokens_as_token_ids": True}
+    asked: dict[str, Any] = {"max_tokens": 1, "logprobs": 1, "logprob_token_ids": [900, 5], "return_tokens_as_token_ids": True}
     (choice,) = world.ask(prompt=PROMPT, **asked, **GREEDY)["choices"]
     line = world.logprobs(world.encode(PROMPT))[-1]
     best = int(line.argmax())
