@@ -151,7 +151,7 @@ class BatchStore:
                 self._move(row, BatchStatus.IN_PROGRESS)
             return Claim.of(self._by_number(claim.number))
 
-    def fail(self, claim: Claim, errors: Sequence[Mapping[str, Any]]) -> None:
+    def fail(self, claim: Claim, errors: Sequence[Mapping[str, Any]]) -> Claim:
         """The input file is not valid; `errors`: OpenAI's error objects with `code`, `line`, `message`, `param`."""
         with self._db.transaction():
             row = self._held(claim)
@@ -160,6 +160,7 @@ class BatchStore:
                     "UPDATE batches SET errors = ? WHERE number = ?", orjson.dumps(errors).decode(), claim.number
                 )
                 self._move(row, BatchStatus.FAILED)
+            return Claim.of(self._by_number(claim.number))
 
     def answered(self, claim: Claim, first: int, last: int) -> set[int]:
         """The indices from `first` to `last` whose lines have an answer."""

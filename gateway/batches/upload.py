@@ -55,7 +55,7 @@ class Form:
         except FormParserError as error:
             raise _not_a_form(error) from None
         for name in ("part_begin", "part_data", "part_end", "header_field", "header_value", "header_end", "end"):
-            self._parser.set_callback(name, getattr(self, f"_on_{name}"))  # type: ignore[arg-type]  # a literal there
+            self._parser.set_callback(name, getattr(self, f"_on_{name}"))
         self._parser.set_callback("headers_finished", self._on_headers_finished)
 
     async def receive(self, pieces: AsyncIterator[bytes]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from pydantic_core import core_schema
 
+from alignedserve.gateway.batches.requests import BatchRequest
 from alignedserve.gateway.body.refused import refused_names
 from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, Unread
 
@@ -57,7 +58,7 @@ def request_schemas() -> dict[str, Schema]:
     """All components that describe request bodies, by name."""
     kinds = (CompletionRequest, ChatRequest)
     _, found = models_json_schema(
-        [(kind, "validation") for kind in kinds],
+        [(kind, "validation") for kind in (*kinds, BatchRequest)],
         ref_template="#/components/schemas/{model}",
         schema_generator=_Generate,
     )
