@@ -188,7 +188,8 @@ async def test_overload_and_missing_processes_are_waited_for(client: openai.Asyn
         if number == 7:
             cluster.emit(spec, error=AlignedServeError("the server's own fault"))
         elif seen[number] < 4:
-            cluster.reject((OverloadedError, UnavailableError)[seen[number] % 2]("not now"), spec.key)
+            overload = OverloadedError("not now", retry_after_s=0.01)
+            cluster.reject((overload, UnavailableError("not now"))[seen[number] % 2], spec.key)
         else:
             await counting_script(cluster, spec)
 
