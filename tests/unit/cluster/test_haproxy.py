@@ -124,7 +124,8 @@ def in_front_of_a_full_gateway(
         f"    use_backend http-default\nbackend http-default\n    server one 127.0.0.1:{back}\n"
     )
     file = folder / "haproxy.cfg"
-    file.write_text(change(haproxy_exec.amend(config, {haproxy_exec.BODY: "1000", haproxy_exec.UPLOAD: "3000"})), encoding="utf-8")
+    limits = {haproxy_exec.BODY: "1000", haproxy_exec.UPLOAD: "3000"}
+    file.write_text(change(haproxy_exec.amend(config, limits)), encoding="utf-8")
     reached: list[bytes] = []
     stopping = threading.Event()
 

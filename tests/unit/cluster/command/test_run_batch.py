@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 from alignedserve.cluster.cli import run_batch as run_batch_module
-from alignedserve.cluster.cli.main import main, parse
 from alignedserve.cluster.cli.main import _given as given
+from alignedserve.cluster.cli.main import main, parse
 from alignedserve.cluster.cli.run_batch import Server
 from alignedserve.config_sources import load, value_of
 from alignedserve.errors import UnavailableError
@@ -44,6 +45,11 @@ def row(number: int, **options: Any) -> str:
     return json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}) + "\n"
 
 
+def append(source: Path, line: str) -> None:
+    with source.open("a") as file:
+        file.write(line)
+
+
 def command(source: Path, url: str) -> list[str]:
     return ["run-batch", "-i", str(source), "-o", str(source.with_name("out.jsonl")), "--url", url]
 
@@ -69,8 +75,7 @@ async def test_the_answers_come_in_the_order_of_the_lines_and_nothing_is_left(
 
 
 async def test_lines_that_fail_are_in_a_file_of_their_own(url: str, source: Path) -> None:
-    with source.open("a") as file:
-        file.write(row(LINES, temperature=99))
+    append(source, row(LINES, temperature=99))
     assert await asyncio.to_thread(main, command(source, url)) == 1
     assert answers(source.with_name("out.errors.jsonl")) == [str(LINES)]
     assert len(answers(source.with_name("out.jsonl"))) == LINES
@@ -79,11 +84,11 @@ async def test_lines_that_fail_are_in_a_file_of_their_own(url: str, source: Path
 async def test_an_invalid_file_is_named_and_may_be_mended(
     url: str, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = source.read_text()
-    source.write_text(whole + row(0))
+    append(source, row(0))
     assert await asyncio.to_thread(main, command(source, url)) == 2
     assert f"line {LINES + 1}: the custom_id '0' is used by an earlier line" in capsys.readouterr().err
-    source.write_text(whole)
+    os.truncate(source, 0)
+    append(source, row(0))
     assert await asyncio.to_thread(main, command(source, url)) == 0
 
 
@@ -110,7 +115,7 @@ async def test_a_changed_input_does_not_go_on(
 ) -> None:
     monkeypatch.setattr(run_batch_module, "PATIENCE_S", 0.0)
     assert await asyncio.to_thread(main, command(source, "http://127.0.0.1:9")) == 1
-    source.write_text(row(0))
+    append(source, row(LINES))
     assert await asyncio.to_thread(main, command(source, url)) == 2
     assert "has changed" in capsys.readouterr().err
 
