@@ -112,12 +112,15 @@ def batch_paths() -> dict[str, Schema]:
         },
         "required": ["file", "purpose"],
     }
-    too_large = "The file is over the limit (`batches.max_file_mib`)."
-    refused = {"403": "The files of this API key take all the room that it may use.", "415": _MEDIA}
-    refused["408"] = "The body arrived too slowly."
+    refused = {"408": "The body arrived too slowly.", "415": _MEDIA}
+    too_large = "The file is over its limit (`batches.max_file_mib`) or over what is left to this API key."
     upload = {**refused, "413": too_large, "429": "Too many files are being uploaded."}
     busy = {"409": "A batch reads the file, or the batch cannot be cancelled any more."}
-    posted = {**refused, "413": "The body is over the limit.", "429": "Too many bodies are being read."}
+    posted = {
+        **refused,
+        "413": "The body is over the limit, or the files of this API key are.",
+        "429": "Too many bodies are being read.",
+    }
     after, order = _query("after", _STRING), _query("order", {"enum": ["asc", "desc"]})
     content = {"description": "The content.", "content": {"application/octet-stream": {"schema": _STRING}}}
     pages = [_query("limit", {"type": "integer", "minimum": 1, "maximum": most}) for most in (MOST_FILES, MOST_BATCHES)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from alignedserve.errors import NotFoundError, RequestError
+from alignedserve.errors import NotFoundError, TooLargeError
 from alignedserve.gateway.batches.database import LINE_BITS, Database, in_list
 from alignedserve.gateway.batches.states import OPEN
 from alignedserve.gateway.failures import NotPossibleError
@@ -22,11 +22,10 @@ PART_LINES = 512
 STRAY_AFTER_S = 3600.0  # a file without a row this old belongs to no upload
 
 
-class QuotaError(RequestError):
+class QuotaError(TooLargeError):
     """The files of this API key take all the room that it may use."""
 
     code = "quota_exceeded"
-    http_status = 403
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,9 @@ MOST_PARTS = 16
 MOST_FIELD_BYTES = 1024
 FORM_BYTES = 64 << 10  # of the whole body, beside the file
 MAX_NAME = 255
+
+
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of every malformed form
 
 
 @dataclass(slots=True)
