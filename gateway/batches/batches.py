@@ -15,14 +15,15 @@ from uuid import uuid4
 
 import orjson
 
-from alignedserve.errors import AccountingError, NotFoundError, StaleError
+from alignedserve.errors import AccountingError, InvalidRequestError, NotFoundError, StaleError
 from alignedserve.gateway.batches.database import LINE_BITS, Database, in_list
-from alignedserve.gateway.batches.files import OUTPUT, FileStore
+from alignedserve.gateway.batches.files import INPUT, OUTPUT, FileStore
 from alignedserve.gateway.batches.states import OPEN, BatchStatus, check_move
 from alignedserve.gateway.failures import NotPossibleError
 
 WINDOW, WINDOW_S = "24h", 86400
 _LINES = 1 << LINE_BITS
+_FREED_PAGES = 2000  # given back to the disk in one sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +67,14 @@ class BatchStore:
     def create(
         self, owner: bytes, endpoint: str, input_id: str, metadata: Mapping[str, str], keep_s: int | None = None
     ) -> dict[str, Any]:
-        """A new batch over a file of the owner. `keep_s`: seconds that its answers are kept. Raises NotFoundError."""
+        """A new batch over a file of the owner. `keep_s`: seconds that its answers are kept.
+
+        Raises NotFoundError, InvalidRequestError for a file that is not for batches, QuotaError.
+        """
         batch_id, now_s = f"batch_{uuid4().hex}", int(self._db.clock())
         with self._db.transaction():
-            self._files.get(input_id, owner, "input_file_id")
+            if self._files.get(input_id, owner, "input_file_id").purpose != INPUT:
+                raise InvalidRequestError(f"file {input_id} is the output of a batch", param="input_file_id")
             self._files.check_room(owner)
             self._db.write(
                 """INSERT INTO batches (id, owner, endpoint, input_id, metadata, status, expires_s, keep_s, created_s)
@@ -220,6 +225,7 @@ class BatchStore:
                 AND number NOT IN (SELECT batch FROM files WHERE batch IS NOT NULL)""",
                 *(*OPEN, self._db.clock() - retention_s - WINDOW_S),
             )
+        self._db.rows(f"PRAGMA incremental_vacuum({_FREED_PAGES})")
 
     def check_integrity(self) -> None:
         """Raises AccountingError if the counts of a batch differ from its lines."""

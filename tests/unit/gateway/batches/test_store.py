@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from alignedserve.errors import AccountingError, ConfigError, NotFoundError, StaleError
+from alignedserve.errors import AccountingError, ConfigError, InvalidRequestError, NotFoundError, StaleError
 from alignedserve.gateway.batches import files as files_module
 from alignedserve.gateway.batches.batches import WINDOW_S, BatchStore, Claim, LineAnswer
 from alignedserve.gateway.batches.database import Database, file_system
@@ -297,6 +297,8 @@ def test_a_batch_ends_with_its_answers_and_its_errors_in_two_files(store: Store)
     assert store.content(batch["error_file_id"]) == b"answer 1\n"
     assert store.files.get(batch["output_file_id"], ALICE).bytes == 27
     assert store.batches.claim("gateway-1", LEASE_S) is None
+    with pytest.raises(InvalidRequestError, match="output of a batch"):
+        store.batches.create(ALICE, ENDPOINT, batch["output_file_id"], {})
     assert {name for name, at in batch.items() if name.endswith("_at") and at is not None} == {
         "created_at",
         "expires_at",
