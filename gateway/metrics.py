@@ -17,6 +17,8 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # no `_created` seri
 
 _TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _ITL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_LAST = ("completed", "failed", "expired", "cancelled")
+_OF_LINE = ("answered", "failed")
 _TOTAL_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -44,6 +46,10 @@ class GatewayMetrics:
             ["instance", "outcome"],
             registry=self.registry,
         )
+        self.batches_running = self._gauge("batches_running", "batches that this gateway runs now")
+        self.lines_in_flight = self._gauge("batch_lines_in_flight", "lines of batches that are being answered")
+        self._batches = self._by("batches", "batches ended, by their last status", "status", _LAST)
+        self._lines = self._by("batch_lines", "lines of batches answered, by outcome", "outcome", _OF_LINE)
         self._ttft = self._histogram("ttft_seconds", "arrival to first token", _TTFT_S)
         self._itl = self._histogram("itl_seconds", "between two tokens of an answer", _ITL_S)
         self._total = self._histogram("request_seconds", "arrival to last token", _TOTAL_S)
@@ -51,6 +57,15 @@ class GatewayMetrics:
     def _counter(self, name: str, doc: str) -> Counter:
         counter = Counter(f"alignedserve_gateway_{name}", doc, ["instance"], registry=self.registry)
         return counter.labels(self._instance)
+
+    def _gauge(self, name: str, doc: str) -> Gauge:
+        gauge = Gauge(f"alignedserve_gateway_{name}", doc, ["instance"], registry=self.registry)
+        return gauge.labels(self._instance)
+
+    def _by(self, name: str, doc: str, label: str, values: tuple[str, ...]) -> dict[str, Counter]:
+        """One counter with a label: its series by the label's value."""
+        counter = Counter(f"alignedserve_gateway_{name}", doc, ["instance", label], registry=self.registry)
+        return {value: counter.labels(self._instance, value) for value in values}
 
     def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
         full_name = f"alignedserve_gateway_{name}"
@@ -60,6 +75,8 @@ class GatewayMetrics:
     def on_tokens(self, answer: Answer, count: int, now_s: float) -> None:
         """`count` new tokens of an answer have arrived. Call it before `last_token_s` of the answer is updated."""
         self.output_tokens.inc(count)
+        if answer.call.plan.offline:
+            return
         if answer.last_token_s:
             self._itl.observe((now_s - answer.last_token_s) / count)
         else:
@@ -68,7 +85,17 @@ class GatewayMetrics:
     def on_answer_end(self, answer: Answer, finish: FinishReason) -> None:
         """An answer has ended without an error."""
         self._outcomes.labels(self._instance, finish.value).inc()
-        self._total.observe(time.monotonic() - answer.call.arrival_s)
+        if not answer.call.plan.offline:
+            self._total.observe(time.monotonic() - answer.call.arrival_s)
+
+    def on_batch_end(self, status: str) -> None:
+        """This gateway has brought a batch into its last status."""
+        self._batches[status].inc()
+
+    def on_lines(self, *, answered: int, failed: int) -> None:
+        """Answers of lines have been written."""
+        self._lines["answered"].inc(answered)
+        self._lines["failed"].inc(failed)
 
     def on_call_failed(self, error: AlignedServeError) -> None:
         """A call has ended with an error, or was refused; it counts once, however many answers it has."""

@@ -30,6 +30,7 @@ from alignedserve.control.samples import merge
 from alignedserve.control.supervisor_client import SupervisorClient, restart_json
 from alignedserve.errors import UnavailableError
 from alignedserve.gateway.api_keys import ApiKeys
+from alignedserve.gateway.batches.service import BatchService
 from alignedserve.gateway.body.planning import ServedModel
 from alignedserve.gateway.dialects.model_dialects import ModelDialects, choose_dialects
 from alignedserve.gateway.drain import Drain
@@ -103,14 +104,18 @@ class GatewayServer(RoleServer):
         self.peers = GatewayPeers(settings.id, settings.token)  # the other gateways of the last view
         self._ticker: asyncio.Task[None] | None = None  # ticks the ledger every _TICK_S, from `on_start` to `on_close`
         # Begins with a view that announces the end, or with `drain`; sets the state.
-        self._drain = Drain(self.ledger, lambda: self.set_state(self._drain.state or "ready"))
+        self._drain = Drain(self.ledger, self._on_drain)
         # Whether tokens are generated, for the health endpoint; sends a probe if no token is recent.
         self._pulse = Pulse(self.ledger, model, lambda: ask_workers(self.view, settings.token))
         self._model_info_text = ""  # JSON that `model.info` was read from; "" until a view has it
         self._model_known = asyncio.Event()  # set with `model.info`, for good
         self._started_unix_s = time.time()  # for the status; never changes
         self.api_keys = ApiKeys(gateway.api_key_file)  # the configured file's; without a file no key is required
-        self.asgi_app: Starlette = build_app(gateway, self.ledger, self.intake, self, self.api_keys)
+        # Runs batches of the store in `batches.folder`; without one its endpoints refuse.
+        self.batches = BatchService(
+            self.config.batches, gateway, settings.id, self.ledger, self.intake, model, self._metrics
+        )
+        self.asgi_app: Starlette = build_app(gateway, self.ledger, self.intake, self, self.api_keys, self.batches)
         self.inference = InferenceService(self.ledger, self.intake, model, gateway.max_body_bytes, self.cancel_call)
 
     @classmethod
@@ -118,7 +123,7 @@ class GatewayServer(RoleServer):
         """Reads the tokenizer and chat template, starts the gateway's servers, and joins the supervisor.
 
         `model_path` is the resolved local folder. `locate` returns the address of a restarted supervisor. Raises
-        ModelError if the tokenizer or chat template cannot be read.
+        ModelError if the tokenizer or chat template cannot be read, ConfigError if `batches.folder` cannot be used.
         """
         config = from_tree(settings.config)
         tokenizer = await asyncio.to_thread(Tokenizer.from_folder, model_path)
@@ -129,6 +134,7 @@ class GatewayServer(RoleServer):
         dialects = await asyncio.to_thread(_dialects, Path(model_path), config.model, tokenizer, template)
         model = ServedModel(config.served_model_name, tokenizer, template, root=config.model_root, dialects=dialects)
         server = cls(settings, model, locate)
+        await server.batches.start()
         await server.start()
         return server
 
@@ -207,7 +213,8 @@ class GatewayServer(RoleServer):
         return [check_books("calls", self.process.id, self.ledger.check_integrity)]
 
     async def on_close(self) -> None:
-        """Cancels all open requests."""
+        """Releases the leases of batches, and cancels all open requests."""
+        await self.batches.close()
         self._pulse.close()
         self._drain.close()
         self.ledger.close_all()
@@ -293,6 +300,10 @@ class GatewayServer(RoleServer):
             return None
 
     # ---- internal
+
+    def _on_drain(self) -> None:
+        self.set_state(self._drain.state or "ready")
+        self.batches.wake()
 
     def _holds(self) -> str:
         return f"{len(self.ledger)} requests"

@@ -53,6 +53,10 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
         "gateway.request_log",
         {"metavar": "FILE", "help": "append a JSON line for every request: lengths and timestamps, never text"},
     ),
+    "--batches-folder": (
+        "batches.folder",
+        {"metavar": "DIR", "help": "folder for files and batches; without it /v1/files and /v1/batches are refused"},
+    ),
     "--ttft-objective": (
         "scheduler.ttft_objective_s",
         {"type": float, "metavar": "SECONDS", "help": "refuse requests whose TTFT is predicted to exceed this"},
@@ -123,6 +127,8 @@ def make_parser() -> tuple[_Parser, Mapping[str, _Parser]]:
     _add_configuration(serve)
     for flag, feature in REFUSED_FLAGS.items():
         serve.add_argument(flag, nargs="?", const=True, help=argparse.SUPPRESS, metavar=feature)
+    run_batch = add("run-batch", "Answer the requests in a JSONL file, with a running server or one for this run.")
+    _add_run_batch(run_batch)
     config = add("config", "Print the effective configuration, with a line of documentation for each key.")
     _add_configuration(config)
     status = add("status", "List the processes of the newest running cluster of this user.")
@@ -181,6 +187,10 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
             from alignedserve.cluster.cli.policies_command import list_policies
 
             return list_policies(as_json=options.json)
+        case "run-batch":
+            from alignedserve.cluster.cli.run_batch import run_batch
+
+            return run_batch(options, _given(options))
         case "config":
             from alignedserve.config_sources import to_yaml
 
@@ -228,6 +238,17 @@ def _add_configuration(parser: argparse.ArgumentParser, only: Collection[str] | 
     )
 
 
+def _add_run_batch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-i", "--input", metavar="FILE", required=True, help="requests in OpenAI's batch format")
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="the answers, in the order of the input")
+    errors = "lines that failed (default: the name of the output with .errors before its ending)"
+    parser.add_argument("-e", "--errors", metavar="FILE", help=errors)
+    parser.add_argument(
+        "--url", help="URL of a running server that keeps batches; without it the options below start one"
+    )
+    _add_configuration(parser)
+
+
 def _add_profile(profile: argparse.ArgumentParser) -> None:
     _add_configuration(profile, PROFILE_FLAGS)
     profile.add_argument("--out", metavar="FILE", required=True, help="the JSON file to write")
@@ -236,6 +257,13 @@ def _add_profile(profile: argparse.ArgumentParser) -> None:
     profile.add_argument(
         "--no-cluster", action="store_true", help="only measure passes, without serving in a small cluster"
     )
+
+
+def _given(options: argparse.Namespace) -> list[str]:
+    """The configuration that was given by flags, as arguments for another command."""
+    given = ["--config", options.config] if options.config else []
+    found = [f"{key}={value}" for key, value in vars(options).items() if "." in key and value is not None]
+    return given + [word for assignment in (*options.set, *found) for word in ("--set", assignment)]
 
 
 def _configuration(options: argparse.Namespace) -> Any:

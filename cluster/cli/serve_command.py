@@ -21,6 +21,7 @@ from alignedserve.cluster.launch.descendants import Descendants
 from alignedserve.cluster.launch.gpus import count_gpus
 from alignedserve.cluster.launch.preflight import (
     check_api_keys,
+    check_batches,
     check_channel,
     check_cost_model,
     check_machine,
@@ -62,6 +63,7 @@ def serve(config: Config) -> int:
     folder = check_model(config)
     check_api_keys(config)
     check_request_log(config)
+    check_batches(config)
     check_cost_model(config)
     check_tls()
     config = _absolute(config, folder)
@@ -94,7 +96,10 @@ def _absolute(config: Config, folder: Path) -> Config:
         gateway = replace(gateway, api_key_file=str(Path(gateway.api_key_file).expanduser().resolve()))
     if gateway.request_log:
         gateway = replace(gateway, request_log=str(Path(gateway.request_log).expanduser().resolve()))
-    return replace(config, model=model, scheduler=scheduler, log=log, gateway=gateway)
+    batches = config.batches
+    if batches.folder:
+        batches = replace(batches, folder=str(Path(batches.folder).expanduser().resolve()))
+    return replace(config, model=model, scheduler=scheduler, log=log, gateway=gateway, batches=batches)
 
 
 class _ServeCommand:

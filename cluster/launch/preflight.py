@@ -102,6 +102,14 @@ def check_request_log(config: Config) -> None:
         os.close(open_log(Path(config.gateway.request_log).expanduser()))
 
 
+def check_batches(config: Config) -> None:
+    """Raises ConfigError if a folder for batches is configured and cannot be used."""
+    if config.batches.folder:
+        from alignedserve.gateway.batches.database import Database
+
+        Database(config.batches.folder, shared=config.batches.shared).close()
+
+
 def open_door_note(gateway: GatewayConfig) -> str:
     """A warning if other machines can use this server without an API key; "" otherwise."""
     if gateway.api_key_file or _is_loopback(gateway.host):

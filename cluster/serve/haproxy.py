@@ -23,6 +23,7 @@ from pathlib import Path
 from alignedserve.cluster.serve import haproxy_exec
 from alignedserve.config import Config
 from alignedserve.errors import ResourceError
+from alignedserve.gateway.batches.upload import FORM_BYTES
 from alignedserve.proc_stat import is_alive
 
 # Sockets are in a subfolder named after a node (56 characters), and a socket's path has at most 107 characters.
@@ -34,6 +35,7 @@ OURS = (
     haproxy_exec.EXECUTABLE,
     haproxy_exec.HOST,
     haproxy_exec.BODY,
+    haproxy_exec.UPLOAD,
     haproxy_exec.LIVE,
     haproxy_exec.CONNECTIONS,
     haproxy_exec.RATE,
@@ -136,6 +138,7 @@ class HaProxyFolder:
             haproxy_exec.EXECUTABLE: self._executable,
             haproxy_exec.HOST: "" if host in WILDCARDS else host,
             haproxy_exec.BODY: str(gateway.max_body_bytes),
+            haproxy_exec.UPLOAD: str(config.batches.max_file_bytes + FORM_BYTES) if config.batches.folder else "",
             haproxy_exec.LIVE: str(gateway.live_port or live),
             haproxy_exec.CONNECTIONS: str(gateway.address_connections),
             haproxy_exec.RATE: str(gateway.address_requests),

@@ -23,6 +23,7 @@ EXECUTABLE = "ALIGNEDSERVE_HAPROXY"
 HOST = "ALIGNEDSERVE_HAPROXY_HOST"
 PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
 BODY = "ALIGNEDSERVE_HAPROXY_BODY"  # largest request body in bytes
+UPLOAD = "ALIGNEDSERVE_HAPROXY_UPLOAD"  # largest body of an uploaded file; not set: as any other body
 LIVE = "ALIGNEDSERVE_HAPROXY_LIVE_PORT"  # only for `/live`, `/health` and `/metrics`
 CONNECTIONS = "ALIGNEDSERVE_HAPROXY_ADDRESS_CONNECTIONS"  # maximum connections per client address; 0: unlimited
 RATE = "ALIGNEDSERVE_HAPROXY_ADDRESS_RATE"  # maximum requests per second and client address; 0: unlimited
@@ -92,8 +93,9 @@ frontend alignedserve_live
 """
 BODY_RULE = """\
     http-request return status 413 content-type application/json string '{too_large}' \
-if {{ req.hdr_val(content-length) gt {limit} }}
+if {{ req.hdr_val(content-length) gt {limit} }}{paths}
 """
+IS_UPLOAD = "{ path_end /v1/files }"
 
 
 def amend(config: str, environment: Mapping[str, str]) -> str:
@@ -111,9 +113,9 @@ def amend(config: str, environment: Mapping[str, str]) -> str:
     rules = haproxy_errors.rules() + SLOW_RULES
     rules += "" if several else GENERATE_RULES.format(overloaded=OVERLOADED, hold=HOLD_MS).lstrip("\n")
     if limit := environment.get(BODY):
-        message = f"the body is over the limit of {int(limit) / (1 << 20):g} MiB (gateway.max_body_mib)"
-        too_large = haproxy_errors.error_object(message, "invalid_request_error", "request_too_large")
-        rules += BODY_RULE.format(too_large=too_large, limit=limit)
+        upload = environment.get(UPLOAD)
+        rules += _body_rule(int(limit), "gateway.max_body_mib", f" !{IS_UPLOAD}" if upload else "")
+        rules += _body_rule(int(upload), "batches.max_file_mib", f" {IS_UPLOAD}") if upload else ""
     live = _live_frontend(config, environment)
     config = _bounded(_with_rules(config, "http_frontend", rules), environment)
     if ports:
@@ -123,6 +125,12 @@ def amend(config: str, environment: Mapping[str, str]) -> str:
         answer = f"http-request {haproxy_errors.returned(503)}"
         config = re.sub(r"(?m)^(\s*)http-request return status 404 .*$", lambda found: found[1] + answer, config)
     return config + live
+
+
+def _body_rule(limit: int, key: str, paths: str) -> str:
+    message = f"the body is over the limit of {limit / (1 << 20):g} MiB ({key})"
+    too_large = haproxy_errors.error_object(message, "invalid_request_error", "request_too_large")
+    return BODY_RULE.format(too_large=too_large, limit=limit, paths=paths)
 
 
 def _bounded(config: str, environment: Mapping[str, str]) -> str:

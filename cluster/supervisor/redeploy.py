@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COUNTS = frozenset({"cluster.prefill", "cluster.decode"})
-# Besides gateway.*: Ray Serve replaces gateways anyway.
+# Besides gateway.* and batches.*: Ray Serve replaces gateways anyway.
 SERVES = frozenset({"cluster.name", "model.chat_template", "model.tool_parser", "model.reasoning_parser"})
 INSTANCES = frozenset({"prefill", "decode"})
 ALL_ROLES = frozenset({*INSTANCES, *PROCESS_ROLES})
@@ -75,7 +75,7 @@ def compare(old: Config, new: Config) -> Change:
         section = key.partition(".")[0]
         if key in COUNTS:
             counts = True
-        elif section == "gateway" or key in SERVES:
+        elif section in ("gateway", "batches") or key in SERVES:
             continue
         elif section in ("supervisor", "log"):
             rolled |= ALL_ROLES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 
 from alignedserve.errors import OverloadedError, RequestError, TooLargeError
 from alignedserve.gateway.http.asgi import App, ClientGoneError, DisconnectWatch, Message, Receive, Scope, Send
@@ -76,9 +77,7 @@ class BodyReader:
         Raises TooLargeError as soon as the body is known to exceed the limit, SlowBodyError, ClientGoneError, and
         OverloadedError if partial bodies take too much memory or too many large requests are waiting.
         """
-        for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit() and int(value) > self._limit_bytes:
-                raise too_large(self._limit_bytes)
+        _check_length(scope, self._limit_bytes)
         coming = _Coming(receive)
         pieces: list[bytes] = []
         try:
@@ -95,6 +94,16 @@ class BodyReader:
             return b"".join(pieces)
         finally:
             self.partial_bytes -= coming.size
+
+    async def pieces(self, scope: Scope, receive: Receive, limit_bytes: int) -> AsyncIterator[bytes]:
+        """The body in pieces as it arrives, of at most `limit_bytes`; nothing is kept. Raises as `read` does."""
+        _check_length(scope, limit_bytes)
+        coming = _Coming(receive)
+        while not coming.whole:
+            piece = await coming.next()
+            if coming.size > limit_bytes:
+                raise too_large(limit_bytes)
+            yield piece
 
     async def _discard(self, rest: _Coming) -> None:
         """Reads and drops the rest. Returns when it is complete, too slow or over the limit, or the client is gone."""
@@ -144,6 +153,12 @@ class BodyReader:
             await app(scope, reading, sending)
 
         return closing
+
+
+def _check_length(scope: Scope, limit_bytes: int) -> None:
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit_bytes:
+            raise too_large(limit_bytes)
 
 
 def too_large(limit_bytes: int) -> TooLargeError:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from alignedserve import logs
 from alignedserve.errors import CancelledError, OverloadedError
 from alignedserve.gateway.body.planning import CallPlan, ServedModel
 from alignedserve.gateway.body.requests import GenerationRequest
+from alignedserve.gateway.failures import UnsupportedFeatureError
 from alignedserve.gateway.http.asgi import (
     ClientGoneError,
     DisconnectWatch,
@@ -78,6 +80,22 @@ class GenerateEndpoint:
                 await self._answer(reply, send, headers, watch)
             finally:
                 self._ledger.close(call)
+
+    async def answer_offline(self, body: Any, priority: int) -> dict[str, Any]:
+        """The whole reply to a body, without HTTP, for a line of a batch. Raises the errors that a client would get."""
+        with self._intake.admit(len(self._ledger)):
+            request = self._parse(body)
+            if request.reply.stream:
+                raise UnsupportedFeatureError("stream is not supported in a batch", param="stream")
+            plan = await self._plan(self._model, request)
+            call = self._ledger.open(replace(plan, priority=priority, offline=True))
+        try:
+            reply = self._reply(call, self._model, self._ledger.end, request)
+            while deltas := await call.next():
+                reply.collect(deltas)
+            return reply.body()
+        finally:
+            self._ledger.close(call)
 
     async def _open(self, body: bytes) -> tuple[GenerationRequest, Call]:
         with self._intake.admit(len(self._ledger)):

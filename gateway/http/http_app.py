@@ -16,6 +16,8 @@ from starlette.routing import Route
 from alignedserve.config import GatewayConfig
 from alignedserve.errors import AlignedServeError, NotFoundError
 from alignedserve.gateway.api_keys import OPEN_PATHS, ApiKeys
+from alignedserve.gateway.batches.endpoints import BatchEndpoints
+from alignedserve.gateway.batches.service import BatchService
 from alignedserve.gateway.body.planning import plan_chat, plan_completion
 from alignedserve.gateway.body.requests import parse_chat, parse_completion
 from alignedserve.gateway.failures import MethodNotAllowedError, error_object
@@ -48,8 +50,15 @@ class _Endpoint:
         await self._handle(scope, receive, send)
 
 
-def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Operator, keys: ApiKeys) -> Starlette:
-    """The ASGI application of one gateway."""
+def build_app(
+    config: GatewayConfig,
+    ledger: Ledger,
+    intake: Intake,
+    server: Operator,
+    keys: ApiKeys,
+    batches: BatchService | None = None,
+) -> Starlette:
+    """The ASGI application of one gateway. `batches` gets the endpoints that answer its lines; None: no batches."""
     bodies = BodyReader(config.max_body_bytes)
     model = server.model
     completions = GenerateEndpoint(
@@ -99,10 +108,18 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Ope
         "/alignedserve/integrity": operations.integrity,
         "/openapi.json": openapi,
     }
+    of_batches: list[tuple[str, str, App]] = []
+    if batches is not None:
+        batches.endpoints = {
+            "/v1/completions": completions.answer_offline,
+            "/v1/chat/completions": chat.answer_offline,
+        }
+        of_batches = BatchEndpoints(batches, bodies).routes()
     app = Starlette(
         routes=[
             *(route(path, posted(handle), "POST") for path, handle in posts.items()),
             *(route(path, handle, "GET") for path, handle in gets.items()),
+            *(route(path, posted(app) if method == "POST" else app, method) for method, path, app in of_batches),
         ],
         middleware=[*cors(config), Middleware(bodies.closing_where_unread), Middleware(RecordsRequestId)],
         exception_handlers={HTTPException: _routing_error, Exception: _failure},

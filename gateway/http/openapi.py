@@ -12,6 +12,7 @@ from alignedserve import __version__
 from alignedserve.admin import ADMIN_HEADER
 from alignedserve.control.supervisor_client import ORDERS, Order
 from alignedserve.gateway.api_keys import OPEN_PATHS
+from alignedserve.gateway.batches.description import batch_paths, batch_schemas
 from alignedserve.gateway.http.request_schemas import request_schemas
 from alignedserve.gateway.http.translated_schemas import translated_replies, translated_requests
 from alignedserve.request import Stage
@@ -205,7 +206,7 @@ def _get(summary: str, *answers: tuple[str, Schema]) -> Schema:
 def _guard(paths: dict[str, Any], keys_wanted: bool) -> Schema:
     """Marks in `paths` which paths need an API key. Returns the document's `security` entry."""
     for path, item in paths.items():
-        for method in item.keys() & {"get", "post"}:
+        for method in item.keys() & {"get", "post", "delete"}:
             if path in OPEN_PATHS:
                 item[method]["security"] = []
             elif keys_wanted:
@@ -247,6 +248,7 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
             },
             "parameters": [request_id],
         },
+        **batch_paths(),
         "/v1/models": _get("List models", ("200", _json("ModelList", "All served models."))),
         "/v1/models/{model_id}": {
             **_get(
@@ -287,7 +289,13 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
         **_guard(paths, keys_wanted),
         "paths": paths,
         "components": {
-            "schemas": {**request_schemas(), **translated_requests(), **replies, **_operation_schemas()},
+            "schemas": {
+                **request_schemas(),
+                **translated_requests(),
+                **replies,
+                **_operation_schemas(),
+                **batch_schemas(),
+            },
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer", "description": "A key of the server's --api-key-file."},
                 "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},

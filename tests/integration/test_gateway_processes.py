@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -19,6 +21,7 @@ from alignedserve.client import AsyncClient, Chunk, UnavailableError
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
+from alignedserve.gateway.batches.database import Database
 from support.callers import Callers
 from support.cpu_waits import CpuWaits
 from support.gateway_process import GatewayProcess
@@ -237,3 +240,51 @@ async def test_what_is_behind_a_killed_gateway_is_free_within_a_second(running: 
         await running.wait_released(1.0)
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} == {UnavailableError}
+
+
+LINES = 60
+
+
+def batch_lines() -> bytes:
+    bodies = (
+        {"prompt": [10 + number, 11, 12], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        for number in range(LINES)
+    )
+    rows = (
+        {"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": body} for n, body in enumerate(bodies)
+    )
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+async def test_a_batch_whose_gateways_are_killed_answers_every_line_once(running: Running, tmp_path: Path) -> None:
+    keys = {"folder": str(tmp_path / "store"), "lease_s": 1.0}
+    gateways = [GatewayProcess(running.cluster, f"gateway-{number}", keys) for number in (4, 5)]
+    last = GatewayProcess(running.cluster, "gateway-6", keys)
+    async with gateways[0], gateways[1], last, httpx.AsyncClient(base_url=last.url, timeout=30.0) as http:
+        form = {"file": ("in.jsonl", batch_lines())}
+        file = (await http.post("/v1/files", data={"purpose": "batch"}, files=form)).json()
+        asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = (await http.post(f"{gateways[0].url}/v1/batches", json=asked)).json()  # which takes it up at once
+        store, killed = Database(keys["folder"]), list[str]()
+        deadline = time.monotonic() + 90.0
+        while batch["status"] != "completed":
+            assert time.monotonic() < deadline, batch
+            await asyncio.sleep(0.05)
+            batch = (await http.get(f"/v1/batches/{batch['id']}")).json()
+            (holder,) = (row["holder"] for row in store.rows("SELECT holder FROM batches"))
+            for victim in gateways:
+                enough = batch["request_counts"]["completed"] > 10 * len(killed)
+                if victim.id == holder and enough and holder not in killed:
+                    victim.kill()
+                    killed.append(holder)
+        store.close()
+        assert batch["request_counts"] == {"total": LINES, "completed": LINES, "failed": 0}
+        content = (await http.get(f"/v1/files/{batch['output_file_id']}/content")).text
+        answers = {row["custom_id"]: row["response"]["body"] for row in map(json.loads, content.splitlines())}
+        assert len(content.splitlines()) == len(answers) == LINES
+        for number in (0, LINES - 1):
+            body = json.loads(batch_lines().splitlines()[number])["body"]
+            again = (await http.post("/v1/completions", json=body)).json()
+            assert answers[str(number)]["choices"] == again["choices"]
+    await running.wait_released(1.0)
+    assert killed

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,11 +23,13 @@ _END_WITHIN_S = 10.0
 class GatewayProcess:
     """`async with GatewayProcess(cluster, "gateway-0") as gateway` starts it and waits until it is ready."""
 
-    def __init__(self, cluster: LocalCluster, gateway_id: str) -> None:
+    def __init__(self, cluster: LocalCluster, gateway_id: str, batches: Mapping[str, Any] | None = None) -> None:
+        """`batches`: settings of the section of this name, for this gateway only."""
         self.id = gateway_id
         self.url = ""
         self.grpc_address = ""
-        self._orders = {**cluster.join_info(), "id": gateway_id}
+        told = cluster.join_info()
+        self._orders = {**told, "config": {**told["config"], "batches": dict(batches or {})}, "id": gateway_id}
         self._process: asyncio.subprocess.Process | None = None
 
     @property

@@ -36,7 +36,7 @@ def page() -> str:
     api = json.loads(openapi_json())
     lines = [HEAD, "## Paths", ""]
     for path, item in api["paths"].items():
-        for method in (name for name in ("get", "post") if name in item):
+        for method in (name for name in ("get", "post", "delete") if name in item):
             lines += _operation(method.upper(), path, item[method], item.get("parameters", []))
     lines += ["## Errors of HAProxy", "", FRONT, ""]
     front = [(str(status), code(answer.code), plain(answer.message)) for status, answer in ANSWERS.items()]
@@ -59,7 +59,9 @@ def _operation(method: str, path: str, operation: Schema, shared: list[Schema]) 
     for parameter in [*shared, *operation.get("parameters", [])]:
         lines += [f"`{parameter['name']}` ({parameter['in']}): {_kind(parameter['schema'])}.", ""]
     if "requestBody" in operation:
-        lines += [f"Body: {_kind(operation['requestBody']['content']['application/json']['schema'])}.", ""]
+        for media, content in operation["requestBody"]["content"].items():
+            shown = _kind(content["schema"]) if media == "application/json" else _form(media, content["schema"])
+            lines += [f"Body: {shown}.", ""]
     rows = []
     for status, answer in operation["responses"].items():
         contents = answer.get("content", {})
@@ -67,6 +69,10 @@ def _operation(method: str, path: str, operation: Schema, shared: list[Schema]) 
         kinds += [code(media) for media in contents if media != "application/json"]
         rows.append((status, plain(answer["description"]), ", ".join(kinds)))
     return lines + table(("status", "meaning", "body"), rows)
+
+
+def _form(media: str, schema: Schema) -> str:
+    return f"{code(media)} with {', '.join(map(code, schema['properties']))}"
 
 
 def _fields(schema: Schema) -> list[str]:

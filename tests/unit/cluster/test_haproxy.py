@@ -124,7 +124,8 @@ def in_front_of_a_full_gateway(
         f"    use_backend http-default\nbackend http-default\n    server one 127.0.0.1:{back}\n"
     )
     file = folder / "haproxy.cfg"
-    file.write_text(change(haproxy_exec.amend(config, {haproxy_exec.BODY: "1000"})), encoding="utf-8")
+    limits = {haproxy_exec.BODY: "1000", haproxy_exec.UPLOAD: "3000"}
+    file.write_text(change(haproxy_exec.amend(config, limits)), encoding="utf-8")
     reached: list[bytes] = []
     stopping = threading.Event()
 
@@ -141,9 +142,9 @@ def in_front_of_a_full_gateway(
                     b"content-length: 2\r\nconnection: close\r\n\r\n{}"
                 )
 
-    def post(body: bytes, length: int | None = None) -> tuple[int, str, str | None]:
+    def post(body: bytes, length: int | None = None, path: str = "/v1/completions") -> tuple[int, str, str | None]:
         with contextlib.closing(socket.create_connection(("127.0.0.1", front), timeout=5.0)) as client:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {length or len(body)}\r\n\r\n"
+            head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {length or len(body)}\r\n\r\n"
             client.sendall(head.encode() + body)
             answer = http.client.HTTPResponse(client)
             answer.begin()
@@ -182,6 +183,17 @@ def test_one_refusal_answers_for_the_next_moments_and_a_body_over_the_limit_is_n
         wait_for(lambda: post(b"{}") == first)
         assert 3.9 < time.monotonic() - begun_s < 8.0
         assert len(reached) == 2
+
+
+def test_an_uploaded_file_has_a_limit_of_its_own(tmp_path: Path) -> None:
+    with in_front_of_a_full_gateway(tmp_path) as (post, reached):
+        for length, path, limit in ((4000, "/v1/files", "batches.max_file_mib"), (2000, "/v1/x", "gateway.max_body")):
+            status, body, _ = post(b"", length, path)
+            assert status == 413
+            assert limit in json.loads(body)["error"]["message"]
+        assert not reached
+        assert post(b"x" * 2000, path="/prefix/v1/files")[0] == 429  # the gateway's answer
+        assert len(reached) == 1
 
 
 def test_a_clock_that_is_set_back_after_a_refusal_does_not_refuse_for_an_hour(tmp_path: Path) -> None:

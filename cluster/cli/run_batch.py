@@ -1,0 +1,252 @@
+"""`alignedserve run-batch`: answers the requests in a JSONL file through /v1/batches, and can go on after an end.
+
+What it knows of a run is in the folder `OUTPUT.run-batch`: the ids at the server and, if it starts one, the server's
+store. The same command goes on with it, and removes it at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import httpx
+from tqdm import tqdm
+
+from alignedserve.cluster.cli.serve_process import ServeProcess
+from alignedserve.cluster.records import operator_key
+from alignedserve.errors import AlignedServeError, ConfigError, UnavailableError
+
+POLL_S = 0.5
+PATIENCE_S = 120.0  # for a server that does not answer
+STARTED_WITHIN_S = 900.0
+TIMEOUT_S = 60.0
+SHOWN_ERRORS = 5
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def run_batch(options: argparse.Namespace, given: Sequence[str]) -> int:
+    """Returns 0 if every line has an answer, 1 if some have an error.
+
+    `given`: the configuration of a server to start, as arguments. Raises ConfigError for an unusable input file or
+    options, UnavailableError if the server does not answer.
+    """
+    source, target = Path(options.input), Path(options.output)
+    errors = Path(options.errors) if options.errors else target.with_suffix(f".errors{target.suffix}")
+    key_file = getattr(options, "gateway.api_key_file")
+    if not source.is_file():
+        raise ConfigError(f"--input {source} is not a file")
+    folder = target.with_name(f"{target.name}.run-batch")
+    run = Run(folder, source)
+    with contextlib.ExitStack() as stack:
+        url = options.url or stack.enter_context(_own_server(folder, given))
+        batch = _through(Server(url, operator_key(key_file)), run, target, errors)
+    shutil.rmtree(folder)
+    if batch["status"] == "failed":
+        raise ConfigError(f"{source} is not valid: {_told(batch)}")
+    counts = batch["request_counts"]
+    print(f"{counts['completed']} of {counts['total']} lines answered: {target}")
+    if counts["failed"]:
+        print(f"{counts['failed']} lines failed: {errors}", file=sys.stderr)
+    return int(counts["completed"] != counts["total"])
+
+
+@contextlib.contextmanager
+def _own_server(folder: Path, given: Sequence[str]) -> Iterator[str]:
+    """Encloses the run of a server whose store is in `folder`. Yields its URL."""
+    log = folder / "serve.log"
+    print(f"starting a server; its output is in {log}", file=sys.stderr)
+    # Nobody else waits: the server's load is what this command gives it.
+    keys = {
+        "batches.folder": str(folder.resolve() / "store"),
+        "batches.max_file_mib": 1 << 20,
+        "batches.quota_gib": 1 << 20,
+    }
+    sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    try:
+        with ServeProcess(*given, *sets, log=log, timeout_s=STARTED_WITHIN_S) as server:
+            yield server.url
+    except (RuntimeError, TimeoutError) as error:
+        raise AlignedServeError(f"no server could be started: {error}") from error
+
+
+class Run:
+    """The state of a run on disk. `ids`: `run` (its own name), and once they are known `file` and `batch`."""
+
+    def __init__(self, folder: Path, source: Path) -> None:
+        """Raises ConfigError if the input file has changed since the run began."""
+        self.source = source
+        self._path = folder / "run.json"
+        stat = source.stat()
+        stamp = [stat.st_size, stat.st_mtime_ns]
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.ids: dict[str, Any] = json.loads(self._path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            self.ids = {"run": uuid4().hex, "input": stamp}
+            self.save()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self._path} cannot be read: {error}; remove {folder} to begin anew") from error
+        if self.ids["input"] != stamp:
+            raise ConfigError(f"{source} has changed since its run began; remove {folder} to begin anew")
+
+    def save(self) -> None:
+        draft = self._path.with_suffix(".tmp")
+        draft.write_text(json.dumps(self.ids), encoding="utf-8")
+        draft.replace(self._path)
+
+
+class Server:
+    """A server that keeps batches. Its methods raise AlignedServeError with the server's reason for a refusal."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        self.url = url.rstrip("/")
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+
+    def ask(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        """The JSON answer. While no server answers it tries again, then raises UnavailableError."""
+        until_s = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                answer = self._http.request(method, path, **options)
+                if answer.status_code not in (429, 502, 503):
+                    break
+                reason = f"HTTP {answer.status_code}"
+            except httpx.TransportError as error:
+                reason = str(error) or type(error).__name__
+            if time.monotonic() > until_s:
+                raise UnavailableError(f"{self.url} does not answer ({reason}); the same command goes on later")
+            time.sleep(POLL_S)
+        found: dict[str, Any] = _parsed(answer)
+        return found
+
+    def upload(self, source: Path) -> str:
+        """The id of the uploaded file."""
+        with source.open("rb") as file:
+            form = {"file": (source.name, file, "application/jsonl")}
+            try:
+                answer = self._http.post("/v1/files", data={"purpose": "batch"}, files=form)
+            except httpx.TransportError as error:
+                raise UnavailableError(f"{source} cannot be uploaded to {self.url}: {error}") from error
+        return str(_parsed(answer)["id"])
+
+    def download(self, file_id: str, target: Path) -> None:
+        """Writes a file's content; `target` exists only once it is complete."""
+        draft = target.with_name(f"{target.name}.part")
+        try:
+            with self._http.stream("GET", f"/v1/files/{file_id}/content") as answer, draft.open("wb") as file:
+                if answer.status_code != 200:
+                    answer.read()
+                    _parsed(answer)
+                for part in answer.iter_bytes():
+                    file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+        except httpx.TransportError as error:
+            raise UnavailableError(f"{target} cannot be downloaded from {self.url}: {error}") from error
+        draft.replace(target)
+
+    def forget(self, *file_ids: str | None) -> None:
+        """Deletes files, so that they do not count for the quota; a failure does not matter."""
+        for file_id in filter(None, file_ids):
+            with contextlib.suppress(httpx.TransportError):
+                self._http.delete(f"/v1/files/{file_id}")
+
+    def find(self, run: str) -> dict[str, Any] | None:
+        """The batch that a run has made; None if it has not."""
+        after = ""
+        while True:
+            page = self.ask("GET", "/v1/batches", params={"limit": 100, **({"after": after} if after else {})})
+            for batch in page["data"]:
+                if (batch["metadata"] or {}).get("run_batch") == run:
+                    found: dict[str, Any] = batch
+                    return found
+            if not page["has_more"]:
+                return None
+            after = page["last_id"]
+
+
+def _parsed(answer: httpx.Response) -> Any:
+    try:
+        value = answer.json()
+    except ValueError:
+        raise UnavailableError(f"{answer.url} answered with HTTP {answer.status_code}") from None
+    if answer.status_code >= 400:
+        message = value.get("error", {}).get("message") if isinstance(value, dict) else None
+        raise AlignedServeError(f"{answer.url}: {message or f'HTTP {answer.status_code}'}")
+    return value
+
+
+def _through(server: Server, run: Run, target: Path, errors: Path) -> dict[str, Any]:
+    """The batch once it has ended and its files are written."""
+    batch = _begun(server, run)
+    try:
+        batch = _watched(server, batch)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on with the batch", file=sys.stderr)
+        raise
+    for file_id, path in ((batch["output_file_id"], target), (batch["error_file_id"], errors)):
+        if file_id:
+            server.download(file_id, path)
+    server.forget(batch["input_file_id"], batch["output_file_id"], batch["error_file_id"])
+    return batch
+
+
+def _begun(server: Server, run: Run) -> dict[str, Any]:
+    """The run's batch: a new one, or the one that an earlier run of this command has made."""
+    if (known := server.find(run.ids["run"])) is not None:
+        return known
+    if "file" not in run.ids:
+        endpoint = _endpoint(run.source)
+        run.ids |= {"file": server.upload(run.source), "endpoint": endpoint}
+        run.save()
+    body = {
+        "input_file_id": run.ids["file"],
+        "endpoint": run.ids["endpoint"],
+        "completion_window": "24h",
+        "metadata": {"run_batch": run.ids["run"]},
+    }
+    return server.ask("POST", "/v1/batches", json=body)
+
+
+def _endpoint(source: Path) -> str:
+    """The endpoint that the first line names."""
+    with source.open("rb") as file:
+        first = next((line for line in file if line.strip()), b"")
+    try:
+        return str(json.loads(first)["url"])
+    except (ValueError, KeyError, TypeError):
+        message = f'{source}: the first line has no url: lines are {{"custom_id", "method", "url", "body"}}'
+        raise ConfigError(message) from None
+
+
+def _watched(server: Server, batch: dict[str, Any]) -> dict[str, Any]:
+    """Shows the progress until the batch has ended. The bar is shown on a terminal only."""
+    with tqdm(unit="line", dynamic_ncols=True, disable=None, desc=batch["status"]) as bar:
+        while True:
+            counts = batch["request_counts"]
+            bar.total = counts["total"] or None
+            bar.set_description(batch["status"], refresh=False)
+            if counts["failed"]:
+                bar.set_postfix(failed=counts["failed"], refresh=False)
+            bar.update(counts["completed"] + counts["failed"] - bar.n)
+            if batch["status"] in ENDED:
+                return batch
+            time.sleep(POLL_S)
+            batch = server.ask("GET", f"/v1/batches/{batch['id']}")
+
+
+def _told(batch: dict[str, Any]) -> str:
+    found = batch["errors"]["data"]
+    told = [f"line {error['line']}: {error['message']}" if error["line"] else error["message"] for error in found]
+    more = f" (and {len(told) - SHOWN_ERRORS} more)" if len(told) > SHOWN_ERRORS else ""
+    return "; ".join(told[:SHOWN_ERRORS]) + more

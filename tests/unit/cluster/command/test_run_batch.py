@@ -1,0 +1,129 @@
+"""`alignedserve run-batch` with a running server: answers, errors, and going on after it ended in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignedserve.cluster.cli import run_batch as run_batch_module
+from alignedserve.cluster.cli.main import _given as given
+from alignedserve.cluster.cli.main import main, parse
+from alignedserve.cluster.cli.run_batch import Server
+from alignedserve.config_sources import load, value_of
+from alignedserve.errors import UnavailableError
+from alignedserve.gateway.batches import service as service_module
+from support.fake_cluster import FakeCluster
+from support.gateway import running_gateway
+
+LINES = 5
+
+
+@pytest.fixture
+async def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    monkeypatch.setattr(service_module, "POLL_S", 0.05)
+    monkeypatch.setattr(run_batch_module, "POLL_S", 0.05)
+    keys = {"folder": str(tmp_path / "store")}
+    async with FakeCluster() as cluster, running_gateway(cluster, batches=keys) as gateway:
+        yield gateway.url
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(row(number, max_tokens=2) for number in range(LINES)))
+    return path
+
+
+def row(number: int, **options: Any) -> str:
+    body = {"prompt": [5, 6], **options}
+    return json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}) + "\n"
+
+
+def append(source: Path, line: str) -> None:
+    with source.open("a") as file:
+        file.write(line)
+
+
+def command(source: Path, url: str) -> list[str]:
+    return ["run-batch", "-i", str(source), "-o", str(source.with_name("out.jsonl")), "--url", url]
+
+
+def answers(path: Path) -> list[str]:
+    return [json.loads(line)["custom_id"] for line in path.read_text().splitlines()]
+
+
+async def kept(url: str, kind: str) -> list[Any]:
+    """What the server keeps."""
+    found: list[Any] = (await asyncio.to_thread(Server(url, "").ask, "GET", f"/v1/{kind}"))["data"]
+    return found
+
+
+async def test_the_answers_come_in_the_order_of_the_lines_and_nothing_is_left(
+    url: str, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await asyncio.to_thread(main, command(source, url)) == 0
+    assert answers(source.with_name("out.jsonl")) == [str(number) for number in range(LINES)]
+    assert f"{LINES} of {LINES} lines answered" in capsys.readouterr().out
+    assert {path.name for path in source.parent.iterdir()} == {"in.jsonl", "out.jsonl", "store"}
+    assert await kept(url, "files") == []
+
+
+async def test_lines_that_fail_are_in_a_file_of_their_own(url: str, source: Path) -> None:
+    append(source, row(LINES, temperature=99))
+    assert await asyncio.to_thread(main, command(source, url)) == 1
+    assert answers(source.with_name("out.errors.jsonl")) == [str(LINES)]
+    assert len(answers(source.with_name("out.jsonl"))) == LINES
+
+
+async def test_an_invalid_file_is_named_and_may_be_mended(
+    url: str, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    append(source, row(0))
+    assert await asyncio.to_thread(main, command(source, url)) == 2
+    assert f"line {LINES + 1}: the custom_id '0' is used by an earlier line" in capsys.readouterr().err
+    os.truncate(source, 0)
+    append(source, row(0))
+    assert await asyncio.to_thread(main, command(source, url)) == 0
+
+
+@pytest.mark.parametrize("method", ["upload", "find", "download"])
+async def test_the_same_command_goes_on_with_the_batch_it_made(
+    method: str, url: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        real = getattr(Server, method)
+
+        def then_ends(server: Server, *given: Any) -> Any:
+            real(server, *given)
+            raise UnavailableError("the connection broke")
+
+        patch.setattr(Server, method, then_ends)
+        assert await asyncio.to_thread(main, command(source, url)) == 1
+    assert await asyncio.to_thread(main, command(source, url)) == 0
+    assert answers(source.with_name("out.jsonl")) == [str(number) for number in range(LINES)]
+    assert len(await kept(url, "batches")) == 1
+
+
+async def test_a_changed_input_does_not_go_on(
+    url: str, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_batch_module, "PATIENCE_S", 0.0)
+    assert await asyncio.to_thread(main, command(source, "http://127.0.0.1:9")) == 1
+    append(source, row(LINES))
+    assert await asyncio.to_thread(main, command(source, url)) == 2
+    assert "has changed" in capsys.readouterr().err
+
+
+def test_the_options_of_a_server_to_start_are_passed_on() -> None:
+    flags = ["--model", "m", "--no-prefetch", "--decode", "2", "--set", "kv_pool.size_gib=0.5"]
+    passed = given(parse(["run-batch", "-i", "a", "-o", "b", *flags]))
+    pairs = (passed[number + 1].partition("=") for number in range(0, len(passed), 2))
+    config = load(environ={}, flags={key: value_of(key, text, "--set") for key, _, text in pairs})
+    assert (config.model.path, config.cluster.prefetch, config.cluster.decode) == ("m", False, 2)
+    assert config.kv_pool.size_gib == 0.5

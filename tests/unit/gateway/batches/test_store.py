@@ -1,0 +1,425 @@
+"""The store of files and batches: owners, quotas, leases by a fake clock, and deaths between any two writes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignedserve.errors import AccountingError, ConfigError, InvalidRequestError, NotFoundError, StaleError
+from alignedserve.gateway.batches import files as files_module
+from alignedserve.gateway.batches.batches import WINDOW_S, BatchStore, Claim, LineAnswer
+from alignedserve.gateway.batches.database import Database, file_system
+from alignedserve.gateway.batches.files import STRAY_AFTER_S, FileStore, QuotaError, StoredFile
+from alignedserve.gateway.batches.states import BatchStatus
+from alignedserve.gateway.failures import NotPossibleError
+
+ALICE, BOB = b"alice", b"bob"
+ENDPOINT = "/v1/completions"
+LEASE_S = 15.0
+DAY_S = 86400.0
+KEEP_S = 30 * DAY_S
+
+
+@dataclass
+class Clock:
+    now_s: float = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Store:
+    """A store in a folder, as one gateway has it."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float], quota_bytes: int = 1 << 30) -> None:
+        self.database = Database(folder, clock=clock)
+        self.files = FileStore(self.database, quota_bytes, KEEP_S)
+        self.batches = BatchStore(self.database, self.files)
+
+    def upload(self, content: bytes = b"{}\n", owner: bytes = ALICE, **options: Any) -> StoredFile:
+        file_id, draft = self.files.draft()
+        draft.write_bytes(content)
+        return self.files.add(file_id, owner, "in.jsonl", **options)
+
+    def content(self, file_id: str, owner: bytes = ALICE) -> bytes:
+        file, cursor, found = self.files.get(file_id, owner), 0, b""
+        while True:
+            part, cursor = self.files.read(file, cursor)
+            if not part:
+                return found
+            found += part
+
+    def begun(self, total: int, holder: str = "gateway-0") -> Claim:
+        """A batch of `total` lines that is in progress at `holder`."""
+        self.batches.create(ALICE, ENDPOINT, self.upload().id, {})
+        claim = self.batches.claim(holder, LEASE_S)
+        assert claim is not None
+        return self.batches.begin(claim, total)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(folder: Path, clock: Clock) -> Iterator[Store]:
+    opened = Store(folder, clock)
+    yield opened
+    opened.batches.check_integrity()
+    opened.database.close()
+
+
+def lines(*indices: int, failed: bool = False, text: str = "answer") -> list[LineAnswer]:
+    return [LineAnswer(index, failed, f"{text} {index}".encode()) for index in indices]
+
+
+def status_of(store: Store, claim: Claim) -> str:
+    return str(store.batches.get(claim.id, ALICE)["status"])
+
+
+# ---- files
+
+
+def test_everything_on_disk_is_closed_to_other_users(store: Store, folder: Path) -> None:
+    store.upload()
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [folder, *folder.rglob("*")]}
+    assert {mode & 0o077 for mode in modes.values()} == {0}, modes
+
+
+def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match="chmod 700"):
+        Database(tmp_path)
+
+
+def test_a_network_file_system_needs_the_shared_mode(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alignedserve.gateway.batches.database.file_system", lambda path: "nfs4")
+    with pytest.raises(ConfigError, match=r"batches\.shared"):
+        Database(folder)
+    shared = Database(folder, shared=True)
+    assert shared.rows("PRAGMA journal_mode")[0][0] == "truncate"
+    shared.close()
+
+
+def test_the_type_of_a_file_system_is_known() -> None:
+    assert file_system(Path("/proc")) == "proc"
+
+
+def test_a_file_is_found_by_its_owner_only_and_outlives_a_restart(store: Store, folder: Path, clock: Clock) -> None:
+    file = store.upload(b"one\ntwo\n")
+    again = Store(folder, clock)
+
+    assert again.content(file.id) == b"one\ntwo\n"
+    assert again.files.get(file.id, ALICE).to_json()["bytes"] == 8
+    for ask in (again.files.get, again.files.delete):
+        with pytest.raises(NotFoundError):
+            ask(file.id, BOB)
+    assert again.files.page(BOB) == ([], False)
+
+
+def test_the_list_of_files_has_pages_in_both_orders(store: Store) -> None:
+    ids = [store.upload().id for _ in range(5)]
+    seen: list[str] = []
+    more = True
+    while more:
+        page, more = store.files.page(ALICE, after=seen[-1] if seen else "", limit=2)
+        seen += [file.id for file in page]
+    assert seen == ids[::-1]
+    page, more = store.files.page(ALICE, after=ids[0], limit=2, newest_first=False)
+    assert ([file.id for file in page], more) == (ids[1:3], True)
+    assert store.files.page(ALICE, purpose="batch_output") == ([], False)
+
+
+def test_a_quota_bounds_bytes_and_number_of_an_owners_files(folder: Path, clock: Clock) -> None:
+    store = Store(folder, clock, quota_bytes=3 * 4096)
+    first = store.upload(b"x" * 5000)
+    store.upload(b"x")
+    with pytest.raises(QuotaError, match=r"batches\.quota_gib"):
+        store.upload(b"x")
+    store.upload(b"x" * 3 * 4096, owner=BOB)
+
+    store.files.delete(first.id, ALICE)
+    store.upload(b"x")
+    assert len(list((folder / "files").iterdir())) == 3
+
+
+def test_files_and_batches_are_deleted_after_their_time(store: Store, clock: Clock, folder: Path) -> None:
+    short = store.upload(expires_in_s=3600)
+    claim = store.begun(2)
+    store.batches.record(claim, lines(0, 1))
+    store.batches.finish(claim)
+    output = store.batches.get(claim.id, ALICE)["output_file_id"]
+
+    clock.now_s += 3601
+    with pytest.raises(NotFoundError):
+        store.files.get(short.id, ALICE)
+    store.files.sweep(1000)
+    assert store.content(output) == b"answer 0\nanswer 1\n"
+
+    clock.now_s += KEEP_S + 2 * DAY_S
+    assert store.files.sweep(1) == 1  # one row at a time
+    while store.files.sweep(1):
+        pass
+    store.batches.sweep(KEEP_S)
+    assert store.database.rows("SELECT * FROM lines") == []
+    assert store.database.rows("SELECT * FROM files") == []
+    assert store.database.rows("SELECT * FROM batches") == []
+    assert list((folder / "files").iterdir()) == []
+
+
+def test_an_input_file_stays_while_a_batch_reads_it(store: Store, clock: Clock) -> None:
+    claim = store.begun(1)
+    with pytest.raises(NotPossibleError, match="cancel it first"):
+        store.files.delete(claim.input_id, ALICE)
+    clock.now_s += KEEP_S + 1
+    store.files.sweep(1000)
+    assert store.files.path_of(claim.input_id).exists()
+
+
+@pytest.mark.parametrize("step", range(5))
+def test_an_upload_that_dies_at_any_step_leaves_nothing_visible(
+    step: int, store: Store, folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps: sync of the content, rename, sync of the folder, insert, commit."""
+
+    class Death(BaseException):
+        pass
+
+    count = 0
+
+    def dying(call: Any) -> Any:
+        def run(*given: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == step + 1:
+                raise Death
+            return call(*given, **options)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files_module, "_sync", dying(files_module._sync))
+        patch.setattr(Path, "rename", dying(Path.rename))
+        patch.setattr(Database, "write", dying(Database.write))
+        patch.setattr(FileStore, "get", dying(FileStore.get))
+        with pytest.raises(Death):
+            store.upload()
+    assert count == step + 1
+    again = Store(folder, clock)
+    visible = 1 if step == 4 else 0  # the answer to the client was lost, the file is complete
+    assert len(again.files.page(ALICE)[0]) == visible
+    for path in (folder / "files").iterdir():
+        os.utime(path, (clock.now_s - STRAY_AFTER_S - 1,) * 2)
+    again.files.sweep(1000)
+    assert len(list((folder / "files").iterdir())) == visible
+
+
+# ---- leases
+
+
+def test_one_gateway_runs_a_batch_until_its_lease_ends(store: Store, folder: Path, clock: Clock) -> None:
+    other = Store(folder, clock)
+    first = store.begun(3)
+    assert other.batches.claim("gateway-1", LEASE_S) is None
+    clock.now_s += LEASE_S - 1
+    store.batches.renew(first, LEASE_S)
+    clock.now_s += LEASE_S - 1
+    assert other.batches.claim("gateway-1", LEASE_S) is None
+
+    clock.now_s += 1
+    second = other.batches.claim("gateway-1", LEASE_S)
+    assert second is not None
+    assert (second.epoch, second.total, second.status) == (first.epoch + 1, 3, "in_progress")
+    for write in (
+        lambda: store.batches.renew(first, LEASE_S),
+        lambda: store.batches.record(first, lines(0)),
+        lambda: store.batches.begin(first, 9),
+        lambda: store.batches.finish(first),
+        lambda: store.batches.fail(first, []),
+    ):
+        with pytest.raises(StaleError):
+            write()
+    store.batches.release(first)
+    assert store.batches.claim("gateway-2", LEASE_S) is None
+
+
+def test_a_released_batch_is_taken_at_once_and_goes_on_where_it_was(store: Store) -> None:
+    claim = store.begun(3)
+    store.batches.record(claim, lines(1))
+    store.batches.release(claim)
+    second = store.batches.claim("gateway-1", LEASE_S)
+    assert second is not None
+    assert store.batches.answered(second, 0, 2) == {1}
+    assert store.batches.record(second, lines(0, 1, 2, text="later")) == 2
+    store.batches.finish(second)
+    output = store.batches.get(claim.id, ALICE)["output_file_id"]
+    assert store.content(output) == b"later 0\nanswer 1\nlater 2\n"
+
+
+def test_owners_take_turns(store: Store) -> None:
+    for owner in (ALICE, ALICE, BOB):
+        store.batches.create(owner, ENDPOINT, store.upload(owner=owner).id, {})
+    claims = [store.batches.claim("gateway-0", LEASE_S) for _ in range(3)]
+    assert [claim and claim.owner for claim in claims] == [ALICE, BOB, ALICE]
+
+
+# ---- batches
+
+
+def test_a_batch_ends_with_its_answers_and_its_errors_in_two_files(store: Store) -> None:
+    claim = store.begun(4)
+    assert store.batches.record(claim, lines(3, 0) + lines(1, failed=True)) == 3
+    with pytest.raises(AccountingError, match=r"2 \+ 1 of 4"):
+        store.batches.finish(claim)
+    store.batches.record(claim, lines(2))
+    assert store.batches.finish(claim) is BatchStatus.COMPLETED
+
+    batch = store.batches.get(claim.id, ALICE)
+    assert batch["request_counts"] == {"total": 4, "completed": 3, "failed": 1}
+    assert store.content(batch["output_file_id"]) == b"answer 0\nanswer 2\nanswer 3\n"
+    assert store.content(batch["error_file_id"]) == b"answer 1\n"
+    assert store.files.get(batch["output_file_id"], ALICE).bytes == 27
+    assert store.batches.claim("gateway-1", LEASE_S) is None
+    with pytest.raises(InvalidRequestError, match="output of a batch"):
+        store.batches.create(ALICE, ENDPOINT, batch["output_file_id"], {})
+    assert {name for name, at in batch.items() if name.endswith("_at") and at is not None} == {
+        "created_at",
+        "expires_at",
+        "in_progress_at",
+        "finalizing_at",
+        "completed_at",
+    }
+
+
+def test_an_invalid_file_fails_its_batch(store: Store) -> None:
+    store.batches.create(ALICE, ENDPOINT, store.upload().id, {"job": "1"})
+    claim = store.batches.claim("gateway-0", LEASE_S)
+    assert claim is not None
+    store.batches.fail(claim, [{"code": "empty_file", "message": "no lines", "param": None, "line": None}])
+    batch = store.batches.get(claim.id, ALICE)
+    assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "empty_file")
+    assert batch["metadata"] == {"job": "1"}
+    with pytest.raises(NotPossibleError, match="is failed"):
+        store.batches.cancel(claim.id, ALICE)
+
+
+def test_a_batch_is_cancelled_with_what_it_has(store: Store) -> None:
+    claim = store.begun(2)
+    store.batches.record(claim, lines(0))
+    with pytest.raises(NotFoundError):
+        store.batches.cancel(claim.id, BOB)
+    assert store.batches.cancel(claim.id, ALICE)["status"] == "cancelling"
+    assert store.batches.cancel(claim.id, ALICE)["status"] == "cancelling"
+    assert store.batches.renew(claim, LEASE_S).status is BatchStatus.CANCELLING
+    store.batches.record(claim, lines(1, failed=True))
+    assert store.batches.finish(claim) is BatchStatus.CANCELLED
+    assert store.batches.get(claim.id, ALICE)["cancelled_at"] is not None
+
+
+def test_a_batch_expires_after_its_window(store: Store, clock: Clock) -> None:
+    claim = store.begun(2)
+    clock.now_s += WINDOW_S - 1
+    assert store.batches.renew(claim, LEASE_S).status is BatchStatus.IN_PROGRESS
+    clock.now_s += 1
+    late = store.batches.renew(claim, LEASE_S)
+    assert (late.status, late.overdue) == (BatchStatus.FINALIZING, True)
+    store.batches.record(claim, lines(0, 1, failed=True))
+    assert store.batches.finish(claim) is BatchStatus.EXPIRED
+    assert status_of(store, claim) == "expired"
+
+
+def test_a_death_between_any_two_writes_loses_nothing(
+    store: Store, folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs a batch to its end while every third write dies, with a new gateway after each death."""
+
+    class DeathError(Exception):
+        pass
+
+    write, count, dead_at = Database.write, 0, 3
+
+    def dying(database: Database, statement: str, *values: Any) -> int:
+        nonlocal count, dead_at
+        count += 1
+        if count == dead_at:
+            dead_at += 2 + count // 6
+            raise DeathError
+        return write(database, statement, *values)
+
+    store.batches.create(ALICE, ENDPOINT, store.upload().id, {})
+    monkeypatch.setattr(Database, "write", dying)
+    deaths, total = 0, 6
+    status = None
+    while status is not BatchStatus.COMPLETED:
+        current = Store(folder, clock)
+        try:
+            claim = current.batches.claim(f"gateway-{deaths}", LEASE_S)
+            assert claim is not None
+            if claim.status is BatchStatus.VALIDATING:
+                claim = current.batches.begin(claim, total)
+            for index in set(range(total)) - current.batches.answered(claim, 0, total):
+                current.batches.record(claim, lines(index, text=f"epoch {claim.epoch}"))
+            status = current.batches.finish(claim)
+        except DeathError:
+            deaths += 1
+            clock.now_s += LEASE_S + 1
+        current.batches.check_integrity()
+        current.database.close()
+    assert deaths >= 3
+    (batch,), _ = store.batches.page(ALICE)
+    assert len(store.content(batch["output_file_id"]).splitlines()) == total
+    assert batch["request_counts"] == {"total": total, "completed": total, "failed": 0}
+
+
+WRITER = """
+import sys
+from alignedserve.gateway.batches.batches import BatchStore, LineAnswer
+from alignedserve.gateway.batches.database import Database
+from alignedserve.gateway.batches.files import FileStore
+database = Database(sys.argv[1])
+batches = BatchStore(database, FileStore(database, 1 << 30, 1e6))
+claim = batches.claim(sys.argv[2], 0.01)
+if claim.total is None:
+    claim = batches.begin(claim, 1 << 20)
+index = max(batches.answered(claim, 0, 1 << 20), default=-1) + 1
+while True:
+    batches.record(claim, [LineAnswer(index + k, k == 0, f"{sys.argv[2]} {index + k}".encode()) for k in range(3)])
+    index += 3
+    print(index, flush=True)
+"""
+
+
+def test_a_killed_process_leaves_whole_transactions(folder: Path) -> None:
+    store = Store(folder, time.time)
+    store.batches.create(ALICE, ENDPOINT, store.upload().id, {})
+    draw, told = random.Random(7), 0
+    for number in range(3):
+        command = [sys.executable, "-c", WRITER, str(folder), f"gateway-{number}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            for _ in range(draw.randrange(2, 30)):
+                told = int(writer.stdout.readline())
+            writer.send_signal(signal.SIGKILL)
+        store.batches.check_integrity()
+        (batch,), _ = store.batches.page(ALICE)
+        counts = batch["request_counts"]
+        assert counts["completed"] + counts["failed"] >= told  # what was said to be written is written
+        assert counts["completed"] == 2 * counts["failed"]  # no half of a transaction
+    store.database.close()
