@@ -289,6 +289,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
                     buffer=buffer,
                     batch_id=batch_id,
                     wait_objective_s=spec.wait_objective_s,
+                    priority=spec.priority,
                     evictions=stored.evictions,
                 ),
                 now_s,

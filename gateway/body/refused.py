@@ -75,7 +75,6 @@ _BOTH = (
     Refusal("thinking_token_budget", "there are no options for reasoning; max_tokens limits the answer", ()),
     Refusal("chat_template_kwargs", "the chat template takes no arguments"),
     Refusal("verbosity", "there is no option for verbosity; max_tokens limits the answer", ("medium",)),
-    Refusal("priority", "there are no priorities; see wait_objective_s", _ZERO),
     Refusal("cache_salt", "different prompts share no KV cache, so a salt has no use", ("",)),
     Refusal("stop_regex", "there are no regular expressions as stop conditions; use stop", ("", [])),
     Refusal("no_stop_trim", "a stop string is never part of the text", (False,)),

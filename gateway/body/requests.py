@@ -111,6 +111,12 @@ class GenerationRequest(SamplingOptions, StructuredFields, Unread, ABC):
         None,
         description="The longest wait, in seconds, between the prompt's prefill (or an eviction) and the next token.",
     )
+    priority: Annotated[int, Between(*INT64)] | None = Field(
+        None,
+        description="Of the requests that wait, one with a lower priority goes first. From 1000000 on a request only "
+        "takes what others leave.",
+        json_schema_extra={"default": 0},
+    )
     min_new_tokens: _Tokens | None = Field(None, description="Alias of min_tokens.")
     do_sample: bool | None = Field(None, description="false means greedy decoding, like temperature 0.")
     max_tokens: int | None = None

@@ -23,6 +23,7 @@ class Candidate:
     It has `kv_tokens` tokens of KV; the first `shared_tokens` belong to the prompt that its group shares. `due_s`: past
     the starvation threshold, the end of its wait objective; else infinite. Overdue requests take priority over density,
     earliest deadline first. `wait_objective_s`: its own, or 0. `evictions`: how often it was evicted before.
+    `priority`: as in `RequestSpec`.
     """
 
     key: RequestKey
@@ -35,6 +36,7 @@ class Candidate:
     due_s: float = math.inf
     wait_objective_s: float = 0.0
     evictions: int = 0
+    priority: int = 0
 
     @property
     def overdue(self) -> bool:

@@ -53,7 +53,6 @@ BOTH: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "no_stop_trim": ((True,), (False,)),
     "num_beams": ((4,), (1, 1.0)),
     "parallel_tool_calls": (("yes", 1), (True, False)),
-    "priority": ((1, -1), (0, 0.0)),
     "prompt_embeds": (("AAAA",), NOTHING),
     "prompt_logprobs": ((0, 1), ()),
     "reasoning": (({"effort": "low"}, True), ({},)),
