@@ -1,0 +1,52 @@
+"""Which members without hurry run beside others: as many as make an iteration longer by at most a share (ADR 60).
+
+Those that do not run keep their blocks, and go on later: a pause costs no copy. They take turns. What an iteration does
+not use of its share is saved up to one iteration's time, so that even a single one whose iteration takes far longer runs
+now and then.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.instance.pace import Pace
+from alignedserve.scheduler.instance.running_batch import RunningRequest
+
+
+class Beside:
+    """`slowdown`: the share. `pace`: predicts iterations, and has an infinite objective if there is none."""
+
+    def __init__(self, slowdown: float, pace: Pace) -> None:
+        self.pace = pace
+        self._slowdown = slowdown
+        self._saved_s = 0.0
+        self._line: dict[RequestKey, None] = {}  # members without hurry, the one that has paused longest first
+
+    def choose(self, run: Sequence[RunningRequest]) -> list[RunningRequest]:
+        """The members of the next iteration, in the order of `run`."""
+        others = [member.kv_tokens for member in run if not member.background]
+        behind = {member.key: member for member in run if member.background}
+        if not others or not behind:
+            return list(run)
+        self._line = {key: None for key in self._line if key in behind} | dict.fromkeys(behind)
+        alone_s = self.pace.iteration_s(others)
+        spare_s = self._saved_s + self._slowdown * alone_s
+        line = [behind[key] for key in dict.fromkeys([*self._line, *behind])]
+        lengths = [*others, *(member.kv_tokens for member in line)]
+
+        def added_s(count: int) -> float:
+            return self.pace.iteration_s(lengths[: len(others) + count]) - alone_s
+
+        most = min(spare_s, self.pace.objective_s - alone_s)
+        count = bisect_right(range(1, len(line) + 1), most, key=added_s)
+        if not count and spare_s >= alone_s:  # nothing more can be saved: the iteration is as long as it is
+            count, spare_s = 1, 0.0
+        else:
+            spare_s -= added_s(count) if count else 0.0
+        self._saved_s = min(max(0.0, spare_s), alone_s)
+        for member in line[:count]:
+            self._line[member.key] = self._line.pop(member.key, None)
+        runs = {member.key for member in line[:count]}
+        return [member for member in run if not member.background or member.key in runs]
