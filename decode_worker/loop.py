@@ -27,6 +27,7 @@ from alignedserve.metrics import Page
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.priorities import rank_of
 from alignedserve.scheduler.instance.plan import (
     BufferKind,
     CancelOutcome,
@@ -289,7 +290,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
                     buffer=buffer,
                     batch_id=batch_id,
                     wait_objective_s=spec.wait_objective_s,
-                    priority=spec.priority,
+                    rank=rank_of(spec.priority),
                     evictions=stored.evictions,
                 ),
                 now_s,

@@ -16,7 +16,7 @@ from alignedserve.scheduler.instance.running_batch import RunningRequest
 
 
 class Beside:
-    """`slowdown`: the share. `pace`: predicts iterations, and has an infinite objective if there is none."""
+    """`slowdown`: the share. `pace`: predicts iterations; none becomes longer than its objective for them either."""
 
     def __init__(self, slowdown: float, pace: Pace) -> None:
         self.pace = pace
@@ -30,10 +30,10 @@ class Beside:
         behind = {member.key: member for member in run if member.background}
         if not others or not behind:
             return list(run)
-        self._line = {key: None for key in self._line if key in behind} | dict.fromkeys(behind)
+        self._line = {key: None for key in self._line if key in behind} | dict.fromkeys(behind)  # joined last: last
+        line = [behind[key] for key in self._line]
         alone_s = self.pace.iteration_s(others)
         spare_s = self._saved_s + self._slowdown * alone_s
-        line = [behind[key] for key in dict.fromkeys([*self._line, *behind])]
         lengths = [*others, *(member.kv_tokens for member in line)]
 
         def added_s(count: int) -> float:
@@ -46,7 +46,7 @@ class Beside:
         else:
             spare_s -= added_s(count) if count else 0.0
         self._saved_s = min(max(0.0, spare_s), alone_s)
-        for member in line[:count]:
-            self._line[member.key] = self._line.pop(member.key, None)
         runs = {member.key for member in line[:count]}
+        for key in runs:
+            self._line[key] = self._line.pop(key)
         return [member for member in run if not member.background or member.key in runs]
