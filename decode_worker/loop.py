@@ -27,7 +27,6 @@ from alignedserve.metrics import Page
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler.instance.iteration import IterationScheduler
-from alignedserve.scheduler.priorities import rank_of
 from alignedserve.scheduler.instance.plan import (
     BufferKind,
     CancelOutcome,
@@ -37,6 +36,7 @@ from alignedserve.scheduler.instance.plan import (
     IterationStatus,
     Join,
 )
+from alignedserve.scheduler.priorities import rank_of
 from alignedserve.text import Tokenizer
 from alignedserve.transfer.completion import Completion
 

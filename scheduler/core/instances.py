@@ -74,13 +74,16 @@ class PrefillView:
 
 @dataclass(slots=True)
 class Background:
-    """The requests here or on their way here that only take what others leave: blocks and tokens when they were sent."""
+    """The requests here or on their way that only take what others leave: blocks and tokens when they were sent."""
 
     requests: int = 0
     blocks: int = 0
     tokens: int = 0
 
     def count(self, record: Record, sign: int) -> None:
+        """Add (1) or remove (-1) a request, if it is one of these."""
+        if not record.background:
+            return
         self.requests += sign
         self.blocks += sign * record.blocks
         self.tokens += sign * record.kv_tokens

@@ -209,7 +209,7 @@ class LengthShares(Sharing):
                     self._stale[name, cell] = None
 
     def _only_background(self) -> bool:
-        """Whether all requests only take what others leave. Otherwise they have no weight: their backlog may be long."""
+        """Whether all requests only take what others leave. Otherwise these have no weight: a backlog may be long."""
         if any(view.size > view.background.requests for view in self._members):
             return False
         return all(sum(share.background.values()) == len(share) for share in self._shares.values())

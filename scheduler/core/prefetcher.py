@@ -200,8 +200,9 @@ class PrefetchPlanner:
             slots = decode.max_running(self._config) - len(decode.candidates[BufferKind.REQUESTS])
         if room > 0 and slots > 0:
             share.policy.look_at(_decode_state(decode, self._block_size))
-            most = replace(limits, max_blocks=min(limits.max_blocks, room), max_requests=min(limits.max_requests, slots))
-            records = self._fitting(decode, share.policy.form_of(rank, most, now_s))
+            most = min(limits.max_blocks, room), min(limits.max_requests, slots)
+            entries = share.policy.form_of(rank, BatchLimits(most[0], limits.min_requests, most[1]), now_s)
+            records = self._fitting(decode, entries)
             total = sum(record.blocks for record in records)
             if records and total <= room:
                 prefill, free = self._choose_buffer(decode, BufferKind.REQUESTS, total)

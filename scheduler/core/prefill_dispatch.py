@@ -3,8 +3,8 @@
 A prompt's KV is written to the shard of the node that computes it. So the first group also waits if one instance is
 free but its shard is full while another shard has room but its instances are busy, until either changes.
 
-Requests that only take what others leave keep BACKGROUND_ROOM of a shard free for others. If that is not enough, waiting
-ones lose their KV, and are prefilled again later.
+Requests that only take what others leave keep BACKGROUND_ROOM of a shard free for others. If that is not enough,
+waiting ones lose their KV, and are prefilled again later.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class PrefillDispatch:
         near: list[PrefillLoad] = []
         if state.ledger.only is None and first.shard is not None:
             near = [load for load in roomy if not load.pending_tokens and load.home is first.shard]
-        load = choose_prefill(near or roomy, work_tokens, first.background)  # last: predicting is expensive, and the pool is often full
+        # Last: predicting is expensive, and the pool is often full.
+        load = choose_prefill(near or roomy, work_tokens, first.background)
         assert load is not None
         return load
 

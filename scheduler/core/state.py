@@ -192,8 +192,7 @@ class CoreState:
         decode.candidates[kind][record.key] = record
         decode.candidate_blocks[kind] += record.blocks
         decode.add_length(record.kv_tokens)
-        if record.background:
-            decode.background.count(record, 1)
+        decode.background.count(record, 1)
         if prefill_id:
             prefill = self.instances.prefill[prefill_id]
             prefill.buffered[record.key] = None
@@ -222,9 +221,8 @@ class CoreState:
         decode = self.instances.decode[record.decode_id]
         decode.decoding[record.key] = record
         decode.add_length(record.kv_tokens)
-        if record.background:
-            decode.background.count(record, 1)
-        else:
+        decode.background.count(record, 1)
+        if not record.background:
             self.decode_times.begin(now_s)
         decode.joined_blocks += record.blocks
         record.joined_iteration = decode.iterations
@@ -252,8 +250,7 @@ class CoreState:
                     decode.candidate_blocks[record.buffer] -= record.blocks
                     decode.overdue.pop(key, None)
                     decode.drop_length(record.kv_tokens)
-                    if record.background:
-                        decode.background.count(record, -1)
+                    decode.background.count(record, -1)
                 if prefill is not None:
                     del prefill.buffered[key]
                     prefill.buffers[record.buffer].committed -= record.blocks
@@ -263,8 +260,7 @@ class CoreState:
                 if decode is not None:
                     del decode.decoding[key]
                     decode.drop_length(record.kv_tokens)
-                    if record.background:
-                        decode.background.count(record, -1)
+                    decode.background.count(record, -1)
         record.prefill_tokens = 0
 
     # endings

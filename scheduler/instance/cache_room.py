@@ -66,8 +66,8 @@ def to_relieve(batch: RunningBatch, config: DecodeConfig, most: int, batch_id: i
     """Members to evict, by `eviction_rank`, until the free blocks, with those on their way out, reach the watermark.
 
     `most`: requests that may run; more can after a failed copy out. Of equals the last to join is evicted. One request
-    always stays: alone it has room. No request is evicted before its first iteration, for which it has a block, so every
-    evicted request has grown since it joined. The caller evicts each before it takes the next.
+    always stays: alone it has room. No request is evicted before its first iteration, for which it has a block, so
+    every evicted request has grown since it joined. The caller evicts each before it takes the next.
     """
     running = batch.running
     if len(running) <= 1:
@@ -93,7 +93,7 @@ class CacheRoom:
     def __init__(self, batch: RunningBatch, config: DecodeConfig, max_running: int, pace: Pace | None) -> None:
         self.held = False  # a candidate with room for it was kept from joining by the pace
         self._pace = pace
-        # Lengths of present members, grown: of all (for candidates that only take what others leave), and of the others.
+        # Lengths of present members, grown: of all, for candidates that only take what others leave, and of the others
         self._lengths: dict[bool, list[int]] = {}  # filled when first needed
         self._batch = batch
         self._block_size = batch.block_size
@@ -124,7 +124,7 @@ class CacheRoom:
         return True
 
     def yielding(self, candidate: Candidate, batch_id: int) -> list[RunningRequest]:
-        """Members that only take what others leave to evict for the candidate; none if they are too few, or need not go."""
+        """Members that only take what others leave, to evict for the candidate; none if too few, or if it has room."""
         victims = [member for member in self._batch.running.values() if member.background and member.iterations]
         if not victims or self.never_enough(candidate, victims):
             return []

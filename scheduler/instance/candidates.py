@@ -1,7 +1,7 @@
 """The candidates in the two candidate buffers (paper, section 3.4), as a decode instance sees them: without KV.
 
-Overdue candidates of either buffer come first, earliest deadline first; the others follow by the rank of their priority,
-in order of arrival.
+Overdue candidates of either buffer come first, earliest deadline first; the others follow by the rank of their
+priority, and in order of arrival.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import islice
 
 from alignedserve.batch_size import automatic_max_running
 from alignedserve.config import Config, DecodeConfig
@@ -35,8 +36,8 @@ from alignedserve.scheduler.instance.plan import (
     Join,
 )
 from alignedserve.scheduler.instance.running_batch import Phase, RunningBatch, RunningRequest, join_range
-from alignedserve.scheduler.priorities import BACKGROUND, objective_s
 from alignedserve.scheduler.instance.skip_ahead import count_blocked, count_quiet, pass_iterations
+from alignedserve.scheduler.priorities import BACKGROUND, objective_s
 
 MOST_MISFITS = 8  # candidates without room that one plan skips for smaller ones behind them
 PAST_BATCHES = 8  # earlier batches that are remembered: their late candidates do not begin a switch back
@@ -53,8 +54,8 @@ class IterationScheduler:
     its own wait objective that has waited here for this long gets priority even if no mark from the scheduler came.
     `join_window`: running requests within this share of a new batch's prefix lengths belong to that batch from then on.
     None: every new batch is a switch from all running requests. `pace`: with it a join must keep its TPOT objective,
-    if any, unless nothing else runs, and members that only take what others leave pause for these. No request is evicted
-    for growing past the objective.
+    if any, unless nothing else runs, and members that only take what others leave pause for these. No request is
+    evicted for growing past the objective.
     """
 
     def __init__(
@@ -267,7 +268,7 @@ class IterationScheduler:
         )
 
     def quiet_iterations(self, most: int) -> int:
-        """After `plan`: the number of iterations, at most `most`, before a plan could do more than cover tokens.
+        """After `plan`: the iterations, at most `most`, before a plan could do more than cover tokens.
 
         Valid while no event arrives, no request finishes, and it is before `deadline_s`. See `skip_ahead.py`.
         """
@@ -388,11 +389,12 @@ class IterationScheduler:
             self._make_room(blocked, room, evictions, now_s)
             return joins
         for rank in waiting.in_turn():
-            before = len(joins)
+            before, limited = len(joins), self._beside is not None and rank >= BACKGROUND
+            most = self._beside.most_joins(self._batch) if limited else None
             if not overdue_in_batch:
-                self._take(waiting.normal(BufferKind.REQUESTS, rank), room, joins)
+                self._take(islice(waiting.normal(BufferKind.REQUESTS, rank), most), room, joins)
             if overdue_in_batch or not waiting.count(BufferKind.REQUESTS, rank):
-                self._take(waiting.normal(BufferKind.BATCH, rank), room, joins)
+                self._take(islice(waiting.normal(BufferKind.BATCH, rank), most), room, joins)
             waiting.count_turn(rank, len(joins) - before)
             if self._give_way_to(rank, room, evictions, now_s):
                 break
@@ -409,10 +411,7 @@ class IterationScheduler:
         return candidate is not None
 
     def _take(self, candidates: Iterable[Candidate], room: CacheRoom, joins: list[Join]) -> Candidate | None:
-        """Let candidates join while there is room.
-
-        Returns the overdue candidate without room that blocked the others, or None.
-        """
+        """Let candidates join while there is room. Returns the overdue one without room that blocked the others."""
         taken: list[Candidate] = []
         blocked = None
         misfits = 0

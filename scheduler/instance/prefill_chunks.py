@@ -87,7 +87,7 @@ class ChunkScheduler:
         self._pending_tokens += tokens - start
 
     def plan(self, token_budget: int, max_requests: int) -> list[Chunk]:
-        """The next forward pass: at most `token_budget` tokens of at most `max_requests` prompts, first in line first."""
+        """The next forward pass: at most `token_budget` tokens of at most `max_requests` prompts, in their order."""
         chunks: list[Chunk] = []
         prompts = [(key, p) for key, p in self._prompts.items() if not p.cancelled and p.planned < p.tokens]
         ranks = {prompt.rank for _, prompt in prompts}

@@ -57,7 +57,14 @@ def _calendar_s(text: str, place: Place) -> float:
 
 
 _AZURE = _Format("azure", "timestamp", "contexttokens", "generatedtokens", _calendar_s)
-_PLAIN = _Format("csv", "arrival_time_s", "input_tokens", "output_tokens", objective="wait_objective_s", priority="priority")
+_PLAIN = _Format(
+    "csv",
+    "arrival_time_s",
+    "input_tokens",
+    "output_tokens",
+    objective="wait_objective_s",
+    priority="priority",
+)
 _LENGTHS = _Format("lengths", "", "num_prefill_tokens", "num_decode_tokens")
 _ALL = (_AZURE, _PLAIN, _LENGTHS)
 
@@ -78,7 +85,8 @@ def parse(text: str, file: str) -> Found:
             f"the header {shown!r} matches no known trace format; a header has {trace_formats.CSV_HEADERS}"
         )
     found = Found(chosen.name, timed=bool(chosen.arrival))
-    wanted = filter(None, (*chosen.columns, chosen.objective, chosen.priority))  # "" would match the column of a table's index
+    optional = chosen.objective, chosen.priority
+    wanted = filter(None, (*chosen.columns, *optional))  # "" would match the column of a table's index
     at = {name: known[name] for name in wanted if name in known}
     for number, cells in lines:
         column = at[chosen.arrival] if chosen.arrival else 0
