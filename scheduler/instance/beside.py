@@ -16,7 +16,7 @@ from alignedserve.scheduler.instance.running_batch import RunningBatch, RunningR
 
 
 class Beside:
-    """`slowdown`: the share. `pace`: predicts iterations. Its objective is kept, too, except by a single one now and then."""
+    """`slowdown`: the share. `pace`: predicts; its objective is kept, too, except by a single one now and then."""
 
     def __init__(self, slowdown: float, pace: Pace) -> None:
         self.pace = pace
