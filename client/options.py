@@ -28,6 +28,9 @@ class Options(TypedDict, total=False):
     """Maximum retries after a refusal; see `Client`. It is not sent to the server."""
     wait_objective_s: float | None
     """Wait objective: longest time between prefill (or an eviction) and the next token; 0.01 to 86,400 s."""
+    priority: int | None
+    """Of the requests that wait, one with a lower priority goes first (default 0; a signed 64-bit integer). From
+    1,000,000 on a request only takes what others leave."""
 
     max_tokens: int | None
     """Maximum tokens to generate (default for prompts: 16; for chat: all positions that the model has left)."""

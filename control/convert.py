@@ -111,6 +111,7 @@ def spec_to_proto(spec: RequestSpec) -> pb.RequestSpec:
         arrival_ns=spec.arrival_ns,
         deadline_ns=spec.deadline_ns,
         wait_objective_s=spec.wait_objective_s,
+        priority=spec.priority,
         timings=timings_to_proto(spec.stopwatch),
     )
 
@@ -128,6 +129,7 @@ def spec_from_proto(message: pb.RequestSpec) -> RequestSpec:
         arrival_ns=message.arrival_ns,
         deadline_ns=message.deadline_ns,
         wait_objective_s=message.wait_objective_s,
+        priority=message.priority,
         stopwatch=timings_from_proto(message.timings),
     )
 

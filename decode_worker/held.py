@@ -39,6 +39,7 @@ class Held:
             blocks=len(self.stored.block_ids),
             store_id=self.stored.store_id,
             wait_objective_s=spec.wait_objective_s,
+            priority=spec.priority,
         )
 
     def current(self) -> pb.StoredRequest:

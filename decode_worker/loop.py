@@ -36,6 +36,7 @@ from alignedserve.scheduler.instance.plan import (
     IterationStatus,
     Join,
 )
+from alignedserve.scheduler.priorities import rank_of
 from alignedserve.text import Tokenizer
 from alignedserve.transfer.completion import Completion
 
@@ -289,6 +290,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
                     buffer=buffer,
                     batch_id=batch_id,
                     wait_objective_s=spec.wait_objective_s,
+                    rank=rank_of(spec.priority),
                     evictions=stored.evictions,
                 ),
                 now_s,

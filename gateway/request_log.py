@@ -127,6 +127,7 @@ def entry_of(answer: Answer, gateway_id: str, now_ns: int) -> dict[str, Any]:
         "epoch": answer.epoch,
         "resumed": bool(call.plan.resume),
         "wait_objective_s": call.plan.wait_objective_s,
+        "priority": call.plan.priority,
         "end_unix_s": now_ns / 1e9,
         "prefill_id": answer.prefill_id,
         "decode_id": answer.decode_id,

@@ -28,6 +28,7 @@ from alignedserve.request import FinishReason, RequestKey, RequestSpec, Stage, T
 from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.prefill_chunks import Chunk, ChunkScheduler
+from alignedserve.scheduler.priorities import rank_of
 from alignedserve.text import Tokenizer
 from alignedserve.transfer.completion import Completion
 
@@ -243,7 +244,8 @@ class PrefillLoop(ComputeThread[[]]):
             job = PromptJob(lead, [LiveRequest(spec, self._tokenizer, self._grammars) for spec in specs], tokens)
             if job.logprob_count is None:  # with prompt log-probabilities every row is needed
                 job.base = base
-            self._chunks.add(lead, len(tokens), job.base.tokens if job.base is not None else 0)
+            base_tokens = job.base.tokens if job.base is not None else 0
+            self._chunks.add(lead, len(tokens), base_tokens, rank_of(first.priority))
         except Exception as error:  # if a request cannot be queued, only that request ends
             logger.warning("a prompt was refused: %s", error, extra={"request_id": lead.request_id})
             outcome = Computed()

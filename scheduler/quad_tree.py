@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
@@ -23,7 +23,7 @@ Node = tuple[int, int]
 class Entry:
     """A waiting request in the tree. `since_s`: waiting since then. `blocks`: never fewer for more tokens.
 
-    `evicted`: it has decoded before.
+    `evicted`: it has decoded before. `rank`: of its priority (`scheduler/priorities.py`); 0 by default.
     """
 
     key: RequestKey
@@ -31,6 +31,7 @@ class Entry:
     blocks: int
     since_s: float
     evicted: bool = False
+    rank: int = 0
 
 
 class QuadTree:
@@ -97,7 +98,7 @@ class QuadTree:
     def move(self, key: RequestKey, tokens: int, blocks: int) -> None:
         """Update a request that has grown. Its waiting time is kept."""
         entry = self.remove(key)
-        self.insert(Entry(key, tokens, blocks, entry.since_s, entry.evicted))
+        self.insert(replace(entry, tokens=tokens, blocks=blocks))
 
     def oldest(self, index: int) -> Iterator[Entry]:
         """The entries of a leaf, oldest first. Must not be changed during iteration."""

@@ -234,6 +234,7 @@ class Cell(OnHardware):
             group_id="",
             gateway_id=GATEWAY,
             wait_objective_s=request.arrival.wait_objective_s,
+            priority=request.arrival.priority,
         )
         self.tell(events.Submitted((meta,)))
 

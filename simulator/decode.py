@@ -7,6 +7,7 @@ during a leap ends it with the current pass, so a leap is never too long.
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.instance.pace import Pace
 from alignedserve.scheduler.instance.plan import BufferKind, CancelOutcome, Candidate, Evict, IterationPlan, Join
+from alignedserve.scheduler.priorities import rank_of
 from alignedserve.scheduler.systems import default_objective_s
 from alignedserve.simulator.buffers import decode_report
 from alignedserve.simulator.clock import Event
@@ -101,7 +103,16 @@ class SimulatedDecode:
         objective_s = request.arrival.wait_objective_s
         evictions = request.result.preemptions
         candidate = Candidate(
-            key, kv_tokens, most, "", 0, kind, batch_id, wait_objective_s=objective_s, evictions=evictions
+            key,
+            kv_tokens,
+            most,
+            "",
+            0,
+            kind,
+            batch_id,
+            wait_objective_s=objective_s,
+            evictions=evictions,
+            rank=rank_of(request.arrival.priority),
         )
         self.scheduler.offer(candidate, self._clock.now_s)
         self._cell.counters["late_candidates"] += kind is BufferKind.REQUESTS
@@ -394,9 +405,7 @@ class SimulatedDecode:
         return self.scheduler.holds_nothing() and not self._begun and not self._source
 
 
-def _pace(objective_s: float, cost: StepCost, hardware: Hardware, gap_s: float) -> Pace | None:
+def _pace(objective_s: float, cost: StepCost, hardware: Hardware, gap_s: float) -> Pace:
     """Predicts with the simulated times themselves, as of an instance beside one that computes."""
-    if not objective_s:
-        return None
     slowed = SlowedCost.of(cost, max(hardware.decode_slowdown, hardware.decode_slowdown_beside))
-    return Pace(objective_s, lambda lengths: slowed.step_s((), lengths) + gap_s)
+    return Pace(objective_s or math.inf, lambda lengths: slowed.step_s((), lengths) + gap_s)

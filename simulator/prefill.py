@@ -13,6 +13,7 @@ from alignedserve.scheduler.cost.pass_model import Passes
 from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.prefill_chunks import Chunk, ChunkScheduler
+from alignedserve.scheduler.priorities import rank_of
 from alignedserve.simulator.buffers import SimulatedBuffers
 from alignedserve.simulator.links import transfer
 from alignedserve.simulator.pool import Write
@@ -70,7 +71,8 @@ class SimulatedPrefill:
 
     def start(self, action: StartPrefill) -> None:
         for key in action.keys:
-            self.chunks.add(key, self._cell.request(key).prefix_tokens, action.base_tokens)
+            request = self._cell.request(key)
+            self.chunks.add(key, request.prefix_tokens, action.base_tokens, rank_of(request.arrival.priority))
         self._compute()
 
     def _compute(self) -> None:

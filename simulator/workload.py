@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 class Arrival:
     """`arrival_s`: on the virtual clock, from 0. `output_tokens`: the number of tokens it will generate, at least 1.
 
-    `wait_objective_s`: as in `RequestSpec`; 0: it has none.
+    `wait_objective_s`: as in `RequestSpec`; 0: it has none. `priority`: as there.
     """
 
     request_id: str
@@ -18,6 +18,7 @@ class Arrival:
     input_tokens: int
     output_tokens: int
     wait_objective_s: float = 0.0
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

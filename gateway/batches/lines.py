@@ -16,9 +16,8 @@ from alignedserve.gateway.batches.jsonl import Line
 from alignedserve.gateway.failures import RequestLostError, error_object
 from alignedserve.gateway.http.asgi import report
 from alignedserve.gateway.http.pacing import LARGE_BYTES, Pace
+from alignedserve.request import BATCH_PRIORITY
 
-# The priority of every line of a batch: the lowest. A lower number goes first among what waits.
-BATCH_PRIORITY = (1 << 31) - 1
 # Takes a body and a priority, returns the whole reply, and raises the errors that a client would get.
 Endpoint = Callable[[Any, int], Awaitable[dict[str, Any]]]
 MOST_TRIES = 5  # of a line that ends its workers, or that the server fails to answer

@@ -330,6 +330,7 @@ def _call_plan(
         timeout_s=request.timeout_s,
         spent_s=time.monotonic() - began_s,
         wait_objective_s=request.wait_objective_s,
+        priority=request.priority or 0,
         scored_only=request.max_tokens == 0,
         # Clients may choose ids, and two clients may choose the same id. The cluster's internal ids stay unique.
         internal_id=f"{call_id}-{unique[:12]}" if call_id else f"{kind}-{unique}",

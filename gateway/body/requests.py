@@ -138,6 +138,12 @@ class GenerationRequest(SamplingOptions, StructuredFields, Aliases, Unread, ABC)
         None, description="Use the last tokens of a longer prompt only; -1: as many as leave room for the answer."
     )
     truncation_side: Literal["left", "right"] = Field("left", description="The side from which prompts are truncated.")
+    priority: Annotated[int, Between(*INT64)] | None = Field(
+        None,
+        description="Of the requests that wait, one with a lower priority goes first. From 1000000 on a request only "
+        "takes what others leave.",
+        json_schema_extra={"default": 0},
+    )
     do_sample: bool | None = Field(None, description="false means greedy decoding, like temperature 0.")
     max_tokens: int | None = None
 

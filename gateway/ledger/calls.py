@@ -141,6 +141,7 @@ class Answer:
             arrival_ns=_unix_ns(self.call.arrival_s),
             submitted_ns=time.time_ns(),
             wait_objective_s=self.call.plan.wait_objective_s or 0.0,
+            priority=self.call.plan.priority,
         )
 
     def _group(self) -> str:
@@ -166,6 +167,7 @@ class Answer:
             arrival_ns=arrival_ns,
             deadline_ns=0 if plan.timeout_s is None else arrival_ns + int((plan.timeout_s - plan.spent_s) * 1e9),
             wait_objective_s=plan.wait_objective_s or 0.0,
+            priority=plan.priority,
             stopwatch=Stopwatch(since_ns=_unix_ns(sent_s)),
         )
 

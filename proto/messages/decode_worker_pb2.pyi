@@ -53,7 +53,7 @@ class DecodeInventory(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[HeldRequest, _Mapping]]] = ...) -> None: ...
 
 class HeldRequest(_message.Message):
-    __slots__ = ("key", "prefix_tokens", "max_total_tokens", "group_id", "gateway_id", "running", "kv_tokens", "blocks", "store_id", "wait_objective_s")
+    __slots__ = ("key", "prefix_tokens", "max_total_tokens", "group_id", "gateway_id", "running", "kv_tokens", "blocks", "store_id", "wait_objective_s", "priority")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,7 @@ class HeldRequest(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
     WAIT_OBJECTIVE_S_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.RequestKey
     prefix_tokens: int
     max_total_tokens: int
@@ -74,7 +75,8 @@ class HeldRequest(_message.Message):
     blocks: int
     store_id: str
     wait_objective_s: float
-    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prefix_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., group_id: _Optional[str] = ..., gateway_id: _Optional[str] = ..., running: bool = ..., kv_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., store_id: _Optional[str] = ..., wait_objective_s: _Optional[float] = ...) -> None: ...
+    priority: int
+    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prefix_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., group_id: _Optional[str] = ..., gateway_id: _Optional[str] = ..., running: bool = ..., kv_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., store_id: _Optional[str] = ..., wait_objective_s: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class DecodeDescription(_message.Message):
     __slots__ = ("process", "cache_blocks", "cache_free_blocks", "running", "shortest_tokens", "longest_tokens", "batch_id", "batch_buffer_requests", "requests_buffer_requests", "iterations", "switch_iterations", "evictions", "pool_wait_blocks", "batch_shortest_tokens", "batch_longest_tokens", "max_running", "measured")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 from alignedserve.errors import InvalidRequestError, OverloadedError
+from alignedserve.request import RequestKey
 from alignedserve.scheduler.core.events import RequestMeta
 from alignedserve.scheduler.core.pool_shard import PoolShard
 from alignedserve.scheduler.core.state import CoreState
@@ -56,14 +57,40 @@ class Admission:
         share = math.ceil(pool * self._config.kv_pool.growth_reserve)
         return min(decode * self._block_size, prefill, (pool - share) * self._block_size)
 
-    def queue_full(self, requests: int) -> OverloadedError | None:
-        """The error if a newly submitted group of `requests` finds the queue full, else None."""
-        if len(self._queue) + requests > self._config.scheduler.max_queue:
-            return OverloadedError(
-                f"{len(self._queue)} requests are waiting for prefill; the limit is {self._config.scheduler.max_queue}",
-                retry_after_s=self.retry_after_s(),
-            )
-        return None
+    def queue_full(self, requests: int, rank: int = 0) -> OverloadedError | None:
+        """The error if a newly submitted group of `requests` finds the queue full, else None.
+
+        It does not if `make_place` can refuse others instead.
+        """
+        missing = self._missing_places(requests)
+        return None if missing <= 0 or self._behind(missing, rank) else self._full()
+
+    def make_place(self, requests: int, rank: int, now_s: float) -> None:
+        """Refuse queued requests of higher ranks so that a group that `queue_full` accepts has places."""
+        missing = self._missing_places(requests)
+        if missing > 0:
+            self._state.reject(self._state.open(self._behind(missing, rank)), self._full(), now_s)
+
+    def _missing_places(self, requests: int) -> int:
+        return len(self._queue) + requests - self._config.scheduler.max_queue
+
+    def _behind(self, requests: int, rank: int) -> list[RequestKey]:
+        """Queued requests of higher ranks, at least `requests`, the last of the highest first; [] if there are fewer.
+
+        Groups that were submitted again keep their places.
+        """
+        keys: list[RequestKey] = []
+        for group in self._queue.last_behind(rank):
+            keys += group.keys
+            if len(keys) >= requests:
+                return keys
+        return []
+
+    def _full(self) -> OverloadedError:
+        return OverloadedError(
+            f"{len(self._queue)} requests are waiting for prefill; the limit is {self._config.scheduler.max_queue}",
+            retry_after_s=self.retry_after_s(),
+        )
 
     def too_large(self, meta: RequestMeta) -> InvalidRequestError | None:
         most = self.max_request_tokens()

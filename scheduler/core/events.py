@@ -20,7 +20,7 @@ class RequestMeta:
     pool already holds, in `base_blocks` blocks that an earlier epoch committed, `own_blocks` of them not shared.
     `whole`: it needs no more KV to decode. `base_pool_id`: the shard that holds the base. `age_s`: how long its gateway
     has had it. `wait_objective_s`: the longest wait between its prefill (or an eviction) and its next token; 0: the
-    configured default.
+    configured default. `priority`: of what waits, a lower one goes first.
     """
 
     key: RequestKey
@@ -35,6 +35,7 @@ class RequestMeta:
     base_pool_id: str = ""
     age_s: float = 0.0
     wait_objective_s: float = 0.0
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

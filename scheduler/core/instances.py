@@ -16,6 +16,7 @@ from alignedserve.scheduler.core.routing import PrefillLoad
 from alignedserve.scheduler.cost.pass_model import CostModel, LinearCostModel
 from alignedserve.scheduler.instance.plan import BufferKind
 
+TIE = 1e-3  # weight of the load of requests that yield to others
 MOST_PREDICTED = 256  # shapes of iterations whose predicted time is cached
 
 
@@ -72,6 +73,23 @@ class PrefillView:
 
 
 @dataclass(slots=True)
+class Background:
+    """The requests here or on their way that only take what others leave: blocks and tokens when they were sent."""
+
+    requests: int = 0
+    blocks: int = 0
+    tokens: int = 0
+
+    def count(self, record: Record, sign: int) -> None:
+        """Add (1) or remove (-1) a request, if it is one of these."""
+        if not record.background:
+            return
+        self.requests += sign
+        self.blocks += sign * record.blocks
+        self.tokens += sign * record.kv_tokens
+
+
+@dataclass(slots=True)
 class DecodeView:
     decode_id: str
     report: DecodeReported | None = None
@@ -85,6 +103,8 @@ class DecodeView:
     joined_blocks: int = 0  # since the last report
     bounced: bool = False  # it gave a candidate back: no late joins until it has reported
     batch_id: int = 0  # of the last candidate batch that it was sent
+    batch_rank: int = 0  # the least rank in it
+    background: Background = field(default_factory=Background)
     batch_sent_s: float = -math.inf  # when it was last sent a candidate batch, or a few requests in place of one
     cost: CostModel = field(default_factory=LinearCostModel)
     mean_tokens: int = 0  # mean prefix length in its recent iterations; 0: not known yet
@@ -160,9 +180,18 @@ class DecodeView:
         return abs(tokens - self.held_tokens // self.size) if self.size else 0
 
     def load_s(self) -> float:
-        """The predicted time of an iteration of all requests that are here or on their way."""
-        size = self.size
-        return self.predict_equal_s(size, self.held_tokens // size) if size else 0.0
+        """The predicted time of an iteration of all requests that are here or on their way.
+
+        Of those that only take what others leave, just enough to tell apart instances that are equal otherwise.
+        """
+        size, behind = self.size, self.background
+        whole_s = self.predict_equal_s(size, self.held_tokens // size) if size else 0.0
+        if not behind.requests:
+            return whole_s
+        others = size - behind.requests
+        return TIE * whole_s + (
+            self.predict_equal_s(others, (self.held_tokens - behind.tokens) // others) if others else 0.0
+        )
 
     def predict_equal_s(self, requests: int, tokens: int) -> float:
         """The time of an iteration of `requests` requests of one prefix length.
@@ -192,6 +221,13 @@ class DecodeView:
     def has_room(self, config: Config, block_size: int, blocks: int) -> bool:
         """Whether a request of `blocks` blocks could join after all requests that are on their way here."""
         return self.size < self.max_running(config) and self.free_blocks(config, block_size) >= blocks
+
+    def room_for_others(self, config: Config, block_size: int) -> tuple[int, int]:
+        """(blocks, requests) that it has room for if those that only take what others leave give way."""
+        behind = self.background
+        growth = -(-config.decode.join_iterations // block_size) + 1
+        blocks = self.free_blocks(config, block_size) + behind.blocks + growth * behind.requests
+        return blocks, self.max_running(config) - (self.size - behind.requests)
 
 
 @dataclass(slots=True)

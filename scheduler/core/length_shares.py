@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 from alignedserve.config import Config
 from alignedserve.errors import AccountingError, ConfigError
@@ -27,6 +28,8 @@ from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.deadlines import Deadlines
 from alignedserve.scheduler.length_ranges import cell_of, divide, first_tokens
 from alignedserve.scheduler.policies.base import BatchPolicy, Entry
+from alignedserve.scheduler.policies.by_priority import ByPriority
+from alignedserve.scheduler.priorities import BACKGROUND
 
 logger = logging.getLogger(__name__)
 REFRESH_S = 1.0  # between two computations of the ranges
@@ -38,9 +41,10 @@ COMMON = ""  # the key of the common share
 class RangeShare(Share):
     """The waiting requests of one range. `cells`: by the cell of their length."""
 
-    def __init__(self, policy: BatchPolicy) -> None:
+    def __init__(self, policy: ByPriority) -> None:
         super().__init__(policy)
         self.cells: dict[int, dict[RequestKey, Entry]] = {}
+        self.background: dict[int, int] = {}  # how many in each cell have no hurry; a cell without any may be missing
         self.overdue = Deadlines[RequestKey]()
 
     def __len__(self) -> int:
@@ -53,12 +57,16 @@ class RangeShare(Share):
     def insert(self, entry: Entry, cell: int) -> None:
         self.policy.insert(entry)
         self.cells.setdefault(cell, {})[entry.key] = entry
+        if entry.rank >= BACKGROUND:
+            self.background[cell] = self.background.get(cell, 0) + 1
 
     def remove(self, key: RequestKey, cell: int) -> Entry:
         self.policy.remove(key)
         self.overdue.discard(key)
         held = self.cells[cell]
         entry = held.pop(key)
+        if entry.rank >= BACKGROUND:
+            self.background[cell] -= 1
         if not held:
             del self.cells[cell]
         return entry
@@ -82,7 +90,7 @@ class LengthShares(Sharing):
         self._instances = instances
         self._decode_times = decode_times
         self._prepare: list[Prepare] = []
-        self._shares = {COMMON: RangeShare(new_policy())}  # by decode instance
+        self._shares = {COMMON: RangeShare(ByPriority(config.scheduler, new_policy))}  # by decode instance
         self._at: dict[RequestKey, tuple[RangeShare, int]] = {}  # of every waiting request: its share and cell
         self._members: list[DecodeView] = []  # instances by range, shortest first
         self._places: dict[str, int] = {}  # of the members: which range each has
@@ -181,12 +189,14 @@ class LengthShares(Sharing):
         self._line_up()
         self._sharing = False
         if len(self._members) > 1 and self._all_can_hold_it():
+            only = self._only_background()
             held = [
                 (cell_of(record.kv_tokens), record.kv_tokens + _grown(view, record))
                 for view in self._members
                 for record in view.held()
+                if only or not record.background
             ]
-            self._weigh(held)
+            self._weigh(held, only)
             self._firsts = divide(self._means, len(self._members))
             groups: list[list[int]] = [[] for _ in self._members]
             for cell, tokens in sorted(held):
@@ -197,6 +207,12 @@ class LengthShares(Sharing):
             for cell in share.cells:
                 if self._owner(cell) != name:
                     self._stale[name, cell] = None
+
+    def _only_background(self) -> bool:
+        """Whether all requests only take what others leave. Otherwise these have no weight: a backlog may be long."""
+        if any(view.size > view.background.requests for view in self._members):
+            return False
+        return all(sum(share.background.values()) == len(share) for share in self._shares.values())
 
     def _all_can_hold_it(self) -> bool:
         """Whether each instance's cache can hold the longest request that has waited."""
@@ -218,18 +234,21 @@ class LengthShares(Sharing):
             if view.decode_id in self._shares:
                 continue
             try:
-                policy = self._new_policy()
+                policy = ByPriority(self._config.scheduler, self._new_policy)
             except ConfigError as error:
                 logger.error("lengths are not shared out among decode instances: %s", error)
                 self._divisible = False
                 break
             for prepare in self._prepare:
-                prepare(policy)
+                policy.prepare(prepare)
             self._shares[view.decode_id] = RangeShare(policy)
         return self._divisible
 
-    def _weigh(self, held: Sequence[tuple[int, int]]) -> None:
-        """Add the present costs to the mean costs by cell. `held`: (cell, tokens) of requests at instances."""
+    def _weigh(self, held: Sequence[tuple[int, int]], background: bool) -> None:
+        """Add the present costs to the mean costs by cell. `held`: (cell, tokens) of requests at instances.
+
+        `background`: waiting requests that only take what others leave have a weight.
+        """
         lengths = self._lengths
         first = self._members[0]
         cache_tokens = first.cache_blocks * self._block_size
@@ -237,7 +256,8 @@ class LengthShares(Sharing):
         waiting: dict[int, int] = {}
         for share in self._shares.values():
             for cell, entries in share.cells.items():
-                waiting[cell] = waiting.get(cell, 0) + len(entries)
+                count = len(entries) - (0 if background else share.background.get(cell, 0))
+                waiting[cell] = waiting.get(cell, 0) + count
         cells = [*waiting, *(cell for cell, _ in held)]
         self._means += [0.0] * (max(cells, default=0) + 1 - len(self._means))
         now = [0.0] * len(self._means)
@@ -277,17 +297,21 @@ class LengthShares(Sharing):
     def prepare(self, prepare: Prepare) -> None:
         self._prepare.append(prepare)
         for share in self._shares.values():
-            prepare(share.policy)
+            share.policy.prepare(prepare)
 
     def use_cost(self, cost: StepCost) -> None:
         super().use_cost(cost)
         self._lengths.use_cost(cost)
 
     def policies(self) -> Iterable[BatchPolicy]:
-        return (share.policy for share in self._shares.values())
+        return chain.from_iterable(share.policy.policies() for share in self._shares.values())
 
     def check_integrity(self) -> None:
-        super().check_integrity()
+        for share in self._shares.values():
+            share.policy.check_integrity()
+            for cell, entries in share.cells.items():
+                if share.background.get(cell, 0) != sum(entry.rank >= BACKGROUND for entry in entries.values()):
+                    raise AccountingError(f"the requests without hurry of cell {cell} do not match a recount")
         held = {
             key: (share, cell)
             for share in self._shares.values()

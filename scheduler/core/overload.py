@@ -4,6 +4,9 @@ As in Mooncake's early rejection, the load that counts is the predicted load whe
 that judges by its current load and whose prefills take a while accepts everything until the first of them decode, then
 nothing until they end, and so on (`tests/unit/scheduler/test_overload.py` shows both). Each decode is assumed to last
 as long as decodes have lasted on average, so no output length has to be known.
+
+Requests that only take what others leave (from BATCH_PRIORITY on) are neither predicted nor counted: they wait as long
+as it takes, and only a full queue refuses them.
 """
 
 from __future__ import annotations
@@ -12,14 +15,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from alignedserve.errors import OverloadedError
+from alignedserve.request import BATCH_PRIORITY
 from alignedserve.scheduler.core.admission import MOST_RETRY_AFTER_S, Admission
 from alignedserve.scheduler.core.events import RequestMeta
 from alignedserve.scheduler.core.instances import DecodeView
 from alignedserve.scheduler.core.request_table import Record, RequestState
 from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.cost.pass_model import EXTRAPOLATION, FEW_REQUESTS, MOST_MARGIN, RunningQuantile
+
+if TYPE_CHECKING:
+    from alignedserve.metrics import Page
 
 MOST_ROOM = 64  # requests: with room for this many, no request is held back
 GAIN = 0.1
@@ -71,9 +79,9 @@ class Overload:
 
         An empty cluster accepts any request: without one it would never learn that it has become faster.
         """
-        if not len(self._state.table) or not self._predictable:
-            return None
         first = group[0]
+        if not len(self._state.table) or not self._predictable or first.priority >= BATCH_PRIORITY:
+            return None
         outlook = self.predict(first.prefix_tokens, len(group), now_s, age_s=first.age_s)
         why = self._objection(outlook)
         if why is None:
@@ -83,7 +91,7 @@ class Overload:
 
     def accepted(self, record: Record, group: int, now_s: float) -> None:
         """A group's first request was queued: record its predicted first token, to be compared with the actual one."""
-        if record.key.is_probe:
+        if record.key.is_probe or record.background:
             return
         tokens = record.meta.prefix_tokens
         self._typical_tokens += (GAIN if self._typical_tokens else 1.0) * (tokens - self._typical_tokens)
@@ -101,7 +109,7 @@ class Overload:
         state = self._state
         if not len(state.table) or not self._predictable:
             return Headroom(MOST_ROOM)
-        if not self._limits_set and not len(state.queue):
+        if not self._limits_set and not state.queue.ahead()[0]:
             return Headroom(MOST_ROOM)
         low, high = 0, MOST_ROOM  # the largest number that fits; if a number does not fit, no larger one does
         while low < high:
@@ -115,6 +123,16 @@ class Overload:
     def outlook(self, now_s: float) -> Outlook | None:
         """The prediction for a typical request that arrived now; None while a role is missing."""
         return self._typical(1, now_s) if self._predictable else None
+
+    def show_metrics(self, page: Page, now_s: float) -> None:
+        """Requests refused for load, and what is predicted while no role is missing."""
+        meaning = "requests refused because they would miss an objective or wait too long"
+        page.counter("requests_refused_for_load_total", meaning, self.refused)
+        outlook = self.outlook(now_s)
+        if outlook is not None:
+            meaning = "predicted TTFT of a typical request that arrives now"
+            page.gauge("predicted_ttft_seconds", meaning, outlook.ttft_s)
+            page.gauge("predicted_tpot_seconds", "predicted TPOT of such a request", outlook.tpot_s)
 
     def predict(self, tokens: int, requests: int, now_s: float, *, age_s: float = 0.0) -> Outlook:
         """For a group of `requests` answers to a prompt of `tokens` that its gateway has had for `age_s` already."""
@@ -169,20 +187,22 @@ class Overload:
     def _prefill_s(self, tokens: int) -> float:
         """Time until the first token of a prompt of `tokens`, after all queued and dispatched prompts."""
         loads = [view.load for view in self._state.instances.prefill.values()]
-        share = -(-self._state.queue.tokens // len(loads))
+        share = -(-self._state.queue.ahead()[1] // len(loads))
         return min(load.predicted_ttft_s(share + tokens) for load in loads)
 
     def _pool_wait_s(self, tokens: int, requests: int) -> float:
         """Time until the pool has room for it and all queued before it, at the rate at which requests end."""
         state = self._state
         blocks = sum(self._admission.group_blocks(tokens, requests)) if tokens else 0
-        blocks += state.blocks_for(state.queue.tokens) + len(state.queue)
+        queued, queued_tokens = state.queue.ahead()
+        blocks += state.blocks_for(queued_tokens) + queued
         only = state.ledger.only
         missing = self._admission.missing_blocks(only, blocks, tokens) if only else blocks + self._lacking_now(tokens)
         if missing <= 0:
             return 0.0
-        missing -= state.ledger.droppable_blocks
-        held = state.ledger.committed - state.ledger.droppable_blocks
+        behind = sum(record.blocks for shard in state.ledger.shards for record in shard.background.values())
+        missing -= state.ledger.droppable_blocks + behind
+        held = state.ledger.committed - state.ledger.droppable_blocks - behind
         return self._times.stay_s * missing / held if missing > 0 and held else 0.0
 
     def _lacking_now(self, tokens: int) -> int:
@@ -229,10 +249,10 @@ class Overload:
 
         Requests ahead of it are assumed to be prefilled evenly until then, and to decode for `decode_s` each.
         """
-        counts = self._state.table.counts
+        count = self._state.table.hurried
         still = float(self._times.decoding_since(now_s + after_s - decode_s))
-        before = counts[RequestState.QUEUED] + counts[RequestState.PREFILLING]
-        ready = counts[RequestState.WAITING] + counts[RequestState.PREFETCHED]
+        before = count(RequestState.QUEUED) + count(RequestState.PREFILLING)
+        ready = count(RequestState.WAITING) + count(RequestState.PREFETCHED)
         if after_s <= decode_s:
             return still + ready + before
         return still + before * decode_s / after_s

@@ -75,8 +75,11 @@ class PoolRelief:
             self._state.report_lost([record], "the KV pool is full", now_s, keep_copy=False)
 
     def _cheapest(self, shard: PoolShard) -> Record:
-        """Among the latest waiting requests, one that has never decoded, so that no generated token is recomputed."""
-        waiting = reversed(shard.waiting.values())
+        """Among the latest waiting requests, one that has never decoded, so that no generated token is recomputed.
+
+        Of those that only take what others leave, if any wait.
+        """
+        waiting = reversed((shard.background or shard.waiting).values())
         latest = [record for _, record in zip(range(LOOK_BACK), waiting, strict=False)]
         return next((record for record in latest if record.kv_tokens <= record.meta.prefix_tokens), latest[0])
 

@@ -23,11 +23,15 @@ class _Report:
 
 
 class PoolShard:
-    """Blocks by request. Every operation is O(1). `waiting`: the requests whose KV waits here, in order of arrival."""
+    """Blocks by request. Every operation is O(1). `waiting`: the requests whose KV waits here, in order of arrival.
+
+    `background`: those of them that only take what others leave.
+    """
 
     def __init__(self, pool_id: str) -> None:
         self.pool_id = pool_id
         self.waiting: dict[RequestKey, Record] = {}
+        self.background: dict[RequestKey, Record] = {}
         self.reports: dict[str, _Report] = {}
         self._committed: dict[RequestKey, int] = {}
         self._reserved: dict[RequestKey, int] = {}

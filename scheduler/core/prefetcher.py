@@ -25,6 +25,7 @@ from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.scheduler.instance.running_batch import join_range
 from alignedserve.scheduler.policies.base import Entry, InstanceState
+from alignedserve.scheduler.priorities import BACKGROUND
 
 # More batches than a predecessor may have sent after the newest running one (about one for each instance)
 UNSEEN_BATCHES = 1 << 16
@@ -114,6 +115,8 @@ class PrefetchPlanner:
         if decode.report is None or not requests:
             return False
         seed = self._seed(decode, share, limits)
+        if seed is None and self._send_ahead(decode, share, limits, now_s):
+            return True
         if decode.candidates[BufferKind.BATCH]:
             return seed is not None and self._send_overdue(decode, seed, now_s)
         enough = requests >= limits.min_requests or blocks >= limits.max_blocks
@@ -152,6 +155,7 @@ class PrefetchPlanner:
             decode, prefill = self._specialist(decode, prefill, records, total)
         self._last_batch_id += 1
         decode.batch_id = self._last_batch_id
+        decode.batch_rank = min(record.rank for record in records)
         decode.batch_sent_s = now_s
         self._send(decode, prefill, BufferKind.BATCH, decode.batch_id, records, now_s)
         return True
@@ -180,6 +184,35 @@ class PrefetchPlanner:
         )
         decode.overdue[key] = due_s
         return True
+
+    def _send_ahead(self, decode: DecodeView, share: Share, limits: BatchLimits, now_s: float) -> bool:
+        """Send requests of the least rank past those that would delay them. Returns whether any were sent.
+
+        They go past a candidate batch of higher ranks, and to the places of requests that only take what others leave.
+        """
+        rank, behind = share.policy.first_rank(), decode.candidates[BufferKind.BATCH]
+        yields = decode.background.requests and rank is not None and rank < BACKGROUND
+        if rank is None or decode.bounced or not (yields or (behind and rank < decode.batch_rank)):
+            return False
+        room, slots = decode.room_for_others(self._config, self._block_size)
+        if not yields:
+            room = self._choose_buffer(decode, BufferKind.REQUESTS, room)[1]
+            slots = decode.max_running(self._config) - len(decode.candidates[BufferKind.REQUESTS])
+        if room > 0 and slots > 0:
+            share.policy.look_at(_decode_state(decode, self._block_size))
+            most = min(limits.max_blocks, room), min(limits.max_requests, slots)
+            entries = share.policy.form_of(rank, BatchLimits(most[0], limits.min_requests, most[1]), now_s)
+            records = self._fitting(decode, entries)
+            total = sum(record.blocks for record in records)
+            if records and total <= room:
+                prefill, free = self._choose_buffer(decode, BufferKind.REQUESTS, total)
+                batch_id = decode.running_batch_id()
+                self._send(decode, prefill if free >= total else None, BufferKind.REQUESTS, batch_id, records, now_s)
+                return True
+        requests, blocks = share.policy.totals_of(rank)
+        if decode.batch_rank > rank and (requests >= limits.min_requests or blocks >= limits.max_blocks):
+            self._rebalancer.give_way(behind.values(), now_s)
+        return False
 
     def _limits(self, decode: DecodeView, room: int | None = None) -> BatchLimits:
         """K (at most `room`) and N for a decode instance."""

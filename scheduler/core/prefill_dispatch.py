@@ -1,7 +1,10 @@
-"""Sends groups to prefill instances first come, first served, if an instance can take one and its shard has room.
+"""Sends groups to prefill instances in the order of the queue, if an instance can take one and its shard has room.
 
 A prompt's KV is written to the shard of the node that computes it. So the first group also waits if one instance is
 free but its shard is full while another shard has room but its instances are busy, until either changes.
+
+Requests that only take what others leave keep BACKGROUND_ROOM of a shard free for others. If that is not enough,
+waiting ones lose their KV, and are prefilled again later.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from alignedserve.scheduler.core.request_table import Record
 from alignedserve.scheduler.core.routing import PrefillLoad, able_to_prefill, choose_prefill
 from alignedserve.scheduler.core.state import CoreState
 
+BACKGROUND_ROOM = 0.25  # of a shard's capacity
+
 
 class PrefillDispatch:
     def __init__(self, state: CoreState, admission: Admission) -> None:
@@ -23,7 +28,10 @@ class PrefillDispatch:
         self._admission = admission
 
     def start(self, now_s: float) -> None:
-        """Start the groups that can start. No group overtakes the first, which waits at most until a shard is empty."""
+        """Start the groups that can start. No group overtakes the first, which waits at most until a shard is empty.
+
+        Only a first group that overtakes lower ranks in its turn gives way to these if it cannot start.
+        """
         state = self._state
         while (group := state.queue.head()) is not None and self._admission.ready():
             first = state.record(group.keys[0])
@@ -32,13 +40,17 @@ class PrefillDispatch:
                 state.reject(state.open(list(group.keys)), refusal, now_s)
                 continue
             loads = (view.load for view in state.instances.open_prefill())
-            able = able_to_prefill(loads, group.tokens, state.config.prefill.queued_tokens, group.kept_tokens)
-            roomy = self._with_room(group, first, able) if able else []
-            if not roomy:
+            most = state.config.prefill.queued_tokens
+            able = able_to_prefill(loads, group.tokens, most, group.kept_tokens, first.background)
+            roomy = self._with_room(group, first, able, now_s) if able else []
+            if roomy:
+                self._begin(state.queue.pop(), self._choose(roomy, first, group.work_tokens), now_s)
+            elif not state.queue.give_way():
                 return
-            self._begin(state.queue.pop(), self._choose(roomy, first, group.work_tokens), now_s)
 
-    def _with_room(self, group: QueuedGroup, first: Record, able: Sequence[PrefillLoad]) -> Sequence[PrefillLoad]:
+    def _with_room(
+        self, group: QueuedGroup, first: Record, able: Sequence[PrefillLoad], now_s: float
+    ) -> Sequence[PrefillLoad]:
         """The instances whose shard has room for the group, if necessary after dropping copies of running requests.
 
         Copies are dropped in one shard only: the one that lacks least afterwards; of several that lack nothing
@@ -55,6 +67,10 @@ class PrefillDispatch:
             state.drop_copies(missing[home], home)
             if self._missing(home, group, first) <= 0:
                 return homes[home]
+            if not first.background:
+                state.drop_background(self._missing(home, group, first), home, now_s)
+                if self._missing(home, group, first) <= 0:
+                    return homes[home]
         if not roomy:
             state.ledger.mark_droppable(first.key)  # it keeps waiting: evictions take priority over its copy
         return roomy
@@ -62,7 +78,10 @@ class PrefillDispatch:
     def _missing(self, home: PoolShard, group: QueuedGroup, first: Record) -> int:
         own_blocks = first.blocks if first.shard is home else 0
         blocks = sum(self._admission.group_blocks(group.tokens, len(group.keys))) - own_blocks
-        return self._admission.missing_blocks(home, blocks, first.meta.max_total_tokens, own_blocks)
+        missing = self._admission.missing_blocks(home, blocks, first.meta.max_total_tokens, own_blocks)
+        if first.background and (home.committed > own_blocks or home.reserved):
+            missing += int(BACKGROUND_ROOM * home.capacity)
+        return missing
 
     def _choose(self, roomy: Sequence[PrefillLoad], first: Record, work_tokens: int) -> PrefillLoad:
         """The least predicted time to first token, except that an idle instance on the node of the base takes priority.
@@ -73,7 +92,8 @@ class PrefillDispatch:
         near: list[PrefillLoad] = []
         if state.ledger.only is None and first.shard is not None:
             near = [load for load in roomy if not load.pending_tokens and load.home is first.shard]
-        load = choose_prefill(near or roomy, work_tokens)  # last: predicting is expensive, and the pool is often full
+        # Last: predicting is expensive, and the pool is often full.
+        load = choose_prefill(near or roomy, work_tokens, first.background)
         assert load is not None
         return load
 
@@ -85,5 +105,5 @@ class PrefillDispatch:
         for record, needed in zip(self._state.open(group.keys), blocks, strict=True):
             self._state.begin_prefill(record, load.prefill_id, needed, now_s)
         first.prefill_tokens = group.work_tokens
-        load.begin(first.prefill_tokens)
+        load.begin(first.prefill_tokens, first.background)
         self._state.actions.append(StartPrefill(load.prefill_id, tuple(group.keys), first.kv_tokens))

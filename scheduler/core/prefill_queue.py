@@ -1,16 +1,21 @@
-"""Groups that wait for a prefill instance, first come, first served.
+"""Groups that wait for a prefill instance: those of the least rank of priorities first, and first come, first served.
 
-Groups that were begun and lost take priority over new ones: their clients are waiting in the middle of an answer.
+Groups of one rank that were begun and lost take priority over new ones: their clients are waiting in the middle of an
+answer. A rank that waits has a turn after MOST_OVERTAKES groups of lower ranks.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.priorities import BACKGROUND, Turns
+
+MOST_OVERTAKES = 64  # groups of lower ranks that are begun before a rank has its turn
 
 
 @dataclass(slots=True)
@@ -23,6 +28,7 @@ class QueuedGroup:
     keys: list[RequestKey]
     tokens: int
     kept_tokens: int = 0
+    rank: int = 0
 
     @property
     def work_tokens(self) -> int:
@@ -30,70 +36,134 @@ class QueuedGroup:
         return self.tokens - self.kept_tokens
 
 
+@dataclass(slots=True)
+class _Line:
+    """The groups of one rank by number, since a key may leave its group and return; lost ones have negative numbers."""
+
+    groups: OrderedDict[int, QueuedGroup] = field(default_factory=OrderedDict)
+    lost: OrderedDict[int, QueuedGroup] = field(default_factory=OrderedDict)
+    requests: int = 0
+    tokens: int = 0  # to be computed
+
+    def part(self, number: int) -> OrderedDict[int, QueuedGroup]:
+        return self.lost if number < 0 else self.groups
+
+    @property
+    def first(self) -> OrderedDict[int, QueuedGroup]:
+        return self.lost or self.groups
+
+
 class PrefillQueue:
-    """FCFS. Every operation is O(1), except `cancel` in a group of n, which is O(n)."""
+    """Every operation is O(1) for a few ranks, except `cancel` in a group of n, which is O(n)."""
 
     def __init__(self) -> None:
-        # By number, since a key may leave its group and return; lost groups have negative numbers.
-        self._groups: OrderedDict[int, QueuedGroup] = OrderedDict()
-        self._lost: OrderedDict[int, QueuedGroup] = OrderedDict()
-        self._group_of: dict[RequestKey, int] = {}
+        self._lines: dict[int, _Line] = {}  # by rank; none is empty
+        self._place_of: dict[RequestKey, tuple[int, int]] = {}  # (rank, number)
         self._numbers = itertools.count(1)
-        self.tokens = 0  # to be computed, of all groups
+        self._turns = Turns(MOST_OVERTAKES)
 
     def __len__(self) -> int:
         """Number of requests, not groups."""
-        return len(self._group_of)
+        return len(self._place_of)
 
-    def add(self, keys: list[RequestKey], tokens: int, kept_tokens: int = 0, *, again: bool = False) -> None:
+    @property
+    def tokens(self) -> int:
+        """To be computed, of all groups."""
+        return sum(line.tokens for line in self._lines.values())
+
+    def ahead(self) -> tuple[int, int]:
+        """(requests, tokens to be computed) of the groups with hurry: they go before the others."""
+        lines = [line for rank, line in self._lines.items() if rank < BACKGROUND]
+        return sum(line.requests for line in lines), sum(line.tokens for line in lines)
+
+    def add(
+        self, keys: list[RequestKey], tokens: int, kept_tokens: int = 0, *, again: bool = False, rank: int = 0
+    ) -> None:
         """Queue a group. `again`: it was begun before, and lost."""
-        if any(key in self._group_of for key in keys):
+        if any(key in self._place_of for key in keys):
             raise AccountingError(f"{keys[0]} or one of its group is already queued")
         number = -next(self._numbers) if again else next(self._numbers)
-        group = QueuedGroup(list(keys), tokens, kept_tokens)
-        self._line(number)[number] = group
-        self._group_of.update(dict.fromkeys(keys, number))
-        self.tokens += group.work_tokens
+        group = QueuedGroup(list(keys), tokens, kept_tokens, rank)
+        line = self._lines.setdefault(rank, _Line())
+        line.part(number)[number] = group
+        line.requests += len(keys)
+        line.tokens += group.work_tokens
+        self._place_of.update(dict.fromkeys(keys, (rank, number)))
 
     def head(self) -> QueuedGroup | None:
         """The next group; it stays queued."""
-        return next(iter((self._lost or self._groups).values()), None)
+        return next(iter(self._lines[self._next()].first.values())) if self._lines else None
 
     def pop(self) -> QueuedGroup:
         """Remove and return the next group. Raises AccountingError if there is none."""
-        line = self._lost or self._groups
-        if not line:
+        if not self._lines:
             raise AccountingError("the prefill queue is empty")
-        _, group = line.popitem(last=False)
+        rank = self._next()
+        line = self._lines[rank]
+        _, group = line.first.popitem(last=False)
         for key in group.keys:
-            del self._group_of[key]
-        self.tokens -= group.work_tokens
+            del self._place_of[key]
+        self._turns.served(rank, self._lines)
+        self._turns.had(rank)
+        self._less(rank, line, len(group.keys), group.work_tokens)
         return group
+
+    def give_way(self) -> bool:
+        """The next group cannot be begun: if it has overtaken lower ranks in its turn, they go first after all.
+
+        Returns False if it is of the least rank anyway.
+        """
+        rank = self._next()
+        self._turns.had(rank)
+        return rank != min(self._lines)
 
     def lose_kept(self, key: RequestKey) -> None:
         """The pool has dropped its copy of a queued request: all of its tokens are to be computed."""
-        number = self._group_of[key]
-        group = self._line(number)[number]
-        self.tokens += group.kept_tokens
+        rank, number = self._place_of[key]
+        line = self._lines[rank]
+        group = line.part(number)[number]
+        line.tokens += group.kept_tokens
         group.kept_tokens = 0
 
     def cancel(self, key: RequestKey) -> bool:
         """Remove a request from its group, and an empty group from the queue. Returns False if it is not queued."""
-        number = self._group_of.pop(key, None)
-        if number is None:
+        place = self._place_of.pop(key, None)
+        if place is None:
             return False
-        group = self._line(number)[number]
+        rank, number = place
+        line = self._lines[rank]
+        group = line.part(number)[number]
         group.keys.remove(key)
+        tokens = 0
         if not group.keys:
-            del self._line(number)[number]
-            self.tokens -= group.work_tokens
+            del line.part(number)[number]
+            tokens = group.work_tokens
+        self._less(rank, line, 1, tokens)
         return True
 
-    def _line(self, number: int) -> OrderedDict[int, QueuedGroup]:
-        return self._lost if number < 0 else self._groups
+    def last_behind(self, rank: int) -> Iterator[QueuedGroup]:
+        """New groups of higher ranks, the last of the highest rank first. Must not be changed during iteration."""
+        for other in sorted(self._lines, reverse=True):
+            if other <= rank:
+                return
+            yield from reversed(self._lines[other].groups.values())
+
+    def _next(self) -> int:
+        return next(iter(self._lines)) if len(self._lines) == 1 else self._turns.next(self._lines)
+
+    def _less(self, rank: int, line: _Line, requests: int, tokens: int) -> None:
+        line.requests -= requests
+        line.tokens -= tokens
+        if not line.requests:
+            del self._lines[rank]
 
     def check_integrity(self) -> None:
-        groups = {**self._groups, **self._lost}
-        members = {key: number for number, group in groups.items() for key in group.keys}
-        if members != self._group_of or self.tokens != sum(group.work_tokens for group in groups.values()):
+        members, right = {}, True
+        for rank, line in self._lines.items():
+            groups = {**line.groups, **line.lost}
+            found = {key: (rank, number) for number, group in groups.items() for key in group.keys}
+            members.update(found)
+            work = sum(group.work_tokens for group in groups.values())
+            right &= bool(found) and line.requests == len(found) and line.tokens == work
+        if not right or members != self._place_of:
             raise AccountingError("the prefill queue does not match a recount")

@@ -8,6 +8,8 @@ recalled.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from alignedserve.scheduler.core.instances import DecodeView
 from alignedserve.scheduler.core.request_table import Record, RequestState
 from alignedserve.scheduler.core.state import CoreState
@@ -45,6 +47,10 @@ class Rebalancer:
         if found:
             decode.asked_back = pending + found
             self._state.recall(found)
+
+    def give_way(self, candidates: Iterable[Record], now_s: float) -> None:
+        """Recall candidates for a batch that is to go before them; each once before it joins."""
+        self._state.recall([record for record in candidates if not record.moved and self._settled(record, now_s)])
 
     def _halve_batches(self, now_s: float) -> None:
         """Recall half of each candidate batch that waits for an instance without free slots or blocks."""

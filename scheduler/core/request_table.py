@@ -16,10 +16,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from alignedserve.errors import AccountingError
-from alignedserve.request import RequestKey
+from alignedserve.request import BATCH_PRIORITY, RequestKey
 from alignedserve.scheduler.core.events import RequestMeta
 from alignedserve.scheduler.core.pool_shard import PoolShard
 from alignedserve.scheduler.instance.plan import BufferKind
+from alignedserve.scheduler.priorities import rank_of
 
 
 class RequestState(enum.StrEnum):
@@ -66,6 +67,16 @@ class Record:
     def key(self) -> RequestKey:
         return self.meta.key
 
+    @property
+    def rank(self) -> int:
+        """Of its priority."""
+        return rank_of(self.meta.priority)
+
+    @property
+    def background(self) -> bool:
+        """It only takes what others leave."""
+        return self.meta.priority >= BATCH_PRIORITY
+
 
 class RequestTable:
     """Records by key; counts by state; keys by gateway. Only `move` changes a state."""
@@ -75,9 +86,14 @@ class RequestTable:
         self._by_id: dict[str, RequestKey] = {}
         self._by_gateway: dict[str, dict[RequestKey, None]] = {}
         self.counts = dict.fromkeys(RequestState, 0)
+        self.background = dict.fromkeys(RequestState, 0)  # of `counts`, those that only take what others leave
 
     def __len__(self) -> int:
         return len(self._records)
+
+    def hurried(self, state: RequestState) -> int:
+        """The number of requests in this state that do not only take what others leave."""
+        return self.counts[state] - self.background[state]
 
     def records(self) -> Iterable[Record]:
         """All records. Must not be changed during iteration."""
@@ -107,6 +123,7 @@ class RequestTable:
         self._by_id[meta.key.request_id] = meta.key
         self._by_gateway.setdefault(meta.gateway_id, {})[meta.key] = None
         self.counts[RequestState.QUEUED] += 1
+        self.background[RequestState.QUEUED] += record.background
         return record
 
     def move(self, record: Record, state: RequestState, now_s: float) -> None:
@@ -115,11 +132,14 @@ class RequestTable:
             raise AccountingError(
                 f"{record.key}: {record.state.value} cannot become {state.value}", request_id=record.key.request_id
             )
+        background = record.background
         self.counts[record.state] -= 1
+        self.background[record.state] -= background
         record.state = state
         record.entered_s[state] = now_s
         if state is not RequestState.ENDED:
             self.counts[state] += 1
+            self.background[state] += background
             return
         del self._records[record.key]
         del self._by_id[record.key.request_id]
@@ -129,9 +149,11 @@ class RequestTable:
             del self._by_gateway[record.meta.gateway_id]
 
     def check_integrity(self) -> None:
-        counts = dict.fromkeys(RequestState, 0)
+        counts, background = dict.fromkeys(RequestState, 0), dict.fromkeys(RequestState, 0)
         for record in self._records.values():
             counts[record.state] += 1
+            background[record.state] += record.background
         gateways = sum(len(keys) for keys in self._by_gateway.values())
-        if counts != self.counts or not len(self._records) == len(self._by_id) == gateways:
+        right = counts == self.counts and background == self.background
+        if not right or not len(self._records) == len(self._by_id) == gateways:
             raise AccountingError("the request table does not match a recount")

@@ -16,22 +16,29 @@ class PrefillLoad:
     prefill_id: str
     cache_tokens: int = 0  # the longest prompt that it can take; 0: not known yet
     pending_tokens: int = 0
+    background_tokens: int = 0  # of those, of prompts that let all others go first
     cost: CostModel = field(default_factory=LinearCostModel)
     home: PoolShard | None = None  # its shard; set by `CoreState.place`, since each prompt reads it of all instances
 
-    def begin(self, tokens: int) -> None:
+    def begin(self, tokens: int, background: bool = False) -> None:
         self.pending_tokens += tokens
+        self.background_tokens += tokens * background
 
-    def drop(self, tokens: int) -> None:
+    def drop(self, tokens: int, background: bool = False) -> None:
         """A prompt was computed, or removed without being computed."""
         self.pending_tokens -= tokens
+        self.background_tokens -= tokens * background
 
-    def predicted_ttft_s(self, tokens: int) -> float:
-        return self.cost.predict_prefill_s(self.pending_tokens + tokens)
+    def ahead_tokens(self, background: bool = False) -> int:
+        """Tokens that are computed before a prompt that arrives now."""
+        return self.pending_tokens if background else self.pending_tokens - self.background_tokens
+
+    def predicted_ttft_s(self, tokens: int, background: bool = False) -> float:
+        return self.cost.predict_prefill_s(self.ahead_tokens(background) + tokens)
 
 
 def able_to_prefill(
-    loads: Iterable[PrefillLoad], tokens: int, queue_tokens: int, kept_tokens: int = 0
+    loads: Iterable[PrefillLoad], tokens: int, queue_tokens: int, kept_tokens: int = 0, background: bool = False
 ) -> list[PrefillLoad]:
     """The instances that can be given a prompt of `tokens` now, of which `kept_tokens` need no computing.
 
@@ -39,16 +46,21 @@ def able_to_prefill(
     still go elsewhere.
     """
     work = tokens - kept_tokens
-    return [
-        load
-        for load in loads
-        if load.cache_tokens >= tokens and (not load.pending_tokens or load.pending_tokens + work <= queue_tokens)
-    ]
+    found = []
+    for load in loads:
+        ahead = load.ahead_tokens(background)
+        if load.cache_tokens >= tokens and (not ahead or ahead + work <= queue_tokens):
+            found.append(load)
+    return found
 
 
-def choose_prefill(able: Iterable[PrefillLoad], work_tokens: int) -> PrefillLoad | None:
+def choose_prefill(able: Iterable[PrefillLoad], work_tokens: int, background: bool = False) -> PrefillLoad | None:
     """The instance with the least predicted time to first token; ties go to the least pending, then to the first.
 
     Returns None if `able` is empty.
     """
-    return min(able, key=lambda load: (load.predicted_ttft_s(work_tokens), load.pending_tokens), default=None)
+
+    def rank(load: PrefillLoad) -> tuple[float, int]:
+        return load.predicted_ttft_s(work_tokens, background), load.pending_tokens
+
+    return min(able, key=rank, default=None)

@@ -28,6 +28,7 @@ from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.cost.prior import cost_model_factory
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.policies.base import BatchPolicy
+from alignedserve.scheduler.priorities import rank_of
 
 if TYPE_CHECKING:
     from alignedserve.metrics import Page
@@ -194,8 +195,7 @@ class SchedulerCore:
         """Requests by state, what load has cost, what is predicted while no role is missing, and what was learned."""
         for state, count in self.describe().items():
             page.gauge(f"requests_{state}", _STATES[state], count)
-        meaning = "requests refused because they would miss an objective or wait too long"
-        page.counter("requests_refused_for_load_total", meaning, self._overload.refused)
+        self._overload.show_metrics(page, now_s)
         meaning = "requests whose KV was dropped as a last resort, to be prefilled again"
         page.counter("requests_dropped_for_room_total", meaning, self.dropped_for_room)
         meaning = "requests that decode instances copied from the pool themselves, past the candidate buffers"
@@ -204,11 +204,6 @@ class SchedulerCore:
         page.gauge("late_requests_share", meaning, self._state.clock.late)
         meaning = "share of its wait objective after which a request is overdue: 1, less while too many are late"
         page.gauge("starvation_threshold_share", meaning, self._state.clock.threshold_share)
-        outlook = self._overload.outlook(now_s)
-        if outlook is not None:
-            meaning = "predicted TTFT of a typical request that arrives now"
-            page.gauge("predicted_ttft_seconds", meaning, outlook.ttft_s)
-            page.gauge("predicted_tpot_seconds", "predicted TPOT of such a request", outlook.tpot_s)
         self._state.sharing.show_metrics(page, self._state.instances.decode.values())
 
     def check_integrity(self) -> None:
@@ -246,7 +241,11 @@ class SchedulerCore:
         """The error if a group is refused for load. Only new groups are, never those that a gateway submits again."""
         if not self._state.config.scheduler.refuse_for_load or any(meta.key.epoch for meta in group):
             return None
-        return self._admission.queue_full(len(group)) or self._overload.refusal(group, now_s)
+        rank = rank_of(group[0].priority)
+        refusal = self._admission.queue_full(len(group), rank) or self._overload.refusal(group, now_s)
+        if refusal is None:
+            self._admission.make_place(len(group), rank, now_s)
+        return refusal
 
     def _cancel_requested(self, event: events.CancelRequested, now_s: float) -> None:
         self._cancel(event.keys, now_s)
@@ -270,7 +269,7 @@ class SchedulerCore:
             return  # if it is not open any more, its next epoch adopts the copy in the pool, or the audit finds it
         prefill = self._state.instances.prefill.get(record.prefill_id)
         if prefill is not None and record.prefill_tokens:
-            prefill.load.drop(record.prefill_tokens)
+            prefill.load.drop(record.prefill_tokens, record.background)
             record.prefill_tokens = 0
         self._overload.prefilled(record, now_s)
         shard = self._state.ledger.shard(event.pool_id)

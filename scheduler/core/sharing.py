@@ -18,6 +18,7 @@ from alignedserve.scheduler.core.instances import DecodeView, Instances
 from alignedserve.scheduler.core.waiting import WaitingClock
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.policies.base import BatchPolicy, Entry
+from alignedserve.scheduler.policies.by_priority import ByPriority
 
 if TYPE_CHECKING:
     from alignedserve.metrics import Page
@@ -26,9 +27,9 @@ Prepare = Callable[[BatchPolicy], None]
 
 
 class Share(ABC):
-    """Waiting requests that instances take from, and the policy that forms batches of them."""
+    """Waiting requests that instances take from, and the policies of their ranks that form batches of them."""
 
-    def __init__(self, policy: BatchPolicy) -> None:
+    def __init__(self, policy: ByPriority) -> None:
         self.policy = policy
 
     @abstractmethod
@@ -122,7 +123,7 @@ class Sharing(ABC):
 
 
 class _WholePool(Share):
-    def __init__(self, policy: BatchPolicy, clock: WaitingClock) -> None:
+    def __init__(self, policy: ByPriority, clock: WaitingClock) -> None:
         super().__init__(policy)
         self._clock = clock
 
@@ -133,9 +134,11 @@ class _WholePool(Share):
 class Pooled(Sharing):
     """All instances take from one pool: the policy sees every waiting request."""
 
-    def __init__(self, config: SchedulerConfig, policy: BatchPolicy, instances: Instances, clock: WaitingClock) -> None:
-        self._policy = policy
-        self._whole = _WholePool(policy, clock)
+    def __init__(
+        self, config: SchedulerConfig, new_policy: Callable[[], BatchPolicy], instances: Instances, clock: WaitingClock
+    ) -> None:
+        self._policy = ByPriority(config, new_policy)
+        self._whole = _WholePool(self._policy, clock)
         self._instances = instances
         self._slack = config.balance_slack
 
@@ -159,10 +162,13 @@ class Pooled(Sharing):
         return sorted(decodes, key=DecodeView.load_s) if len(decodes) > 1 else list(decodes)
 
     def prepare(self, prepare: Prepare) -> None:
-        prepare(self._policy)
+        self._policy.prepare(prepare)
 
     def policies(self) -> Iterable[BatchPolicy]:
-        return (self._policy,)
+        return self._policy.policies()
+
+    def check_integrity(self) -> None:
+        self._policy.check_integrity()
 
 
 class Nearest(Pooled):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 from alignedserve.config import Config
 from alignedserve.errors import AccountingError, AlignedServeError, CancelledError
@@ -25,7 +26,10 @@ from alignedserve.scheduler.core.sharing import Nearest, Pooled, Sharing
 from alignedserve.scheduler.core.waiting import WaitingClock
 from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.scheduler.policies.base import Entry
+from alignedserve.scheduler.priorities import objective_s, rank_of
 from alignedserve.scheduler.systems import configured_policy, default_objective_s, make_policy
+
+MOST_DROPPED = 64  # waiting requests that are looked at to make room for one prompt
 
 
 class CoreState:
@@ -55,7 +59,7 @@ class CoreState:
             rule = "quantiles" if configured_policy(config).BY_LENGTH else "none"
         if rule != "quantiles":
             kind = Nearest if rule == "nearest" else Pooled
-            return kind(config, make_policy(config, self.policy_faults), self.instances, self.clock)
+            return kind(config, partial(make_policy, config, self.policy_faults), self.instances, self.clock)
         cost = None
         if config.cost_model:
             from alignedserve.scheduler.cost.load import configured_cost  # imports numpy
@@ -129,7 +133,9 @@ class CoreState:
             return
         if first.base_tokens:
             self.ledger.mark_droppable(first.key)
-        self.queue.add([meta.key for meta in group], first.prefix_tokens, first.base_tokens, again=first.key.epoch > 0)
+        again, rank = first.key.epoch > 0, rank_of(first.priority)
+        keys = [meta.key for meta in group]
+        self.queue.add(keys, first.prefix_tokens, first.base_tokens, again=again, rank=rank)
 
     def restore(self, held: HeldRequest, decode_id: str, now_s: float) -> None:
         """Adopt a predecessor's request, as described by the decode instance that decides about it."""
@@ -170,8 +176,11 @@ class CoreState:
         self.table.move(record, RequestState.WAITING, now_s)
         if shard is not None:
             shard.waiting[record.key] = record
-        self.clock.start(record.key, since_s, record.meta.wait_objective_s)
-        self.sharing.insert(Entry(record.key, kv_tokens, blocks, since_s, evicted), record.meta.max_total_tokens)
+            if record.background:
+                shard.background[record.key] = record
+        self.clock.start(record.key, since_s, objective_s(record.meta.wait_objective_s, record.rank, 0.0))
+        entry = Entry(record.key, kv_tokens, blocks, since_s, evicted, record.rank)
+        self.sharing.insert(entry, record.meta.max_total_tokens)
 
     def prefetch(self, record: Record, decode_id: str, prefill_id: str, kind: BufferKind, now_s: float) -> None:
         """WAITING -> PREFETCHED: from here on `decode_id` decides."""
@@ -183,6 +192,7 @@ class CoreState:
         decode.candidates[kind][record.key] = record
         decode.candidate_blocks[kind] += record.blocks
         decode.add_length(record.kv_tokens)
+        decode.background.count(record, 1)
         if prefill_id:
             prefill = self.instances.prefill[prefill_id]
             prefill.buffered[record.key] = None
@@ -211,7 +221,9 @@ class CoreState:
         decode = self.instances.decode[record.decode_id]
         decode.decoding[record.key] = record
         decode.add_length(record.kv_tokens)
-        self.decode_times.begin(now_s)
+        decode.background.count(record, 1)
+        if not record.background:
+            self.decode_times.begin(now_s)
         decode.joined_blocks += record.blocks
         record.joined_iteration = decode.iterations
         self.ledger.mark_droppable(record.key)
@@ -226,25 +238,29 @@ class CoreState:
             case RequestState.PREFILLING if prefill is not None:
                 del prefill.prefilling[key]
                 if record.prefill_tokens:
-                    prefill.load.drop(record.prefill_tokens)
+                    prefill.load.drop(record.prefill_tokens, record.background)
             case RequestState.WAITING:
                 self.sharing.remove(key)
                 if record.shard is not None:
                     del record.shard.waiting[key]
+                    record.shard.background.pop(key, None)
             case RequestState.PREFETCHED:
                 if decode is not None:
                     del decode.candidates[record.buffer][key]
                     decode.candidate_blocks[record.buffer] -= record.blocks
                     decode.overdue.pop(key, None)
                     decode.drop_length(record.kv_tokens)
+                    decode.background.count(record, -1)
                 if prefill is not None:
                     del prefill.buffered[key]
                     prefill.buffers[record.buffer].committed -= record.blocks
             case RequestState.DECODING:
-                self.decode_times.leave(record.entered_s[RequestState.DECODING])
+                if not record.background:
+                    self.decode_times.leave(record.entered_s[RequestState.DECODING])
                 if decode is not None:
                     del decode.decoding[key]
                     decode.drop_length(record.kv_tokens)
+                    decode.background.count(record, -1)
         record.prefill_tokens = 0
 
     # endings
@@ -277,6 +293,21 @@ class CoreState:
             for record in records:
                 if record.state is RequestState.QUEUED:
                     self._lose_kept(record)
+
+    def drop_background(self, blocks: int, shard: PoolShard, now_s: float) -> None:
+        """Drop the KV of waiting requests that only take what others leave, latest first, for `blocks` blocks.
+
+        Those that have decoded go last. Nothing is dropped if that is not enough.
+        """
+        records, freed = [], 0
+        latest = list(islice(reversed(shard.background.values()), MOST_DROPPED))
+        for record in sorted(latest, key=lambda record: record.kv_tokens > record.meta.prefix_tokens):
+            if freed >= blocks:
+                break
+            records.append(record)
+            freed += self.ledger.committed_of(record.key) or 0
+        if freed >= blocks:
+            self.report_lost(records, "its KV made room for a request with a lower priority", now_s, keep_copy=False)
 
     def _drop(self, shard: PoolShard, records: Sequence[Record]) -> None:
         keys, lengths = (tuple(r.key for r in records), tuple(r.pool_tokens for r in records))
@@ -387,10 +418,12 @@ class CoreState:
             "pool": (waiting, sum(len(shard.waiting) for shard in self.ledger.shards)),
             "clock": (waiting + prefetched, len(self.clock)),
             "candidates": (prefetched, candidates),
-            "decode times": (counts[RequestState.DECODING], len(self.decode_times)),
+            "decode times": (self.table.hurried(RequestState.DECODING), len(self.decode_times)),
             "decoding": (counts[RequestState.DECODING], sum(len(view.decoding) for view in decodes)),
         }
         for view in decodes:
+            behind = sum(record.background for record in view.held())
+            counted[f"{view.decode_id} background"] = (view.background.requests, behind)
             for kind, held in view.candidates.items():
                 blocks = sum(record.blocks for record in held.values())
                 counted[f"{view.decode_id} {kind.name}"] = (view.candidate_blocks[kind], blocks)

@@ -10,7 +10,7 @@ the objective, counting each member with half of the growth that is expected of 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from alignedserve.config import DecodeConfig
 from alignedserve.scheduler.instance.pace import Pace
@@ -62,13 +62,39 @@ class Shortfall:
         self._needed, self._growing = needed, growing
 
 
+def to_relieve(batch: RunningBatch, config: DecodeConfig, most: int, batch_id: int) -> Iterator[RunningRequest]:
+    """Members to evict, by `eviction_rank`, until the free blocks, with those on their way out, reach the watermark.
+
+    `most`: requests that may run; more can after a failed copy out. Of equals the last to join is evicted. One request
+    always stays: alone it has room. No request is evicted before its first iteration, for which it has a block, so
+    every evicted request has grown since it joined. The caller evicts each before it takes the next.
+    """
+    running = batch.running
+    if len(running) <= 1:
+        return
+    shortfall = Shortfall(batch, config.watermark_blocks)
+    victims: list[RunningRequest] | None = None
+    while len(running) > 1:
+        if len(running) <= most and shortfall.blocks() <= 0:
+            return
+        if victims is None:
+            victims = [member for member in reversed(running.values()) if member.iterations]
+        if not victims:
+            return
+        ranks = [member.eviction_rank(batch_id) for member in victims]
+        victim = victims.pop(ranks.index(max(ranks)))
+        shortfall.leave(victim)
+        yield victim
+
+
 class CacheRoom:
     """The room left for joins in one plan. If there is plenty, it is found without looking at every request."""
 
     def __init__(self, batch: RunningBatch, config: DecodeConfig, max_running: int, pace: Pace | None) -> None:
         self.held = False  # a candidate with room for it was kept from joining by the pace
         self._pace = pace
-        self._lengths: list[int] = []  # of present members, grown; filled when first needed
+        # Lengths of present members, grown: of all, for candidates that only take what others leave, and of the others
+        self._lengths: dict[bool, list[int]] = {}  # filled when first needed
         self._batch = batch
         self._block_size = batch.block_size
         self._join_iterations = config.join_iterations
@@ -97,6 +123,14 @@ class CacheRoom:
         self._size += 1
         return True
 
+    def yielding(self, candidate: Candidate, batch_id: int) -> list[RunningRequest]:
+        """Members that only take what others leave, to evict for the candidate; none if too few, or if it has room."""
+        victims = [member for member in self._batch.running.values() if member.background and member.iterations]
+        if not victims or self.never_enough(candidate, victims):
+            return []
+        victims.sort(key=lambda member: member.eviction_rank(batch_id), reverse=True)
+        return victims[: self.victims_needed(candidate, victims)]
+
     def never_enough(self, candidate: Candidate, victims: Sequence[RunningRequest]) -> bool:
         """Whether the candidate would not fit even without all `victims`; then they need not be sorted."""
         freed = self._batch.leaving_blocks() + sum(map(self._batch.own_blocks, victims))
@@ -120,14 +154,24 @@ class CacheRoom:
         return 0
 
     def _keeps_pace(self, pace: Pace, candidate: Candidate) -> bool:
-        """Whether the objective is met with the candidate, which is then counted as a member."""
-        if self._size and not self._lengths:
-            self._lengths = [_grown(member, pace.growth(member.iterations)) for member in self._batch.present()]
-        self._lengths.append(_grown(candidate, pace.growth(0)))
-        if len(self._lengths) == 1 or pace.meets(self._lengths):
-            return True
-        self._lengths.pop()
-        return False
+        """Whether the objective is met with the candidate, which is then counted as a member.
+
+        Members that only take what others leave pause for others.
+        """
+        every = candidate.background
+        if every not in self._lengths:
+            self._lengths[every] = [
+                _grown(member, pace.growth(member.iterations))
+                for member in self._batch.present()
+                if every or not member.background
+            ]
+        lengths, own = self._lengths[every], _grown(candidate, pace.growth(0))
+        if lengths and not pace.meets([*lengths, own]):
+            return False
+        for kind, counted in self._lengths.items():
+            if kind or not candidate.background:
+                counted.append(own)
+        return True
 
     def _victims_of(self, pace: Pace, candidate: Candidate, victims: Sequence[RunningRequest]) -> int:
         """How many of `victims`, from the front, must go for the candidate to keep pace; more than all if none help."""
@@ -136,6 +180,7 @@ class CacheRoom:
         members = [
             (leave.get(member.key, len(victims)), _grown(member, pace.growth(member.iterations)))
             for member in self._batch.present()
+            if candidate.background or not member.background
         ]
 
         def meets(count: int) -> bool:

@@ -13,14 +13,16 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import islice
 
 from alignedserve.batch_size import automatic_max_running
 from alignedserve.config import Config, DecodeConfig
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.deadlines import Deadlines
+from alignedserve.scheduler.instance.beside import Beside
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
-from alignedserve.scheduler.instance.cache_room import CacheRoom, Shortfall
+from alignedserve.scheduler.instance.cache_room import CacheRoom, to_relieve
 from alignedserve.scheduler.instance.candidates import CandidateBuffers
 from alignedserve.scheduler.instance.pace import Pace
 from alignedserve.scheduler.instance.plan import (
@@ -32,10 +34,10 @@ from alignedserve.scheduler.instance.plan import (
     IterationPlan,
     IterationStatus,
     Join,
-    RunItem,
 )
 from alignedserve.scheduler.instance.running_batch import Phase, RunningBatch, RunningRequest, join_range
 from alignedserve.scheduler.instance.skip_ahead import count_blocked, count_quiet, pass_iterations
+from alignedserve.scheduler.priorities import BACKGROUND, objective_s
 
 MOST_MISFITS = 8  # candidates without room that one plan skips for smaller ones behind them
 PAST_BATCHES = 8  # earlier batches that are remembered: their late candidates do not begin a switch back
@@ -51,8 +53,9 @@ class IterationScheduler:
     `max_total_tokens` must fit in the cache (others are returned at once). `starvation_after_s`: a candidate without
     its own wait objective that has waited here for this long gets priority even if no mark from the scheduler came.
     `join_window`: running requests within this share of a new batch's prefix lengths belong to that batch from then on.
-    None: every new batch is a switch from all running requests. `pace`: with it a join must keep the TPOT objective,
-    unless nothing else runs. No request is evicted for growing past it.
+    None: every new batch is a switch from all running requests. `pace`: with it a join must keep its TPOT objective,
+    if any, unless nothing else runs, and members that only take what others leave pause for these. No request is
+    evicted for growing past the objective.
     """
 
     def __init__(
@@ -67,7 +70,8 @@ class IterationScheduler:
     ) -> None:
         self._config = config
         self._max_running = config.max_running or automatic_max_running(allocator.capacity * block_size)
-        self._pace = pace
+        self._beside = None if pace is None else Beside(config.background_slowdown, pace)
+        self._pace = pace if pace is not None and pace.objective_s < math.inf else None
         self._most = self._max_running  # that has run with the pace since it last kept a candidate from joining
         self._held = False  # it has kept a candidate from joining, and none has joined since
         self._batch = RunningBatch(allocator, block_size)  # by key: joining, running, or leaving until copied out
@@ -224,8 +228,8 @@ class IterationScheduler:
 
     def observe(self, requests: int, tokens: int, seconds: float) -> None:
         """How long an iteration of `requests` requests with `tokens` tokens of KV took, for a pace that learns."""
-        if self._pace is not None:
-            self._pace.observe(requests, tokens, seconds)
+        if self._beside is not None:
+            self._beside.pace.observe(requests, tokens, seconds)
 
     def ended(self, key: RequestKey) -> None:
         """The request has ended with an iteration after which `advance` assumed that it continues. Its blocks are free.
@@ -264,11 +268,13 @@ class IterationScheduler:
         )
 
     def quiet_iterations(self, most: int) -> int:
-        """After `plan`: the number of iterations, at most `most`, before a plan could do more than cover tokens.
+        """After `plan`: the iterations, at most `most`, before a plan could do more than cover tokens.
 
         Valid while no event arrives, no request finishes, and it is before `deadline_s`. See `skip_ahead.py`.
         """
-        waiting = len(self._waiting)
+        waiting, background = len(self._waiting), self._batch.background
+        if background and (background < self._batch.size or min(self._waiting.ranks, default=BACKGROUND) < BACKGROUND):
+            return 0  # other members run in each iteration
         crowded = len(self._batch.running) > self._max_running  # after a failed copy out
         if crowded or self._draining or self._sweep or self._giving_back or (waiting and self._decided):
             return 0
@@ -334,34 +340,12 @@ class IterationScheduler:
             self._waiting.mark_overdue(key, due_s)
 
     def _due_s(self, candidate: Candidate, since_s: float) -> float:
-        return since_s + (candidate.wait_objective_s or self.starvation_after_s)
+        return since_s + objective_s(candidate.wait_objective_s, candidate.rank, self.starvation_after_s)
 
     def _relieve(self, now_s: float) -> list[Evict]:
-        """Case 3: evict by `eviction_rank` until the free blocks, with those on their way out, reach the watermark.
-
-        Of equals the last to join is evicted. One request always stays: alone it has room, by the check in `offer`. No
-        request is evicted before its first iteration, for which it has a block, so every evicted request has grown
-        since it joined.
-        """
-        evictions: list[Evict] = []
-        running = self._batch.running
-        if len(running) <= 1:
-            return evictions
-        shortfall = Shortfall(self._batch, self._config.watermark_blocks)
-        victims: list[RunningRequest] | None = None
-        while len(running) > 1:
-            crowded = len(running) > self._max_running  # after a failed copy out
-            if not crowded and shortfall.blocks() <= 0:
-                break
-            if victims is None:
-                victims = [member for member in reversed(running.values()) if member.iterations]
-            if not victims:
-                break
-            ranks = [member.eviction_rank(self._batch_id) for member in victims]
-            victim = victims.pop(ranks.index(max(ranks)))
-            shortfall.leave(victim)
-            evictions.append(self._evict(victim, now_s))
-        return evictions
+        """Case 3: evict until the free blocks, with those on their way out, reach the watermark."""
+        victims = to_relieve(self._batch, self._config, self._max_running, self._batch_id)
+        return [self._evict(victim, now_s) for victim in victims]
 
     def _leave(self, now_s: float) -> list[Evict]:
         """Draining: return candidates, and evict running requests, as in `_relieve` after their first iteration."""
@@ -379,14 +363,18 @@ class IterationScheduler:
         self._evictions += 1
         return Evict(member.key, tuple(member.block_ids[:blocks]), member.kv_tokens, member.to_pool)
 
-    def _cover_next_tokens(self) -> tuple[list[RunItem], int]:
-        """The requests that run, and the number that must skip the iteration for lack of a block."""
+    def _cover_next_tokens(self) -> tuple[list[RunningRequest], int]:
+        """The requests that run, and the number that must skip the iteration for lack of a block.
+
+        Of requests that only take what others leave, not all run beside others.
+        """
         size, cover = self._batch.block_size, self._batch.cover_next_token
         running = self._batch.running.values()
-        run: list[RunItem] = [
-            member for member in running if len(member.block_ids) * size > member.kv_tokens or cover(member)
-        ]
-        return run, len(running) - len(run)
+        run = [member for member in running if len(member.block_ids) * size > member.kv_tokens or cover(member)]
+        stalled = len(running) - len(run)
+        if self._beside is not None and 0 < self._batch.background < self._batch.size:
+            run = self._beside.choose(run)
+        return run, stalled
 
     def _join(self, now_s: float, evictions: list[Evict]) -> list[Join]:
         """Cases 1 and 2: overdue candidates, then the candidate request buffer; if that is empty, the batch buffer."""
@@ -400,17 +388,30 @@ class IterationScheduler:
         if blocked is not None:
             self._make_room(blocked, room, evictions, now_s)
             return joins
-        if not overdue_in_batch:
-            self._take(waiting.normal(BufferKind.REQUESTS), room, joins)
-        if overdue_in_batch or not waiting.count(BufferKind.REQUESTS):
-            self._take(waiting.normal(BufferKind.BATCH), room, joins)
+        for rank in waiting.in_turn():
+            before, limited = len(joins), self._beside is not None and rank >= BACKGROUND
+            most = self._beside.most_joins(self._batch) if limited else None
+            if not overdue_in_batch:
+                self._take(islice(waiting.normal(BufferKind.REQUESTS, rank), most), room, joins)
+            if overdue_in_batch or not waiting.count(BufferKind.REQUESTS, rank):
+                self._take(islice(waiting.normal(BufferKind.BATCH, rank), most), room, joins)
+            waiting.count_turn(rank, len(joins) - before)
+            if self._give_way_to(rank, room, evictions, now_s):
+                break
         return joins
 
-    def _take(self, candidates: Iterable[Candidate], room: CacheRoom, joins: list[Join]) -> Candidate | None:
-        """Let candidates join while there is room.
+    def _give_way_to(self, rank: int, room: CacheRoom, evictions: list[Evict], now_s: float) -> bool:
+        """Evict members that only take what others leave for a candidate of this rank that lacks room.
 
-        Returns the overdue candidate without room that blocked the others, or None.
+        Returns whether the room that becomes free is kept for it: no candidate of a higher rank joins.
         """
+        candidate = self._waiting.first(rank) if rank < BACKGROUND and self._batch.holds_background else None
+        victims = [] if candidate is None else room.yielding(candidate, self._batch_id)
+        evictions.extend(self._evict(member, now_s) for member in victims)
+        return candidate is not None
+
+    def _take(self, candidates: Iterable[Candidate], room: CacheRoom, joins: list[Join]) -> Candidate | None:
+        """Let candidates join while there is room. Returns the overdue one without room that blocked the others."""
         taken: list[Candidate] = []
         blocked = None
         misfits = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from alignedserve.config import Config
@@ -14,16 +15,19 @@ OBSERVED_S = 0.1  # passes are observed together for this long: single ones are 
 
 
 class Pace:
-    """`iteration_s`: predicted seconds of an iteration of these prefix lengths; it must not fall while they grow."""
+    """`iteration_s`: predicted seconds of an iteration of these prefix lengths; it must not fall while they grow.
+
+    `objective_s`: infinite if there is none.
+    """
 
     def __init__(self, objective_s: float, iteration_s: Callable[[Sequence[int]], float]) -> None:
-        self._objective_s = objective_s
-        self._iteration_s = iteration_s
+        self.objective_s = objective_s
+        self.iteration_s = iteration_s
         self._stay = FIRST_STAY
 
     def meets(self, lengths: Sequence[int]) -> bool:
         """Whether an iteration of these lengths is predicted to meet the objective."""
-        return self._iteration_s(lengths) <= self._objective_s
+        return self.iteration_s(lengths) <= self.objective_s
 
     def growth(self, iterations: int) -> int:
         """Half of the tokens that a member after so many iterations is expected to grow by: its mean growth."""
@@ -52,10 +56,9 @@ class LearningPace(Pace):
         self._passes, self._requests, self._tokens, self._seconds = 0, 0, 0, 0.0  # since the last observation
 
     @classmethod
-    def configured(cls, config: Config) -> LearningPace | None:
-        """The pace of a decode instance; None without `scheduler.tpot_objective_s`."""
-        objective_s = config.scheduler.tpot_objective_s
-        return cls(objective_s, cost_model_factory(config)()) if objective_s else None
+    def configured(cls, config: Config) -> LearningPace:
+        """The pace of a decode instance."""
+        return cls(config.scheduler.tpot_objective_s or math.inf, cost_model_factory(config)())
 
     def observe(self, requests: int, tokens: int, seconds: float) -> None:
         self._most_requests = max(self._most_requests, requests)
@@ -68,6 +71,6 @@ class LearningPace(Pace):
             self._passes, self._requests, self._tokens, self._seconds = 0, 0, 0, 0.0
 
     def _predict_s(self, lengths: Sequence[int]) -> float:
-        margin_s = min(self._cost.iteration_margin_s, MOST_MARGIN * self._objective_s)
+        margin_s = min(self._cost.iteration_margin_s, MOST_MARGIN * self.objective_s)
         known = FEW_REQUESTS + EXTRAPOLATION * self._most_requests
         return (self._cost.predict_iteration_s(lengths) + margin_s) * max(1.0, len(lengths) / known)

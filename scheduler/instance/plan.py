@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.priorities import BACKGROUND
 
 
 class BufferKind(enum.IntEnum):
@@ -23,6 +24,7 @@ class Candidate:
     It has `kv_tokens` tokens of KV; the first `shared_tokens` belong to the prompt that its group shares. `due_s`: past
     the starvation threshold, the end of its wait objective; else infinite. Overdue requests take priority over density,
     earliest deadline first. `wait_objective_s`: its own, or 0. `evictions`: how often it was evicted before.
+    `rank`: of its priority.
     """
 
     key: RequestKey
@@ -35,6 +37,12 @@ class Candidate:
     due_s: float = math.inf
     wait_objective_s: float = 0.0
     evictions: int = 0
+    rank: int = 0
+
+    @property
+    def background(self) -> bool:
+        """It only takes what others leave."""
+        return self.rank >= BACKGROUND
 
     @property
     def overdue(self) -> bool:

@@ -1,6 +1,7 @@
 """Chunked prefill on one instance: several prompts share a forward pass, a long prompt is split over several.
 
-First come, first served (paper, section 3.2, step 1; the token budget is Sarathi-Serve's).
+First come, first served (paper, section 3.2, step 1; the token budget is Sarathi-Serve's) within a rank of priorities,
+the least rank first. A rank that waits goes first after MOST_OVERTAKES passes without a token of it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from dataclasses import dataclass
 from alignedserve.errors import AccountingError, InvalidRequestError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.priorities import Turns
+
+MOST_OVERTAKES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class _Prompt:
     tokens: int
     planned: int  # tokens in chunks handed out, computed or not
     computed: int
+    rank: int
     started: bool = False  # holds its blocks
     fetching: bool = False  # the KV of its first tokens is being fetched
     cancelled: bool = False
@@ -40,7 +45,7 @@ class ChunkScheduler:
     """Decides which tokens the next forward pass of a prefill instance computes. No I/O.
 
     A prompt starts only when the cache has room for all of it, so that started prompts always finish. While the first
-    in the queue finds no room, no other overtakes it. A prompt's blocks are held by its key in `allocator` from its
+    in the queue finds no room, no other starts. A prompt's blocks are held by its key in `allocator` from its
     first chunk until `release` (or `cancel`): the worker releases them when their copy has been committed in the pool.
     """
 
@@ -48,6 +53,7 @@ class ChunkScheduler:
         self._allocator = allocator
         self._block_size = block_size
         self._prompts: dict[RequestKey, _Prompt] = {}  # in order of arrival, until every token is computed
+        self._turns = Turns(MOST_OVERTAKES)
         self._pending_tokens = 0
         self._to_fetch: list[RequestKey] = []
 
@@ -60,7 +66,7 @@ class ChunkScheduler:
     def pending_prompts(self) -> int:
         return len(self._prompts)
 
-    def add(self, key: RequestKey, tokens: int, start: int = 0) -> None:
+    def add(self, key: RequestKey, tokens: int, start: int = 0, rank: int = 0) -> None:
         """Queue a prompt of `tokens` tokens, of which the KV of the first `start` is fetched from elsewhere.
 
         A prompt with `start` is in `take_fetches` once it has its blocks, and is computed after `fetched`.
@@ -77,20 +83,25 @@ class ChunkScheduler:
                 f"{self._allocator.capacity}",
                 param="prompt",
             )
-        self._prompts[key] = _Prompt(tokens, planned=start, computed=start, fetching=start > 0)
+        self._prompts[key] = _Prompt(tokens, planned=start, computed=start, rank=rank, fetching=start > 0)
         self._pending_tokens += tokens - start
 
     def plan(self, token_budget: int, max_requests: int) -> list[Chunk]:
-        """The next forward pass: at most `token_budget` tokens of at most `max_requests` prompts, oldest first."""
+        """The next forward pass: at most `token_budget` tokens of at most `max_requests` prompts, in their order."""
         chunks: list[Chunk] = []
-        for key, prompt in self._prompts.items():
+        prompts = [(key, p) for key, p in self._prompts.items() if not p.cancelled and p.planned < p.tokens]
+        ranks = {prompt.rank for _, prompt in prompts}
+        if len(ranks) > 1:
+            first = self._turns.next(ranks)
+            prompts.sort(key=lambda each: (each[1].rank != first, each[1].rank))
+        full = False
+        for key, prompt in prompts:
             if token_budget <= 0 or len(chunks) >= max_requests:
                 break
-            if prompt.cancelled or prompt.planned == prompt.tokens:
-                continue
             if not prompt.started:
-                if self._allocator.allocate(self._blocks_for(prompt.tokens), key) is None:
-                    break
+                if full or self._allocator.allocate(self._blocks_for(prompt.tokens), key) is None:
+                    full = True
+                    continue
                 prompt.started = True
                 if prompt.fetching:
                     self._to_fetch.append(key)
@@ -101,6 +112,11 @@ class ChunkScheduler:
             chunks.append(Chunk(key, prompt.planned, count, last))
             prompt.planned += count
             token_budget -= count
+        if len(ranks) > 1 and chunks:
+            served = {self._prompts[chunk.key].rank for chunk in chunks}
+            self._turns.served(min(served), ranks)
+            for rank in served:
+                self._turns.had(rank)
         return chunks
 
     def take_fetches(self) -> list[RequestKey]:

@@ -19,6 +19,7 @@ from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Join, RunItem
+from alignedserve.scheduler.priorities import BACKGROUND
 
 MOST_EVICTIONS = 2  # of a request, as long as others can be evicted that had fewer
 
@@ -47,12 +48,19 @@ class RunningRequest(RunItem):
     to_pool: bool = False  # evicted to the pool, not to the candidate request buffer
     cancelled: bool = False  # its blocks are freed when the copy in flight has ended
 
-    def eviction_rank(self, batch_id: int) -> tuple[bool, bool, int]:
-        """The greatest is evicted first: the longest, of other batches than `batch_id` as long as they have members.
+    @property
+    def background(self) -> bool:
+        """It only takes what others leave."""
+        return self.candidate.rank >= BACKGROUND
 
-        What was evicted MOST_EVICTIONS times goes last, since the longest would be evicted wherever it joins.
+    def eviction_rank(self, batch_id: int) -> tuple[int, bool, bool, int]:
+        """The greatest is evicted first: the highest rank of priorities, then the longest.
+
+        Of one rank, those of other batches than `batch_id` go before. What was evicted MOST_EVICTIONS times goes last,
+        since the longest would be evicted wherever it joins.
         """
-        return self.batch_id != batch_id, self.candidate.evictions < MOST_EVICTIONS, self.kv_tokens
+        candidate = self.candidate
+        return candidate.rank, self.batch_id != batch_id, candidate.evictions < MOST_EVICTIONS, self.kv_tokens
 
 
 class RunningBatch:
@@ -66,12 +74,18 @@ class RunningBatch:
         self.leaving: dict[RequestKey, RunningRequest] = {}
         self._by_phase = (self.entering, self.running, self.leaving)
         self._groups: dict[str, dict[RequestKey, RunningRequest]] = {}
+        self.background = 0  # members that run or are entering and only take what others leave
         self._of_batch: dict[int, int] = {}  # candidate batch -> number of its members that run or are entering
 
     @property
     def size(self) -> int:
         """Number of requests that run or are entering."""
         return len(self.running) + len(self.entering)
+
+    @property
+    def holds_background(self) -> bool:
+        """Whether a member only takes what others leave; one may be on its way out."""
+        return self.background > 0 or any(member.background for member in self.leaving.values())
 
     def present(self) -> Iterator[RunningRequest]:
         """Members that run or are entering, oldest first."""
@@ -193,6 +207,8 @@ class RunningBatch:
     def _count(self, member: RunningRequest, change: int) -> None:
         if member.phase is Phase.LEAVING:
             return
+        if member.candidate.rank >= BACKGROUND:
+            self.background += change
         count = self._of_batch.get(member.batch_id, 0) + change
         if count:
             self._of_batch[member.batch_id] = count
@@ -218,6 +234,8 @@ class RunningBatch:
         members = [member for phase in self._by_phase for member in phase.values()]
         if Counter(member.batch_id for member in self.present()) != self._of_batch:
             raise AccountingError("the member counts by batch do not match a recount")
+        if sum(member.background for member in self.present()) != self.background:
+            raise AccountingError(f"{self.background} members only take what others leave; a recount differs")
         if grouped != {member.key for member in members if member.candidate.group_id} or not all(self._groups.values()):
             raise AccountingError("groups do not match the members")
         self.allocator.check_integrity()

@@ -53,6 +53,7 @@ def request_meta(key: RequestKey, head: pb.RequestHead) -> RequestMeta:
         gateway_id=sys.intern(head.gateway_id),
         age_s=max(0.0, (time.time_ns() - head.arrival_ns) / 1e9),
         wait_objective_s=head.wait_objective_s,
+        priority=head.priority,
     )
 
 
@@ -83,6 +84,7 @@ def held_requests(inventory: dw.DecodeInventory) -> Iterator[HeldRequest]:
             group_id=held.group_id,
             gateway_id=held.gateway_id,
             wait_objective_s=held.wait_objective_s,
+            priority=held.priority,
         )
         prefill_id, _, buffer = held.store_id.partition("/")
         kind = BufferKind.REQUESTS if buffer.startswith("requests") else BufferKind.BATCH

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from alignedserve.request import Stage
+from alignedserve.request import BATCH_PRIORITY, Stage
 from alignedserve.simulator.report.results import Barriers, RequestResult, RunResult, StepColumns
 from alignedserve.simulator.report.tokens import Floats, TokenTimes, token_times
 
@@ -59,9 +59,15 @@ def measure(run: RunResult, objectives: Objectives, warmup_s: float = 0.0) -> Me
     """The figures of a run.
 
     Requests that arrived, tokens that came and passes that began before `warmup_s` are excluded from every figure but
-    `makespan_s`.
+    `makespan_s`. Beside others, requests that only take what these leave (priority from BATCH_PRIORITY on) count for
+    throughput and iterations only.
     """
     counted = [request for request in run.requests if request.arrival.arrival_s >= warmup_s]
+    behind = [request for request in counted if request.arrival.priority >= BATCH_PRIORITY]
+    if len(behind) < len(counted):
+        counted = [request for request in counted if request.arrival.priority < BATCH_PRIORITY]
+    else:
+        behind = []
     tokens = token_times(counted)
     passes = _passes(run.steps, warmup_s)
     first_s = min((request.arrival.arrival_s for request in run.requests), default=0.0)
@@ -79,6 +85,11 @@ def measure(run: RunResult, objectives: Objectives, warmup_s: float = 0.0) -> Me
         **_iterations(passes),
         **_throughput(run, warmup_s, span_s, passes, len(tokens.ttft)),
         **_attainment(tokens, objectives, len(counted), span_s),
+        **(
+            {"batch_requests": len(behind), "batch_completed": sum(bool(one.token_s) for one in behind)}
+            if behind
+            else {}
+        ),
         **({} if run.barriers is None else _barriers(run.barriers, passes, warmup_s)),
     }
     return Measured(metrics, tokens, passes)

@@ -70,6 +70,21 @@ def objective_of(value: object, place: Place) -> float:
     return seconds
 
 
+def priority_of(value: object, place: Place) -> int:
+    """A request's priority; 0 if there is none (null, an empty field)."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return 0
+    number = value
+    if isinstance(value, str):
+        try:
+            number = int(value)
+        except ValueError:
+            number = None
+    if isinstance(number, bool) or not isinstance(number, int) or not -(1 << 63) <= number < 1 << 63:
+        place.fail(f"{_shown(value)} is not a signed 64-bit integer")
+    return number
+
+
 def stamp_of(text: str, place: Place) -> datetime:
     """A calendar time. Without a zone it counts as UTC, since only differences matter."""
     try:

@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, field, fields, replace
 
 from alignedserve.errors import ConfigError
+from alignedserve.request import BATCH_PRIORITY
 from alignedserve.simulator.traces.fields import MAX_TOKENS
 from alignedserve.simulator.traces.load import Load
 from alignedserve.simulator.traces.trace import Trace
@@ -25,7 +26,7 @@ def is_mix(source: str) -> bool:
 class Mix(Trace):
     """`short`: the share of short requests, met exactly (rounded to whole requests).
 
-    Lengths are uniform, both ends included.
+    Lengths are uniform, both ends included. `batch`: so many more requests, with BATCH_PRIORITY, arrive at time 0.
     """
 
     short: float = 0.95
@@ -36,6 +37,7 @@ class Mix(Trace):
     long_max: int = 8000
     output_min: int = 64
     output_max: int = 512
+    batch: int = 0
     timed: bool = field(default=False, init=False)
 
     @classmethod
@@ -61,6 +63,8 @@ class Mix(Trace):
             raise ConfigError(f"{source}: short must be a share between 0 and 1")
         if not 1 <= self.requests <= _MOST_REQUESTS:
             raise ConfigError(f"{source}: requests must be between 1 and {_MOST_REQUESTS}")
+        if not 0 <= self.batch <= _MOST_REQUESTS:
+            raise ConfigError(f"{source}: batch must be between 0 and {_MOST_REQUESTS}")
         for name in ("short", "long", "output"):
             low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
             if not 1 <= low <= high:
@@ -69,19 +73,29 @@ class Mix(Trace):
                 raise ConfigError(f"{source}: {name}_max must be less than {MAX_TOKENS} tokens")
 
     def workload(self, load: Load, seed: int) -> Workload:
+        if self.batch and load.clients:
+            raise ConfigError("batch= of a mix is for arrivals by rate, not for a closed loop (--clients)")
         rng = random.Random(f"alignedserve mix {seed}")
         count = self.requests if load.limit is None else min(load.limit, self.requests)
+        rows = zip(load.draw(count, seed), *self._lengths(rng, count), strict=True)
+        arrivals = tuple(Arrival(f"r{number}", *row) for number, row in enumerate(rows))
+        behind = zip(*self._lengths(random.Random(f"alignedserve mix batch {seed}"), self.batch), strict=True)
+        batch = (Arrival(f"b{n}", 0.0, *row, priority=BATCH_PRIORITY) for n, row in enumerate(behind))
+        made = {"requests": count, "arrivals": load.process, "seed": seed}
+        return Workload((*batch, *arrivals), {**self.describe(), **made}, clients=load.clients)
+
+    def _lengths(self, rng: random.Random, count: int) -> tuple[list[int], list[int]]:
+        """Input and output tokens of each request."""
         short = round(self.short * count)
         inputs = [rng.randint(self.short_min, self.short_max) for _ in range(short)]
         inputs += [rng.randint(self.long_min, self.long_max) for _ in range(count - short)]
         rng.shuffle(inputs)
         outputs = [rng.randint(self.output_min, self.output_max) for _ in range(count)]
-        rows = zip(load.draw(count, seed), inputs, outputs, strict=True)
-        arrivals = tuple(Arrival(f"r{number}", *row) for number, row in enumerate(rows))
-        made = {"requests": count, "arrivals": load.process, "seed": seed}
-        return Workload(arrivals, {**self.describe(), **made}, clients=load.clients)
+        return inputs, outputs
 
     def describe(self) -> dict[str, object]:
         keys = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
+        if not self.batch:
+            del keys["batch"]
         spec = PREFIX + ",".join(f"{name}={value}" for name, value in keys.items())
         return {"source": spec, "format": "mix", "sha256": hashlib.sha256(spec.encode()).hexdigest(), "mix": keys}

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from alignedserve.simulator import trace_formats
-from alignedserve.simulator.traces.fields import Place, objective_of, seconds_of, tokens_of
+from alignedserve.simulator.traces.fields import Place, objective_of, priority_of, seconds_of, tokens_of
 from alignedserve.simulator.traces.measured import LogFigures
 from alignedserve.simulator.traces.tables import Found
 from alignedserve.simulator.traces.trace import Row
@@ -112,7 +112,8 @@ class _RequestLog:
         arrival_s = seconds_of(*record.get("arrival_unix_s"))
         inputs = tokens_of(*record.get("input_tokens"), least=min(outputs, 1))
         objective_s = objective_of(record.values.get("wait_objective_s"), record.place("wait_objective_s"))
-        row = Row(inputs, outputs, arrival_s, request_id, objective_s)
+        priority = priority_of(record.values.get("priority"), record.place("priority"))
+        row = Row(inputs, outputs, arrival_s, request_id, objective_s, priority)
         if outputs == 0:
             self._empty += 1
         else:

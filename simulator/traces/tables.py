@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from alignedserve.errors import TraceError
 from alignedserve.simulator import trace_formats
-from alignedserve.simulator.traces.fields import Place, objective_of, seconds_of, stamp_of, tokens_of
+from alignedserve.simulator.traces.fields import Place, objective_of, priority_of, seconds_of, stamp_of, tokens_of
 from alignedserve.simulator.traces.load import LONGEST_S
 from alignedserve.simulator.traces.trace import Row
 
@@ -43,7 +43,8 @@ class _Format:
     inputs: str
     outputs: str
     seconds: Callable[[str, Place], float] = seconds_of
-    objective: str = ""  # an optional column, or ""
+    objective: str = ""  # optional columns, or ""
+    priority: str = ""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -56,7 +57,14 @@ def _calendar_s(text: str, place: Place) -> float:
 
 
 _AZURE = _Format("azure", "timestamp", "contexttokens", "generatedtokens", _calendar_s)
-_PLAIN = _Format("csv", "arrival_time_s", "input_tokens", "output_tokens", objective="wait_objective_s")
+_PLAIN = _Format(
+    "csv",
+    "arrival_time_s",
+    "input_tokens",
+    "output_tokens",
+    objective="wait_objective_s",
+    priority="priority",
+)
 _LENGTHS = _Format("lengths", "", "num_prefill_tokens", "num_decode_tokens")
 _ALL = (_AZURE, _PLAIN, _LENGTHS)
 
@@ -77,7 +85,8 @@ def parse(text: str, file: str) -> Found:
             f"the header {shown!r} matches no known trace format; a header has {trace_formats.CSV_HEADERS}"
         )
     found = Found(chosen.name, timed=bool(chosen.arrival))
-    wanted = filter(None, (*chosen.columns, chosen.objective))  # "" would match the column of a table's index
+    optional = chosen.objective, chosen.priority
+    wanted = filter(None, (*chosen.columns, *optional))  # "" would match the column of a table's index
     at = {name: known[name] for name in wanted if name in known}
     for number, cells in lines:
         column = at[chosen.arrival] if chosen.arrival else 0
@@ -99,7 +108,8 @@ def _row(chosen: _Format, at: Mapping[str, int], names: list[str], cells: list[s
     arrival_s = chosen.seconds(*cell(chosen.arrival)) if chosen.arrival else 0.0
     objective_s = objective_of(*cell(chosen.objective)) if chosen.objective in at else 0.0
     inputs, outputs = tokens_of(*cell(chosen.inputs)), tokens_of(*cell(chosen.outputs))
-    return Row(inputs, outputs, arrival_s, wait_objective_s=objective_s)
+    priority = priority_of(*cell(chosen.priority)) if chosen.priority in at else 0
+    return Row(inputs, outputs, arrival_s, wait_objective_s=objective_s, priority=priority)
 
 
 def _lines(text: str, file: str) -> Iterator[tuple[int, list[str]]]:

@@ -25,6 +25,7 @@ class Row:
     arrival_s: float = 0.0
     request_id: str = ""
     wait_objective_s: float = 0.0
+    priority: int = 0
 
 
 class Trace(ABC):
@@ -107,7 +108,7 @@ def _arrivals(rows: Iterable[Row], times: Iterable[float]) -> tuple[Arrival, ...
     taken = {row.request_id for row in rows}
     names = (row.request_id or _made_up(number, taken) for number, row in enumerate(rows))
     return tuple(
-        Arrival(name, time, row.input_tokens, row.output_tokens, row.wait_objective_s)
+        Arrival(name, time, row.input_tokens, row.output_tokens, row.wait_objective_s, row.priority)
         for name, row, time in zip(names, rows, times, strict=True)
     )
 

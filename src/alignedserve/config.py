@@ -144,6 +144,10 @@ class DecodeConfig:
         8, "a join requires free blocks for this many iterations of the whole batch (hysteresis)", low=1
     )
 
+    background_slowdown: float = _key(
+        0.1, "share by which requests with a priority from 1000000 on may lengthen iterations of others", low=0.01
+    )
+
     def running(self, most: int) -> DecodeConfig:
         """With an automatic `max_running` decided."""
         return self if self.max_running else replace(self, max_running=most)

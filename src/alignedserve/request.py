@@ -12,6 +12,8 @@ from alignedserve.thinking import ThinkingLimit
 MAX_SAMPLES = 16
 MAX_LOGPROBS = 20
 WAIT_OBJECTIVE_S = (0.01, 86_400.0)  # limits; an objective below one iteration could not be met
+BATCH_PRIORITY = 1_000_000
+"""From this priority on, a request has no hurry: it takes what all others leave, as the requests of a batch do."""
 
 
 class FinishReason(enum.StrEnum):
@@ -195,7 +197,8 @@ class RequestSpec:
     `prompt_token_ids` is the client's prompt. `output_token_ids` are the tokens generated so far, in this epoch or
     delivered in an earlier one. Penalties, stop strings and the seed's position count them.
     Requests of one `group_id` are the `n` answers to one prompt and may share its blocks.
-    `wait_objective_s` is the request's wait objective; 0 means the configured default.
+    `wait_objective_s` is the request's wait objective; 0 means the configured default. `priority`: a signed 64-bit
+    integer; of what waits, a lower one goes first.
     """
 
     key: RequestKey
@@ -209,6 +212,7 @@ class RequestSpec:
     arrival_ns: int = 0
     deadline_ns: int = 0
     wait_objective_s: float = 0.0
+    priority: int = 0
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @property

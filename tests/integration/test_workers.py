@@ -16,7 +16,7 @@ from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
 from alignedserve.errors import InvalidRequestError
-from alignedserve.request import SamplingParams
+from alignedserve.request import BATCH_PRIORITY, SamplingParams
 from alignedserve.testing.models import make_model, make_tokenizer
 from alignedserve.testing.reference import greedy, load_reference, logprobs, random_prompts
 from support.driver import Driver
@@ -95,6 +95,23 @@ async def test_a_seeded_request_does_not_depend_on_its_company(served: Served) -
     alone = [(await served.driver.generate([prompt], sampling))[0] for prompt in prompts]
 
     assert [a.tokens for a in together] == [a.tokens for a in alone]
+
+
+async def test_a_backlog_without_hurry_lets_others_go_first_and_loses_nothing(served: Served) -> None:
+    prompts = random_prompts([40 + 7 * number for number in range(16)], VOCAB_SIZE, seed=12)
+    long = replace(GREEDY, max_tokens=48)
+    alone = await served.driver.generate(prompts, long)
+    backlog = [served.driver.submit(prompt, long, priority=BATCH_PRIORITY)[0] for prompt in prompts]
+    while sum(len(answer.tokens) > 2 for answer in backlog) < 4:
+        await asyncio.sleep(0.01)
+    plain = [served.driver.submit(prompt, GREEDY)[0] for prompt in prompts[:3]]
+    await served.driver.wait([*backlog, *plain])
+
+    assert [answer.tokens for answer in backlog] == [answer.tokens for answer in alone]
+    assert [answer.tokens for answer in plain] == [answer.tokens[:24] for answer in alone[:3]]
+    last_s = max(answer.times_s[-1] for answer in plain)
+    assert sum(answer.times_s[-1] > last_s for answer in backlog) >= 12
+    assert await served.all_blocks_free()
 
 
 async def test_logprobs_are_the_models(served: Served) -> None:

@@ -106,10 +106,14 @@ class CoreCell:
         self.core.check_integrity()
         return list(actions)
 
-    def submit(self, *names: object, tokens: int = 10, most: int = 20, gateway: str = "gw") -> list[Action]:
+    def submit(
+        self, *names: object, tokens: int = 10, most: int = 20, gateway: str = "gw", priority: int = 0
+    ) -> list[Action]:
         """Submit one group. Returns the actions that follow."""
-        group = f"group-{names[0]}"
-        return self.do(ev.Submitted(tuple(ev.RequestMeta(key(n), tokens, most, group, gateway) for n in names)))
+        metas = [
+            ev.RequestMeta(key(name), tokens, most, f"group-{names[0]}", gateway, priority=priority) for name in names
+        ]
+        return self.do(ev.Submitted(tuple(metas)))
 
     def prefilled(
         self, name: object, tokens: int = 10, new_blocks: int | None = None, pool_id: str = ""
@@ -121,9 +125,9 @@ class CoreCell:
             pool_id = self.homes.get(record.prefill_id, "")
         return self.do(ev.Prefilled(key(name), tokens, blocks, blocks if new_blocks is None else new_blocks, pool_id))
 
-    def wait(self, name: object, tokens: int = 10, most: int | None = None) -> list[Action]:
+    def wait(self, name: object, tokens: int = 10, most: int | None = None, priority: int = 0) -> list[Action]:
         """Submit and prefill. Returns the actions after the prefill."""
-        self.submit(name, tokens=tokens, most=most or tokens + 10)
+        self.submit(name, tokens=tokens, most=most or tokens + 10, priority=priority)
         return self.prefilled(name, tokens)
 
     def make_busy(

@@ -95,7 +95,7 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
     def _hello(self) -> list[sc.GatewayMessage]:
         return [sc.GatewayMessage(hello=sc.GatewayHello(process=self._process, address=self._address))]
 
-    def submit(self, prompt: Sequence[int], sampling: SamplingParams, n: int = 1) -> list[Answer]:
+    def submit(self, prompt: Sequence[int], sampling: SamplingParams, n: int = 1, priority: int = 0) -> list[Answer]:
         """Submit `n` requests for one prompt, with the seeds `sampling.seed + i`."""
         group = f"g{next(self._ids)}"
         now_ns = time.time_ns()
@@ -111,6 +111,7 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
                 group_id=group,
                 group_size=n,
                 arrival_ns=now_ns,
+                priority=priority,
                 stopwatch=Stopwatch(Stage.QUEUE, now_ns),
             )
             answers.append(Answer(key, spec))
@@ -260,6 +261,7 @@ def _head(spec: RequestSpec) -> pb.RequestHead:
         arrival_ns=spec.arrival_ns,
         submitted_ns=spec.stopwatch.since_ns,
         wait_objective_s=spec.wait_objective_s,
+        priority=spec.priority,
     )
 
 

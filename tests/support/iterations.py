@@ -63,9 +63,11 @@ class Worker:
         shared: int = 0,
         due_s: float = math.inf,
         evictions: int = 0,
+        rank: int = 0,
     ) -> None:
         most = most or kv_tokens + 8
-        candidate = Candidate(key(name), kv_tokens, most, group, shared, buffer, batch_id, due_s, evictions=evictions)
+        of_buffer = buffer, batch_id, due_s
+        candidate = Candidate(key(name), kv_tokens, most, group, shared, *of_buffer, evictions=evictions, rank=rank)
         self.scheduler.offer(candidate, self.now_s)
 
     def plan(self) -> IterationPlan:

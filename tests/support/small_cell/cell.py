@@ -61,6 +61,7 @@ class Shape:
     max_prompt: int = 60
     max_answer: int = 40
     cancel_share: float = 0.0
+    priorities: tuple[int, ...] = ()  # of each group one of them; empty: 0
     scheduler: SchedulerConfig = SchedulerConfig(min_batch_requests=4, leaf_tokens=4, starvation_after_s=0.5)  # noqa: RUF009
 
     def config(self) -> Config:
@@ -301,6 +302,10 @@ class SmallCell:
             answer = rng.randint(1, shape.max_answer)
             most = rng.choice([answer, shape.max_answer])
             group.append(Request(f"r{number + i}", prompt, answer, most, f"g{number}", size))
+        if shape.priorities:
+            priority = rng.choice(shape.priorities)
+            for request in group:
+                request.priority = priority
         self.submit(group)
         for request in group:
             if rng.random() < shape.cancel_share:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from alignedserve.scheduler.core.actions import Prefetch
 from alignedserve.scheduler.core.events import Finished, Joined, Lost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.pace import Pace
 from alignedserve.scheduler.instance.plan import (
     BufferKind,
     CancelOutcome,
@@ -20,6 +22,7 @@ from alignedserve.scheduler.instance.plan import (
     IterationStatus,
     RunItem,
 )
+from alignedserve.scheduler.priorities import rank_of
 from alignedserve.scheduler.systems import default_objective_s
 from alignedserve.simulator.buffers import decode_report
 from support.small_cell import times
@@ -36,8 +39,9 @@ class Decode:
         self.alive = True
         config = cell.config
         self.cache = BlockAllocator(cell.shape.decode_cache, f"{name}/cache")
+        pace = Pace(math.inf, lambda lengths: sum(map(times.iteration_s, lengths))) if cell.shape.priorities else None
         self.scheduler = IterationScheduler.configured(
-            config, self.cache, cell.shape.block_size, default_objective_s(config.scheduler)
+            config, self.cache, cell.shape.block_size, default_objective_s(config.scheduler), pace
         )
         self.source: dict[RequestKey, str] = {}  # the prefill instance of each candidate, or "" for the pool
         self.length: dict[RequestKey, int] = {}  # KV tokens of each request that is held
@@ -72,7 +76,15 @@ class Decode:
         most = request.prompt + request.most
         objective_s = request.wait_objective_s
         candidate = Candidate(
-            key, kv_tokens, most, request.group_id, shared, kind, batch_id, wait_objective_s=objective_s
+            key,
+            kv_tokens,
+            most,
+            request.group_id,
+            shared,
+            kind,
+            batch_id,
+            wait_objective_s=objective_s,
+            rank=rank_of(request.priority),
         )
         self.scheduler.offer(candidate, self.cell.now_s)
         self.kick()

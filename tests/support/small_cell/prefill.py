@@ -11,6 +11,7 @@ from alignedserve.scheduler.core.actions import Prefetch, StartPrefill
 from alignedserve.scheduler.core.events import Lost, Prefilled
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.prefill_chunks import Chunk, ChunkScheduler
+from alignedserve.scheduler.priorities import rank_of
 from alignedserve.simulator.buffers import SimulatedBuffers
 from support.small_cell import times
 from support.small_cell.pool import Write
@@ -43,7 +44,8 @@ class Prefill:
         self.groups[keys[0]] = list(keys)
         self.lead.update(dict.fromkeys(keys, keys[0]))
         request = self.cell.request(keys[0])
-        self.chunks.add(keys[0], request.prompt + request.tokens, action.base_tokens)
+        rank = rank_of(request.priority)
+        self.chunks.add(keys[0], request.prompt + request.tokens, action.base_tokens, rank)
         self.cell.counts["reused"] += action.base_tokens
         self.compute()
 

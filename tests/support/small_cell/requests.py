@@ -42,6 +42,7 @@ class Request:
     tokens: int = 0
     ended: str = ""  # "finished" or "cancelled"
     wait_objective_s: float = 0.0
+    priority: int = 0
     waiting_since_s: float | None = None
     evicted: bool = False  # it waits because of an eviction
     waits: list[Wait] = field(default_factory=list)
@@ -69,6 +70,7 @@ class Request:
             group_id=self.group_id,
             gateway_id="gateway",
             wait_objective_s=self.wait_objective_s,
+            priority=self.priority,
         )
 
     def wait(self, now_s: float, *, evicted: bool) -> None:

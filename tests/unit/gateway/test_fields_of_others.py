@@ -43,7 +43,6 @@ BOTH: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "mm_processor_kwargs": (({"a": 1},), NOTHING),
     "multi_modal_data": (({"image": "AAAA"},), NOTHING),
     "num_beams": ((4,), (1, 1.0)),
-    "priority": ((1, -1), (0, 0.0)),
     "prompt_embeds": (("AAAA",), NOTHING),
     "reasoning": (({"effort": "low"}, True), ({},)),
     "repetition_detection": (({"max_pattern_size": 3},), ({},)),

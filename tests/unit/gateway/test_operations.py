@@ -23,7 +23,7 @@ from alignedserve.errors import (
 )
 from alignedserve.gateway.standalone import StandaloneGateway
 from alignedserve.model import resolve_model
-from alignedserve.request import FinishReason, RequestSpec, TokenLogprobs
+from alignedserve.request import BATCH_PRIORITY, FinishReason, RequestSpec, TokenLogprobs
 from alignedserve.text import Tokenizer
 from support.fake_cluster import FakeCluster, playing, silent_script
 from support.gateway import RunningGateway, running_gateway
@@ -250,6 +250,17 @@ async def test_a_grpc_request_carries_an_objective_for_its_wait(client: AsyncCli
     with pytest.raises(InvalidRequestError, match="wait_objective_s"):
         await client.generate("a", wait_objective_s="soon")  # type: ignore[arg-type]
     assert len(cluster.submitted) == 2
+
+
+async def test_a_grpc_request_carries_its_priority(client: AsyncClient, cluster: FakeCluster) -> None:
+    for priority in (-5, 0, BATCH_PRIORITY):
+        await client.generate("a", priority=priority)
+    await client.generate("a")
+    assert [spec.priority for spec in cluster.submitted] == [-5, 0, BATCH_PRIORITY, 0]
+    for wrong in (1 << 63, 1.5, "urgent"):
+        with pytest.raises(InvalidRequestError, match="priority"):
+            await client.generate("a", priority=wrong)  # type: ignore[arg-type]
+    assert len(cluster.submitted) == 4
 
 
 async def test_grpc_models(client: AsyncClient) -> None:

@@ -48,9 +48,10 @@ async def until_lost(cluster: FakeCluster, spec: RequestSpec) -> None:
 
 async def test_a_lost_request_goes_on_where_it_was(cluster: FakeCluster, gateway: RunningGateway) -> None:
     cluster.script = until_lost
-    assert await tokens(gateway, seed=5, wait_objective_s=2.5) == [COUNTED]
+    assert await tokens(gateway, seed=5, wait_objective_s=2.5, priority=-7) == [COUNTED]
     first, second = cluster.submitted
     assert (first.wait_objective_s, second.wait_objective_s) == (2.5, 2.5)
+    assert (first.priority, second.priority) == (-7, -7)
     assert (first.key.epoch, second.key.epoch) == (0, 1)
     assert second.output_token_ids[:5] == COUNTED[:5]
     assert second.prompt_token_ids == first.prompt_token_ids

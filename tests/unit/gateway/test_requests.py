@@ -117,7 +117,12 @@ async def test_extensions_reach_the_cluster(front: Front) -> None:
     assert (spec.sampling.logprobs, spec.sampling.prompt_logprobs) == (2, None)
 
 
-@pytest.mark.parametrize(("path", "base"), [(COMPLETIONS, {"prompt": "hi", "n": 2}), (CHAT, {"messages": HI, "n": 2})])
+BOTH = pytest.mark.parametrize(
+    ("path", "base"), [(COMPLETIONS, {"prompt": "hi", "n": 2}), (CHAT, {"messages": HI, "n": 2})]
+)
+
+
+@BOTH
 async def test_an_objective_for_the_wait_reaches_the_cluster_with_every_answer(
     front: Front, path: str, base: dict[str, Any]
 ) -> None:
@@ -126,6 +131,15 @@ async def test_an_objective_for_the_wait_reaches_the_cluster_with_every_answer(
     metas = [request_meta(key_from_proto(head.key), head) for head in front.port.heads]
     for told in (specs, metas):
         assert [request.wait_objective_s for request in told] == [2.5, 2.5, 0.0, 0.0]
+
+
+@BOTH
+async def test_a_priority_reaches_the_cluster_with_every_answer(front: Front, path: str, base: dict[str, Any]) -> None:
+    specs = await front.submit(path, {**base, "priority": -(2**63)})
+    specs += await front.submit(path, {**base, "priority": None})
+    metas = [request_meta(key_from_proto(head.key), head) for head in front.port.heads]
+    for told in (specs, metas):
+        assert [request.priority for request in told] == [-(2**63), -(2**63), 0, 0]
 
 
 def test_an_option_of_a_body_is_one_of_a_call_over_grpc_and_of_the_cluster() -> None:

@@ -44,6 +44,7 @@ TAME = {
     "min_tokens": 0,
     "timeout_s": 5,
     "wait_objective_s": 2.5,
+    "priority": -3,
     "logit_bias": {"7": 1},
     "stop_token_ids": [9],
     "seed": 1,

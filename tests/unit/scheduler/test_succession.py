@@ -24,13 +24,14 @@ def holding(tokens: int, epoch: int = 1) -> kp.Holding:
     return kp.Holding(key=key, kv_tokens=tokens, block_ids=range(-(-tokens // 4)), pool_id="pool")
 
 
-def test_a_new_scheduler_is_told_of_the_objective_that_a_request_has_for_its_wait() -> None:
-    asked = pb.RequestSpec(wait_objective_s=2.5)
+def test_a_new_scheduler_is_told_of_a_request_s_objective_for_its_wait_and_of_its_priority() -> None:
+    asked = pb.RequestSpec(wait_objective_s=2.5, priority=-7)
     inventory = dw.DecodeInventory(
         requests=[Held(pb.StoredRequest(spec=spec, kv_tokens=8)).describe() for spec in (asked, pb.RequestSpec())]
     )
     first, second = held_requests(dw.DecodeInventory.FromString(inventory.SerializeToString()))
     assert (first.meta.wait_objective_s, second.meta.wait_objective_s) == (2.5, 0.0)
+    assert (first.meta.priority, second.meta.priority) == (-7, 0)
 
 
 def test_messages_are_kept_until_every_running_process_has_reported_what_it_holds() -> None:

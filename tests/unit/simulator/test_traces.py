@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.errors import ConfigError, TraceError
+from alignedserve.request import BATCH_PRIORITY
 from alignedserve.simulator.traces import LengthsTrace, Load, TimedTrace, read_trace
 from support.requirements import need
 
@@ -140,6 +141,28 @@ def test_objectives_of_the_plain_csv_and_of_the_request_log_come_with_the_reques
         assert [arrival.wait_objective_s for arrival in arrivals] == wanted
 
 
+def test_priorities_of_the_plain_csv_and_of_the_request_log_come_with_the_requests(tmp_path: Path) -> None:
+    table = "arrival_time_s,input_tokens,output_tokens,priority\n0,5,5,-2\n1,5,5,\n2,5,5,1000000\n"
+    row = {"arrival_unix_s": 10.0, "input_tokens": 5, "output_tokens": 5}
+    text = "\n".join(map(json.dumps, [{**row, "priority": -2}, {**row, "priority": None}, row]))
+    for name, content, wanted in (("t.csv", table, [-2, 0, 1_000_000]), ("l.jsonl", text, [-2, 0, 0])):
+        arrivals = read_trace(write(tmp_path, name, content)).workload(Load(), 0).arrivals
+        assert [arrival.priority for arrival in arrivals] == wanted
+
+
+def test_a_mix_may_have_a_backlog_of_batch_requests_beside_the_same_others() -> None:
+    plain = read_trace("mix:requests=20").workload(Load(rate_per_s=2.0), 3)
+    both = read_trace("mix:requests=20,batch=30").workload(Load(rate_per_s=2.0), 3)
+    behind = [arrival for arrival in both.arrivals if arrival.priority]
+    assert tuple(arrival for arrival in both.arrivals if not arrival.priority) == plain.arrivals
+    assert {(arrival.priority, arrival.arrival_s) for arrival in behind} == {(BATCH_PRIORITY, 0.0)}
+    assert len(behind) == 30
+    with pytest.raises(ConfigError, match="clients"):
+        read_trace("mix:batch=30").workload(Load(clients=2), 3)
+    with pytest.raises(ConfigError, match="batch must be"):
+        read_trace("mix:batch=-1")
+
+
 def test_a_made_up_id_is_none_of_the_trace_s(tmp_path: Path) -> None:
     ids = ["r2", "a", "a", "r2'"]
     rows = [
@@ -238,6 +261,8 @@ JSON_HEAD = '{"timestamp": 0, "input_length": 5, "output_length": 6}\n'
         (CSV_HEAD, 2, 1, "no requests"),
         (CSV_HEAD.replace("\n", ",wait_objective_s\n") + "0,5,5,0\n", 2, 4, "0 is not between 0.01 and"),
         (CSV_HEAD.replace("\n", ",wait_objective_s\n") + "0,5,5,soon\n", 2, 4, "not a time"),
+        (CSV_HEAD.replace("\n", ",priority\n") + "0,5,5,0.5\n", 2, 4, "not a signed 64-bit integer"),
+        (CSV_HEAD.replace("\n", ",priority\n") + f"0,5,5,{1 << 63}\n", 2, 4, "not a signed 64-bit integer"),
         ("a,b\n1,2\n", 1, 1, "no known trace format"),
         ("", 1, 1, "empty"),
         (b"a,b\n1,\xff\n", 2, 3, "not UTF-8"),
