@@ -16,6 +16,7 @@ DEFAULT_COST_MODEL = "rtxpro6000-llama-3.1-8b"
 _MAX_RATES = 1000
 _LEAST_RATE, _MOST_RATE = Decimal("1e-6"), Decimal("1e12")
 _MAX_SEEDS = 1000
+_MAX_RANKS = 1024  # as of decode instances
 _SEED_END = 1 << 63  # result files store seeds in 64 bits
 SUMMARY = "Replay a trace through the real scheduler in virtual time, and compare policies."
 EPILOG = f"""trace formats, detected by content:
@@ -76,6 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--slo-ttft", type=float, metavar="S", help="TTFT objective for goodput, in seconds")
     add(
         "--slo-tpot",
+        "--tpot-objective",
         type=float,
         metavar="S",
         help="TPOT objective for goodput and for joins of disaggregated policies, in seconds",
@@ -142,6 +144,8 @@ def placements_of(ranks: int, placement: str | None, policy: str | None) -> tupl
     """The placements to compare; none with one rank. Raises ConfigError for options that make no sense together."""
     if ranks < 1:
         raise ConfigError(f"--ranks must be at least 1, not {ranks}")
+    if ranks > _MAX_RANKS:
+        raise ConfigError(f"--ranks must be at most {_MAX_RANKS}, not {ranks}")
     if ranks == 1:
         if placement is not None:
             raise ConfigError(f"--placement {placement}: one rank leaves nothing to choose; give --ranks 2 or more")
@@ -153,7 +157,7 @@ def placements_of(ranks: int, placement: str | None, policy: str | None) -> tupl
         raise ConfigError(
             f"--ranks {ranks}: a placement decides which request joins, not --policy {policy}; give --placement instead"
         )
-    names = policies_of(placement or DEFAULT_PLACEMENT, "placement")
+    names = policies_of(DEFAULT_PLACEMENT if placement is None else placement, "placement")
     for name in names:
         placement_class(name)
     return names

@@ -25,7 +25,7 @@ from alignedserve.scheduler.core.sharing import Nearest, Pooled, Sharing
 from alignedserve.scheduler.core.waiting import WaitingClock
 from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.scheduler.policies.base import Entry
-from alignedserve.scheduler.systems import configured_policy, default_objective_s, make_policy
+from alignedserve.scheduler.systems import default_objective_s, make_policy, sharing_of
 
 
 class CoreState:
@@ -50,9 +50,7 @@ class CoreState:
 
     def _make_sharing(self) -> Sharing:
         config = self.config.scheduler
-        rule = config.sharing
-        if rule == "auto":
-            rule = "quantiles" if configured_policy(config).BY_LENGTH else "none"
+        rule = sharing_of(config)
         if rule != "quantiles":
             kind = Nearest if rule == "nearest" else Pooled
             return kind(config, make_policy(config, self.policy_faults), self.instances, self.clock)
