@@ -47,12 +47,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="split_kv, no_split or no_split_longest_first",
     )
     add("--block-bandwidth", type=float, metavar="GB/S", help="no_split: read bandwidth of one thread block, in GB/s")
-    add(
-        "--tensor-parallel",
-        type=int,
-        metavar="N",
-        help="degree of a folder of tables (default: its suffix -tpN, else 1)",
-    )
+    add("--tensor-parallel", type=int, metavar="N", help=(
+        "degree at which a folder's tables were measured (default: its suffix -tpN, else 1)"
+    ))  # fmt: skip
     add("--hardware", metavar="FILE", help="TOML or JSON: KV capacity, pool size, link rates; all optional")
     add("--print-hardware", action="store_true", help="print such a file with the effective values, and exit")
     add("--config", metavar="FILE", help="YAML configuration of the cluster's scheduler (see `alignedserve config`)")
@@ -75,13 +72,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--cv", type=float, metavar="C", help="variation of generated arrivals: 1 Poisson (default), else Gamma")
     add("--slo-ttft", type=float, metavar="S", help="TTFT objective for goodput, in seconds")
-    add(
-        "--slo-tpot",
-        "--tpot-objective",
-        type=float,
-        metavar="S",
-        help="TPOT objective for goodput and for joins of disaggregated policies, in seconds",
-    )
+    add("--slo-tpot", "--tpot-objective", type=float, metavar="S", help=(
+        "TPOT objective for goodput and for joins of disaggregated policies, in seconds"
+    ))  # fmt: skip
     add("--seed", type=int, metavar="N", default=0, help="seed of random lengths and arrivals (default 0)")
     add("--seeds", metavar="N|A,B,…", help="several seeds: N from --seed on, or a list; adds confidence intervals")
     add("--warmup-s", type=float, metavar="S", default=0.0, help="exclude everything before S seconds from the figures")
