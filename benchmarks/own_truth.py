@@ -48,7 +48,7 @@ from alignedserve.engine.profile.other_work import QUIET_SHARE, OtherWork
 from alignedserve.errors import AlignedServeError, ConfigError
 from alignedserve.memory import usable_cores
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
-from alignedserve.scheduler.systems import served_settings
+from alignedserve.scheduler.systems import served_settings, unread
 from alignedserve.simulator.hardware_file import default_hardware
 from alignedserve.simulator.replay import has_effect
 
@@ -275,7 +275,11 @@ def check(options: argparse.Namespace) -> None:
     typed = {key: value_of(key, text, "--set") for key, text in settings.items()}
     flags = {"model.path": options.model, "scheduler.policy": options.policy}
     served_settings(options.policy)
-    check_model(load(None, environ={}, flags={**flags, **typed}))
+    config = load(None, environ={}, flags={**flags, **typed})
+    for key, reader in unread(config.scheduler, config.cluster.decode).items():
+        if key in typed:
+            raise ConfigError(f"--set {key} has no effect here: {reader}")
+    check_model(config)
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -104,6 +104,10 @@ async def test_a_load_of_given_lengths_sends_each_once_and_ends(at_once: bool) -
         (("--model", "nosuch"), "model folder 'nosuch' does not exist"),
         (("--policy", "vllm"), "is a colocated system"),
         (("--set", "decode.max_runing=4"), "unknown configuration key 'decode.max_runing'"),
+        (
+            ("--set", "scheduler.sharing=none"),
+            "--set scheduler.sharing has no effect here: several decode instances read it",
+        ),
         (("--requests", "0"), "--requests must be at least 1"),
         (("--short", "9:1"), "LOW:HIGH"),
         (("--profile", "/nosuch.json"), "unknown cost model '/nosuch.json'"),
