@@ -178,8 +178,7 @@ def _summary(
     for policy, by_rate in rows.items():
         found = [{"rate_per_s": rate, **over_seeds(by_seed)} for rate, by_seed in by_rate.items()]
         summary[policy] = {**found[-1], "counters": dict(counters[policy]), "by_rate": found}
-    described = provenance.describe()
-    return {**summary, "run": {**described, "notes": [*described["notes"], *notes]}}
+    return {**summary, "run": {**provenance.describe(), "notes": [*provenance.notes, *notes]}}
 
 
 def _plan(options: argparse.Namespace, machine: _Machine) -> Plan:
