@@ -22,13 +22,15 @@ import argparse
 import asyncio
 import csv
 import json
+import math
 import multiprocessing
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,11 +39,16 @@ import torch
 from mixed_load import MixedLoad
 
 from alignedserve.cluster.cli.open_loop import Load, Outcome, drive_apart
+from alignedserve.cluster.cli.profile_command import LEAST_S
 from alignedserve.cluster.cli.serve_process import ServeProcess
+from alignedserve.cluster.launch.preflight import check_model
+from alignedserve.config_sources import load, value_of
 from alignedserve.control.samples import samples
 from alignedserve.engine.profile.other_work import QUIET_SHARE, OtherWork
+from alignedserve.errors import AlignedServeError, ConfigError
 from alignedserve.memory import usable_cores
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
+from alignedserve.scheduler.systems import served_settings, unread
 from alignedserve.simulator.hardware_file import default_hardware
 from alignedserve.simulator.replay import has_effect
 
@@ -246,10 +253,37 @@ def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def pair(text: str) -> tuple[int, int]:
     low, high = (int(part) for part in text.split(":"))
+    if not 1 <= low <= high:
+        raise argparse.ArgumentTypeError(f"takes LOW:HIGH, LOW at least 1 and no more than HIGH, not {text!r}")
     return low, high
 
 
-def main() -> int:
+def check(options: argparse.Namespace) -> None:
+    """Raises AlignedServeError for what the profile, the cluster or the simulation would refuse later."""
+    for name in ("threads", "requests", "crowd"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, not {getattr(options, name)}")
+    if options.warm_up < 0 or not 0 <= options.short_share <= 1 or not 0 < options.share < math.inf:
+        raise ConfigError("--warm-up is at least 0, --short-share from 0 to 1, --share above 0")
+    if options.profile is None and not LEAST_S <= options.profile_s < math.inf:
+        raise ConfigError(f"--profile-s must be at least {LEAST_S:g}, not {options.profile_s:g}")
+    if options.profile is not None:
+        hardware_of_cost(options.profile)
+    if options.json is not None and not os.access(options.json.parent, os.W_OK):
+        raise ConfigError(f"--json {options.json}: give a file in an existing, writable folder")
+    settings = dict(setting.partition("=")[::2] for setting in options.set)
+    typed = {key: value_of(key, text, "--set") for key, text in settings.items()}
+    flags = {"model.path": options.model, "scheduler.policy": options.policy}
+    served_settings(options.policy)
+    config = load(None, environ={}, flags={**flags, **typed})
+    for key, reader in unread(config.scheduler, config.cluster.decode).items():
+        if key in typed:
+            raise ConfigError(f"--set {key} has no effect here: {reader}")
+    check_model(config)
+
+
+def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line. Exits with a message if an option is invalid."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--policy", default="aligned")
@@ -271,8 +305,17 @@ def main() -> int:
     ))  # fmt: skip
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep profile, log and simulation in this folder")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     options.set.append(f"cluster.threads={options.threads}")
+    try:
+        check(options)
+    except AlignedServeError as error:
+        parser.error(error.message)
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = options_of(argv)
     with tempfile.TemporaryDirectory() as own:
         folder = options.keep or Path(own)
         folder.mkdir(parents=True, exist_ok=True)

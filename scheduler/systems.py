@@ -180,17 +180,29 @@ def default_objective_s(config: SchedulerConfig) -> float:
     return config.starvation_after_s if configured_policy(config).OVERDUE else math.inf
 
 
-def unread(config: SchedulerConfig) -> dict[str, str]:
-    """Keys `scheduler.KEY` that the configured policy does not read, each with what reads it. Raises ConfigError.
+def sharing_of(config: SchedulerConfig) -> str:
+    """`scheduler.sharing` with `auto` decided by the policy. Raises ConfigError."""
+    if config.sharing != "auto":
+        return config.sharing
+    return "quantiles" if configured_policy(config).BY_LENGTH else "none"
 
-    None for a user-defined policy, which gets all keys.
+
+def unread(config: SchedulerConfig, decode_instances: int | None = None) -> dict[str, str]:
+    """Keys `scheduler.KEY` that have no effect as configured, each with what reads it. Raises ConfigError.
+
+    A user-defined policy gets all keys; only those are known that it decides by being another policy, or that belong to
+    sharing. `decode_instances`: their number, where it is fixed.
     """
-    if config.policy not in SYSTEMS:
-        return {}
     kind, ruled = configured_policy(config), config.policy in RULED
     found = {}
     if not ruled:
         found["scheduler.waiting_rule"] = f"the policies {' and '.join(RULED)} read it"
+    if decode_instances == 1:
+        found |= dict.fromkeys(("scheduler.sharing", "scheduler.balance_slack"), "several decode instances read it")
+    elif sharing_of(config) == "none":
+        found["scheduler.balance_slack"] = "scheduler.sharing quantiles or nearest read it"
+    if config.policy not in SYSTEMS:
+        return found
     if not (kind.OVERDUE or (ruled and config.waiting_rule == "paper")):
         found["scheduler.starvation_after_s"] = "scheduler.waiting_rule overdue or paper, and aligned-cost, read it"
     if not issubclass(kind, AlignedPolicy):

@@ -257,7 +257,7 @@ class Cell(OnHardware):
             return
         self.counters["dropped_requests"] += 1
         request.key = RequestKey(key.request_id, key.epoch + 1)
-        request.stop_waiting(self.clock.now_s)
+        request.stop_waiting(self.clock.now_s, dropped=True)
         request.enter(Stage.QUEUE, self.clock.now_s)
         self._submit(request)
 

@@ -16,6 +16,7 @@ from alignedserve.request import Stage
 from alignedserve.scheduler.cost.load import BANDWIDTH, COLLECTIVES, KV_TOKENS, load_rank_cost, load_step_cost
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
 from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.cost.tensor_parallel import named_degree
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.hardware_file import default_hardware, read_hardware, template, with_values
 from alignedserve.simulator.options import (
@@ -34,16 +35,19 @@ from alignedserve.simulator.report.plots import Drawn, check_matplotlib
 from alignedserve.simulator.report.provenance import Provenance, command_of, own_commit
 from alignedserve.simulator.report.results import RunResult
 from alignedserve.simulator.report.seeds import in_words, over_seeds
-from alignedserve.simulator.report.summary import Metric, Objectives, measure
+from alignedserve.simulator.report.summary import WAITS_MET, Metric, Objectives, measure
 from alignedserve.simulator.traces import Load, read_trace
+from alignedserve.simulator.workload import Workload
 
 Rows = dict[str, dict[float | None, dict[int, dict[str, Metric]]]]
 _SHOWN = (
     ("ttft_mean_s", "TTFT mean, s"),
     ("ttft_p99_s", "TTFT P99, s"),
     ("second_token_mean_s", "second token mean, s"),
+    ("second_token_p99_s", "second token P99, s"),
     ("tpot_mean_s", "TPOT mean, s"),
     ("tpot_p99_s", "TPOT P99, s"),
+    ("pool_wait_max_s", "pool wait max, s"),
     ("iteration_p99_s", "iteration P99, s"),
     ("bubble_share", "bubble share"),
     ("decode_throughput_tokens_per_s", "decode tokens/s"),
@@ -54,9 +58,8 @@ _SHOWN = (
 )
 _OF_RANKS = (
     ("idle_share", "idle share of ranks"),
-    ("idle_share_run", "to the last token"),
+    ("idle_share_run", "idle share, whole run"),
     ("moved_bytes", "moved between ranks, B"),
-    ("pool_wait_max_s", "pool wait max, s"),
 )
 _STAGES = tuple((f"stage_{stage}_mean_s", f"{stage} mean, s") for stage in Stage)
 
@@ -101,12 +104,24 @@ def _simulate(options: argparse.Namespace, argv: Sequence[str], machine: _Machin
         configuration={**plan.describe(), "objectives": objectives.describe(), "warmup_s": options.warmup_s},
         trace=plan.trace.describe(),
         cost_model=plan.cost.describe(),
-        notes=(*workload.notes, *_warnings(plan, options)),
+        notes=(*workload.notes, *_warnings(plan, workload, options)),
     )
     return plan, _run(plan, objectives, options, provenance)
 
 
-def _warnings(plan: Plan, options: argparse.Namespace) -> Iterator[str]:
+def _warnings(plan: Plan, workload: Workload, options: argparse.Namespace) -> Iterator[str]:
+    named = named_degree(Path(options.cost_model)) if options.tensor_parallel is not None else None
+    if named is not None and named != options.tensor_parallel:
+        yield (
+            f"--tensor-parallel {options.tensor_parallel}, but the folder's name says -tp{named}: its tables count as "
+            f"those of one of {options.tensor_parallel} devices"
+        )
+    if plan.load.clients > (requests := len(workload.arrivals)):
+        yield f"--clients {plan.load.clients}, but only {requests} requests: they arrive at time zero"
+    if any(arrival.wait_objective_s for arrival in workload.arrivals):
+        deaf = [one.name for one in plan.candidates if one.colocated or one.ranks > 1]
+        if deaf:
+            yield f"the requests' wait objectives are not read by {', '.join(deaf)}"
     if plan.trace.timed and len(plan.seeds) > 1:
         yield "lengths and arrivals are from the trace: seeds do not change them, so ± does not cover their variation"
     if plan.trace.describe().get("measured") and options.cost_model == DEFAULT_COST_MODEL:
@@ -119,11 +134,18 @@ def _run(plan: Plan, objectives: Objectives, options: argparse.Namespace, proven
     rows: Rows = {candidate.name: {rate: {} for rate in plan.rates} for candidate in plan.candidates}
     counters: dict[str, dict[str, float]] = {}
     drawn: list[Drawn] = []
+    notes: list[str] = []
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(OutputFolder(Path(options.out), provenance)) if options.out else None
         for run, rate, seed in plan.runs(_progress):
             measured = measure(run, objectives, options.warmup_s)
             rows[run.policy][rate][seed] = {"arrival_rate_per_s": _arrival_rate(run, rate), **measured.metrics}
+            if options.warmup_s and not measured.metrics["requests"]:
+                at = "" if rate is None else f" at {rate:g} requests/s"
+                notes.append(
+                    f"{run.policy}{at}, seed {seed}: every request arrived before --warmup-s {options.warmup_s:g}, and "
+                    "none counts"
+                )
             if refused := [one for one in run.requests if one.refused]:
                 _progress(
                     f"{run.policy}: {len(refused)} refused, e.g. {refused[0].arrival.request_id}: {refused[0].refused}"
@@ -133,7 +155,7 @@ def _run(plan: Plan, objectives: Objectives, options: argparse.Namespace, proven
                 drawn.append(Drawn.of(run, measured))
             if folder is not None:
                 folder.add(run, rate, seed)
-        summary = _summary(rows, counters, provenance)
+        summary = _summary(rows, counters, provenance, notes)
         if folder is not None:
             _progress("writing the report")
             blocks = plan.hardware.pool_tokens // plan.hardware.block_size
@@ -145,13 +167,18 @@ def _run(plan: Plan, objectives: Objectives, options: argparse.Namespace, proven
     return summary
 
 
-def _summary(rows: Rows, counters: Mapping[str, Mapping[str, float]], provenance: Provenance) -> dict[str, Any]:
-    """For each policy, its figures at the highest rate and, under `by_rate`, at every rate; `run`: provenance."""
+def _summary(
+    rows: Rows, counters: Mapping[str, Mapping[str, float]], provenance: Provenance, notes: Sequence[str]
+) -> dict[str, Any]:
+    """For each policy, its figures at the highest rate and, under `by_rate`, at every rate; `run`: provenance.
+
+    `notes`: on the runs, besides those of `provenance`.
+    """
     summary: dict[str, Any] = {}
     for policy, by_rate in rows.items():
         found = [{"rate_per_s": rate, **over_seeds(by_seed)} for rate, by_seed in by_rate.items()]
         summary[policy] = {**found[-1], "counters": dict(counters[policy]), "by_rate": found}
-    return {**summary, "run": provenance.describe()}
+    return {**summary, "run": {**provenance.describe(), "notes": [*provenance.notes, *notes]}}
 
 
 def _plan(options: argparse.Namespace, machine: _Machine) -> Plan:
@@ -186,12 +213,14 @@ def _plan(options: argparse.Namespace, machine: _Machine) -> Plan:
 def _candidates(options: argparse.Namespace) -> tuple[ComparedPolicy, ...]:
     slo_tpot_s = _positive("--slo-tpot", options.slo_tpot)
     placements = placements_of(options.ranks, options.placement, options.policy)
-    names = placements or policies_of(options.policy or DEFAULT_POLICY)
+    names = placements or policies_of(DEFAULT_POLICY if options.policy is None else options.policy)
     settings = settings_of(options.set, names)
     if placements:
         ranks = options.ranks
         return tuple(ComparedPolicy.of_placement(name, ranks, settings[name], options.config) for name in names)
-    return tuple(ComparedPolicy.of(name, settings[name], options.config, slo_tpot_s) for name in names)
+    return tuple(
+        ComparedPolicy.of(name, settings[name], options.config, slo_tpot_s, decode=options.decode) for name in names
+    )
 
 
 def _machine(options: argparse.Namespace) -> _Machine:
@@ -265,7 +294,8 @@ def _print(summary: Mapping[str, Any], plan: Plan) -> None:
             print(f"{'' if number == 0 else chr(10)}{rate:g} requests/s")
         print(" " * 24 + "".join(f"{name:>{wide}}" for name in [*names, *(["in the log"] if logged else [])]))
         rows = [summary[name]["by_rate"][number] for name in names] + ([logged] if logged else [])
-        shown = (*_SHOWN, *(_OF_RANKS if plan.rank_cost else ()), *(_STAGES if logged else ()))
+        waits = ((WAITS_MET, "wait objectives met"),) if any(row.get(WAITS_MET) is not None for row in rows) else ()
+        shown = (*_SHOWN, *waits, *(_OF_RANKS if plan.rank_cost else ()), *(_STAGES if logged else ()))
         for metric, label in shown:
             print(f"{label:24}" + "".join(f"{in_words(row, metric):>{wide}}" for row in rows))
     for note in summary["run"]["notes"]:

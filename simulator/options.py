@@ -16,6 +16,7 @@ DEFAULT_COST_MODEL = "rtxpro6000-llama-3.1-8b"
 _MAX_RATES = 1000
 _LEAST_RATE, _MOST_RATE = Decimal("1e-6"), Decimal("1e12")
 _MAX_SEEDS = 1000
+_MAX_RANKS = 1024  # as of decode instances
 _SEED_END = 1 << 63  # result files store seeds in 64 bits
 SUMMARY = "Replay a trace through the real scheduler in virtual time, and compare policies."
 EPILOG = f"""trace formats, detected by content:
@@ -46,12 +47,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="split_kv, no_split or no_split_longest_first",
     )
     add("--block-bandwidth", type=float, metavar="GB/S", help="no_split: read bandwidth of one thread block, in GB/s")
-    add(
-        "--tensor-parallel",
-        type=int,
-        metavar="N",
-        help="degree of a folder of tables (default: its suffix -tpN, else 1)",
-    )
+    add("--tensor-parallel", type=int, metavar="N", help=(
+        "degree at which a folder's tables were measured (default: its suffix -tpN, else 1)"
+    ))  # fmt: skip
     add("--hardware", metavar="FILE", help="TOML or JSON: KV capacity, pool size, link rates; all optional")
     add("--print-hardware", action="store_true", help="print such a file with the effective values, and exit")
     add("--config", metavar="FILE", help="YAML configuration of the cluster's scheduler (see `alignedserve config`)")
@@ -74,12 +72,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--cv", type=float, metavar="C", help="variation of generated arrivals: 1 Poisson (default), else Gamma")
     add("--slo-ttft", type=float, metavar="S", help="TTFT objective for goodput, in seconds")
-    add(
-        "--slo-tpot",
-        type=float,
-        metavar="S",
-        help="TPOT objective for goodput and for joins of disaggregated policies, in seconds",
-    )
+    add("--slo-tpot", "--tpot-objective", type=float, metavar="S", help=(
+        "TPOT objective for goodput and for joins of disaggregated policies, in seconds"
+    ))  # fmt: skip
     add("--seed", type=int, metavar="N", default=0, help="seed of random lengths and arrivals (default 0)")
     add("--seeds", metavar="N|A,B,…", help="several seeds: N from --seed on, or a list; adds confidence intervals")
     add("--warmup-s", type=float, metavar="S", default=0.0, help="exclude everything before S seconds from the figures")
@@ -142,6 +137,8 @@ def placements_of(ranks: int, placement: str | None, policy: str | None) -> tupl
     """The placements to compare; none with one rank. Raises ConfigError for options that make no sense together."""
     if ranks < 1:
         raise ConfigError(f"--ranks must be at least 1, not {ranks}")
+    if ranks > _MAX_RANKS:
+        raise ConfigError(f"--ranks must be at most {_MAX_RANKS}, not {ranks}")
     if ranks == 1:
         if placement is not None:
             raise ConfigError(f"--placement {placement}: one rank leaves nothing to choose; give --ranks 2 or more")
@@ -153,7 +150,7 @@ def placements_of(ranks: int, placement: str | None, policy: str | None) -> tupl
         raise ConfigError(
             f"--ranks {ranks}: a placement decides which request joins, not --policy {policy}; give --placement instead"
         )
-    names = policies_of(placement or DEFAULT_PLACEMENT, "placement")
+    names = policies_of(DEFAULT_PLACEMENT if placement is None else placement, "placement")
     for name in names:
         placement_class(name)
     return names

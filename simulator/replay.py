@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from alignedserve.batch_size import automatic_max_running
 from alignedserve.config import Config
 from alignedserve.config_sources import load, to_tree, value_of
 from alignedserve.errors import ConfigError
@@ -18,6 +19,7 @@ from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.ranks.run import as_run as as_ranks_run
 from alignedserve.simulator.ranks.run import simulate_ranks
 from alignedserve.simulator.report.results import RunResult
+from alignedserve.simulator.sizes import Sizes
 from alignedserve.simulator.traces import Load, Trace
 from alignedserve.simulator.workload import Workload
 
@@ -73,12 +75,18 @@ class ComparedPolicy:
 
     @classmethod
     def of(
-        cls, name: str, settings: Mapping[str, str], config_file: str | None, tpot_objective_s: float | None = None
+        cls,
+        name: str,
+        settings: Mapping[str, str],
+        config_file: str | None,
+        tpot_objective_s: float | None = None,
+        decode: int | None = None,
     ) -> ComparedPolicy:
         """`settings`: texts by option (colocated), or by section.key of the configuration (or `iteration_gap_s`,
         `knows_cost`).
 
-        `tpot_objective_s`: the objective of a disaggregated policy if neither `settings` nor the file set one. No
+        `tpot_objective_s`: the objective of a disaggregated policy if neither `settings` nor the file set one.
+        `decode`: the number of decode instances; with one, settings that only several read are refused. No
         request is refused for load unless `settings` ask for it: the file's value is meant for a cluster. Raises
         ConfigError.
         """
@@ -106,7 +114,7 @@ class ComparedPolicy:
                 raise ConfigError(f"--set {name}.{key}: this policy fixes it to {fixed}")
         flags = {REFUSE_FOR_LOAD: False, **typed, **system.settings}
         config = load(config_file, environ={}, flags=flags)
-        for key, reader in unread(replace(config.scheduler, policy=name)).items():
+        for key, reader in unread(replace(config.scheduler, policy=name), decode).items():
             if key in typed:
                 raise ConfigError(f"--set {name}.{key}: this key has no effect here: {reader}")
         if tpot_objective_s is not None and TPOT_OBJECTIVE not in typed and not config.scheduler.tpot_objective_s:
@@ -159,7 +167,7 @@ class Plan:
         rank_cost = {} if self.rank_cost is None else {"rank_cost": self.rank_cost.describe()}
         return {
             **rank_cost,
-            "policies": {one.name: one.describe(self.prefill, self.decode) for one in self.candidates},
+            "policies": {one.name: self._described(one) for one in self.candidates},
             "hardware": asdict(self.hardware),
             "instances": {"colocated": self.instances, "prefill": self.prefill, "decode": self.decode},
             "rates_per_s": list(self.rates),
@@ -168,6 +176,15 @@ class Plan:
             "clients": self.load.clients,
             "seeds": list(self.seeds),
         }
+
+    def _described(self, candidate: ComparedPolicy) -> dict[str, object]:
+        """With what `decode.max_running` 0 became."""
+        described = candidate.describe(self.prefill, self.decode)
+        if candidate.colocated:
+            return described
+        cache_tokens = Sizes.plan(candidate.config, self.hardware).decode_cache * self.hardware.block_size
+        most = candidate.config.decode.max_running or automatic_max_running(cache_tokens)
+        return {**described, "max_running": most}
 
     def workload(self, rate_per_s: float | None, seed: int) -> Workload:
         return self.trace.workload(replace(self.load, rate_per_s=rate_per_s), seed)

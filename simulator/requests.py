@@ -48,9 +48,14 @@ class Replayed:
     def wait(self, now_s: float) -> None:
         self.waiting_since_s = now_s
 
-    def stop_waiting(self, now_s: float) -> None:
+    def stop_waiting(self, now_s: float, *, dropped: bool = False) -> None:
+        """It decodes, or with `dropped` its KV was dropped: then the wait did not end within the objective."""
         if self.waiting_since_s is not None:
-            self.result.pool_wait_s += now_s - self.waiting_since_s
+            waited_s = now_s - self.waiting_since_s
+            self.result.pool_wait_s += waited_s
+            if objective_s := self.arrival.wait_objective_s:
+                self.result.objective_waits += 1
+                self.result.objective_waits_met += waited_s <= objective_s and not dropped
             self.waiting_since_s = None
 
     def generate(self, times_s: array[float] | list[float]) -> bool:

@@ -126,7 +126,7 @@ class Sweep:
         sources, self.notes = self._sources(options)
         self.sources, left_out = _fitting(sources, options)
         self.notes += left_out
-        wanted = options.given.variants.split(";") if options.given.variants else ()
+        wanted = _wanted(options.given.variants)
         ours, others = (
             [one for one in options.variants(listed) if not wanted or one.label in wanted]
             for listed in ((FCFS, *RULES, *(ABLATIONS if wanted else ())), OTHERS)
@@ -154,12 +154,14 @@ class Sweep:
         return listed, left_out
 
     def estimate(self) -> str:
-        """Executes the runs that capacities are found by."""
+        """Executes the runs that capacities are found by, and one of each other workload, to see what a run takes."""
         capacities = [run for part in self.parts for run in part.grid.capacity_runs(part.cases, part.variants)]
-        self.runner.outcomes(capacities)
         runs = [run for part in self.parts for run in part.grid.runs(part.cases, part.variants)]
-        missing, minutes = self.runner.estimate(runs)
-        return f"{missing:,} of {len(set(runs)):,} runs are left, about {minutes:.0f} minutes"
+        timed = {run.source for run in capacities}
+        first = {run.source: run for run in reversed(runs) if run.source not in timed}
+        self.runner.outcomes([*capacities, *first.values()])
+        missing, seconds = self.runner.estimate(runs)
+        return f"{missing:,} of {len(set(runs)):,} runs are left{f', about {in_words(seconds)}' if missing else ''}"
 
     def run(self) -> None:
         for part in self.parts:
@@ -174,10 +176,26 @@ class Sweep:
             writer.writerows(row for part in self.parts for row in part.rows())
 
 
+def _wanted(text: str | None) -> list[str]:
+    """Parse `--variants`; empty: the default ones. Raises ConfigError for a label that no variant has."""
+    wanted = [] if text is None else [label.strip() for label in text.split(";")]
+    known = [one.label for one in (FCFS, *RULES, *ABLATIONS, *OTHERS)]
+    if unknown := [label for label in wanted if label not in known]:
+        listed = "; ".join(known)
+        raise ConfigError(
+            f"--variants {text}: there is no {unknown[0]!r}; choose, separated by semicolons, of: {listed}"
+        )
+    return wanted
+
+
 def sweep_grid(options: Evaluation, runner: Runner, seeds: Sequence[int]) -> Grid:
     """With the capacities of this sweep."""
     own, capacity = {one.policy for one in OTHERS}, "sustained_requests_per_s"
     return Grid(runner, seeds, options.decode, options.most_prefill, own=own, capacity=capacity)
+
+
+def in_words(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{math.ceil(seconds)} s"
 
 
 def _fitting(sources: Iterable[Source], options: Evaluation) -> tuple[list[Source], list[str]]:
@@ -233,7 +251,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = found.add_argument
     add("--workloads", metavar="A,B,…", help="those with such a text in their names: short, uniform, azure, …")
     listed = ", ".join(f"{one.label!r}" for one in (FCFS, *RULES, *OTHERS))
-    add("--variants", metavar="A;B;…", help=f"of {listed}; systems other than ours run at {OTHER_LOADS}, 2 seeds")
+    add("--variants", metavar="A;B;…", help=(
+        f"of {listed}; systems other than ours run at {OTHER_LOADS}, 2 seeds. Only if named: {ABLATIONS[0].label!r} "
+        "and the like, with each sharing"
+    ))  # fmt: skip
     add("--estimate", action="store_true", help="find the capacities, say how long the rest takes, and end")
     add("--csv", type=Path, metavar="FILE", help="write every figure there, as CSV")
     return run(found, make, argv)

@@ -3,7 +3,8 @@
     python benchmarks/paper/no_split.py --out results/paper --csv FILE
 
 A kernel starts its jobs in the order of the batch (`no_split`); longest first is the best case of any order
-(`no_split_longest_first`). Loads are those at which there is a choice: more requests wait than fit.
+(`no_split_longest_first`). Loads are those at which there is a choice: more requests wait than fit. Machines are those
+of two cost models that ship, each with its own number of instances.
 """
 
 from __future__ import annotations
@@ -98,8 +99,11 @@ def make(options: Evaluation, runner: Runner) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    found = parser(__doc__ or "", kernel_modes="split_kv", topology="2:1", loads=LOADS)
-    found.add_argument("--machine", metavar="NAME", help="only that of this cost model")
+    found = parser(__doc__ or "", kernel_modes="split_kv", topology="2:1", loads=LOADS, fixed=True)
+    names = [name for name, _, _ in MACHINES]
+    found.add_argument(
+        "--machine", choices=names, help=f"only that of this cost model (default: {' and '.join(names)})"
+    )
     found.add_argument("--csv", type=Path, metavar="FILE", help="write every figure there, as CSV")
     return run(found, make, argv)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from evaluation.grid import Case
-from evaluation.options import Evaluation, arrivals, head, parser, run
+from evaluation.options import Evaluation, arrivals, count, counts, head, parser, run
 from evaluation.runner import Runner
 from evaluation.runs import Run, Topology, Variant
 from evaluation.tables import gain, in_csv, percent, ratios, table, with_interval
@@ -30,6 +30,7 @@ from alignedserve.scheduler.ranks.names import PLACEMENTS
 from alignedserve.simulator.replay import ComparedPolicy, Plan
 
 BASE, OURS = "round-robin", "shared-pool"
+QUICK_REQUESTS = 5  # for each rank
 TOKEN_BUDGET = "2048"  # of a prefill pass, as vLLM's on these devices
 METRICS = {
     "idle_share": "idle share of the ranks",
@@ -72,6 +73,10 @@ class RankCase:
     ranks: int
 
 
+def requests_per_rank(options: Evaluation) -> int:
+    return QUICK_REQUESTS if options.quick else options.given.requests_per_rank
+
+
 class Placements:
     """All runs, executed on creation, and the tables made from them."""
 
@@ -81,8 +86,7 @@ class Placements:
         self.names = list(PLACEMENTS)
         found, self.left_out = options.applications((SHAREGPT, AZURE_CONVERSATION))
         self.sources = [*mixes((0.95,) if options.quick else (0.8, 0.95)), *found]
-        counts = tuple(int(text) for text in given.ranks.split(","))
-        self.cases = [RankCase(case, ranks) for ranks in counts for case in options.cases(self.sources)]
+        self.cases = [RankCase(case, ranks) for ranks in given.ranks for case in options.cases(self.sources)]
         self._capacities: dict[RankCase, float] = {}
         full = [run for one in self.cases for run in self._runs(replace(one, case=replace(one.case, load=None)), BASE)]
         runner.outcomes(full)
@@ -100,7 +104,7 @@ class Placements:
         return [RankRun(source, variant, case.machine, topology, rate, seed, ranks=one.ranks) for seed in options.seeds]
 
     def _sized(self, source: Source, ranks: int) -> Source:
-        wanted = ranks * (5 if self.options.quick else self.options.given.requests_per_rank)
+        wanted = ranks * requests_per_rank(self.options)
         if source.text.startswith("mix:"):
             return replace(source, text=f"{source.text.partition(',requests=')[0]},requests={wanted}", requests=wanted)
         return source.sized(wanted / source.requests, self.options.limit)
@@ -160,7 +164,7 @@ def make(options: Evaluation, runner: Runner) -> str:
     if options.given.csv:
         made.write_figures(options.given.csv)
     notes = [
-        f"requests for each rank: {options.given.requests_per_rank}; prefill instances: "
+        f"requests for each rank: {requests_per_rank(options)}; prefill instances: "
         f"{options.given.prefill_per_rank} for each rank; the KV of an instance above is that of a rank",
         f"workloads: {', '.join(source.name for source in made.sources)}",
         *made.left_out,
@@ -170,10 +174,11 @@ def make(options: Evaluation, runner: Runner) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     found = parser(__doc__ or "", kernel_modes="split_kv", topology="1:1", loads="at-once,0.95")
-    found.add_argument("--ranks", default="8,32", metavar="A,B,…", help="ranks of the decode instance (%(default)s)")
-    found.add_argument("--requests-per-rank", type=int, default=600, metavar="N", help="of a run (%(default)s)")
-    found.add_argument("--prefill-per-rank", type=int, default=3, metavar="N", help="prefill instances (%(default)s)")
-    found.add_argument("--csv", type=Path, metavar="FILE", help="write every figure there, as CSV")
+    add = found.add_argument
+    add("--ranks", type=counts, default="8,32", metavar="A,B,…", help="ranks of the decode instance (%(default)s)")
+    add("--requests-per-rank", type=count, default=600, metavar="N", help="of a run (%(default)s)")
+    add("--prefill-per-rank", type=count, default=3, metavar="N", help="prefill instances (%(default)s)")
+    add("--csv", type=Path, metavar="FILE", help="write every figure there, as CSV")
     return run(found, make, argv)
 
 

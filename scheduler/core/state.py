@@ -27,7 +27,7 @@ from alignedserve.scheduler.core.waiting import WaitingClock
 from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.scheduler.policies.base import Entry
 from alignedserve.scheduler.priorities import objective_s, rank_of
-from alignedserve.scheduler.systems import configured_policy, default_objective_s, make_policy
+from alignedserve.scheduler.systems import default_objective_s, make_policy, sharing_of
 
 MOST_DROPPED = 64  # waiting requests that are looked at to make room for one prompt
 
@@ -54,9 +54,7 @@ class CoreState:
 
     def _make_sharing(self) -> Sharing:
         config = self.config.scheduler
-        rule = config.sharing
-        if rule == "auto":
-            rule = "quantiles" if configured_policy(config).BY_LENGTH else "none"
+        rule = sharing_of(config)
         if rule != "quantiles":
             kind = Nearest if rule == "nearest" else Pooled
             return kind(config, partial(make_policy, config, self.policy_faults), self.instances, self.clock)

@@ -46,6 +46,7 @@ KNOWN_SHAPES: dict[str, ModelShape] = {
 _VARIANTS = re.compile(r"(-(instruct|chat|base|hf|it|v\d+(\.\d+)*|\d{4}))+$")  # suffixes of names with the same shape
 _MEMORY = re.compile(r"(?<!\d)(\d+) ?gb\b")
 _BILLIONS = re.compile(r"(?<![a-z0-9.])(\d+(\.\d+)?)b(?![a-z0-9])")
+_MIXTURE = re.compile(r"moe|mixtral|(?<![a-z0-9])\d+x\d+b|-a\d+(\.\d+)?b(?![a-z0-9])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,11 @@ def known_device(device: str) -> Device | None:
     if known is None or told is None:
         return known
     return replace(known, memory_gib=min(known.memory_gib, int(told[1])))  # `GH200 480GB` tells the host's memory
+
+
+def is_mixture(model: str, architecture: str = "") -> bool:
+    """Whether the names tell a mixture of experts: `qwen3_moe`, `Qwen3-30B-A3B`, `Mixtral-8x7B`."""
+    return bool(_MIXTURE.search(model.rsplit("/", 1)[-1].lower()) or _MIXTURE.search(architecture.lower()))
 
 
 def weight_bytes(model: str, itemsize: int = 2) -> int:

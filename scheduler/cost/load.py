@@ -103,7 +103,7 @@ def _load_folder(folder: Path, options: Mapping[str, float]) -> CostParts:
 
 
 def _degree(folder: Path, options: Mapping[str, float]) -> int:
-    return int(options.get("tensor_parallel", degree_of(folder)))
+    return int(options["tensor_parallel"] if "tensor_parallel" in options else degree_of(folder))
 
 
 def _add_collectives(folder: Path, parts: CostParts, options: Mapping[str, float]) -> CostParts:

@@ -4,7 +4,7 @@
     per_sequence.csv  layer,sequences,time_us            lm_head, sampler
     attention.csv     prefill_chunk,kv_prefill,n_decode,kv_decode,time_us      of one layer
     skew_fit.csv      pc,n_label,skew_rate_label,kv_big_label,kp_label,alpha   alpha by bucket
-    moe.csv           tokens,activated_experts,time_us   of one layer, where dense.csv lacks the experts (optional)
+    moe.csv           tokens,activated_experts,time_us   of one layer of a mixture whose experts dense.csv lacks
     meta.yaml         model, gpu; the bounds of the buckets (skew_fit.bucket_axes), else they are read from the labels
 
 KV lengths are those before the pass: LLMServingSim's profiler gives each decode `kv_decode` computed tokens and one new
@@ -31,7 +31,7 @@ import yaml
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.csv_table import read_rows
 from alignedserve.scheduler.cost.grid import Curve, Floats, Grid4, Surface
-from alignedserve.scheduler.cost.known import known_device, known_shape
+from alignedserve.scheduler.cost.known import is_mixture, known_device, known_shape
 from alignedserve.scheduler.cost.parts import ChunkAttention, CostParts, ModelShape
 from alignedserve.scheduler.cost.skew import AXES, Bucket, SkewTable
 from alignedserve.scheduler.cost.tensor_parallel import instance_hardware
@@ -63,6 +63,7 @@ def load_tables(
         if not (folder / name).is_file():
             raise ConfigError(f"{folder} has no {name}; measured tables are the files {', '.join(FILES)}")
     meta = _read_meta(folder / "meta.yaml")
+    _check_experts(folder, meta)
     whole = _shape_of(meta, folder, shape or {})
     model, device = whole.part(degree), known_device(str(meta.get("gpu", "")))
     attention = {tuple(row[:4]): row[4] for _, row in read_rows(folder / "attention.csv", (), ATTENTION_COLUMNS)}
@@ -149,6 +150,19 @@ def _dense(path: Path, layers: int, expert_ranks: int) -> Curve:
     tokens, per_layer = _experts(experts, expert_ranks)
     xs = sorted({*dense.xs, *tokens})
     return Curve(xs, [dense.at(x) + layers * per_layer(x) for x in xs])
+
+
+def _check_experts(folder: Path, meta: Mapping[str, Any]) -> None:
+    """Raises ConfigError if names tell a mixture of experts, and no table has the experts' times."""
+    model, architecture = (str(meta.get(name, "")) for name in ("model", "architecture"))
+    if (folder / EXPERTS).is_file() or not is_mixture(model, architecture):
+        return
+    layers = {layer for (layer,), _ in read_rows(folder / "dense.csv", ("layer",), ())}
+    if not any("moe" in layer or "expert" in layer for layer in layers):
+        raise ConfigError(
+            f"{folder} has no {EXPERTS}, but {model} ({architecture or 'by its name'}) is a mixture of experts: its "
+            f"experts would take no time; add {EXPERTS} (tokens,activated_experts,time_us of one layer)"
+        )
 
 
 def _experts(path: Path, ranks: int) -> tuple[list[float], Callable[[float], float]]:

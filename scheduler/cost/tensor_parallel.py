@@ -41,10 +41,21 @@ class Collectives:
         return self.gather_us(degree, 2 * total_bytes)
 
 
-def degree_of(folder: Path) -> int:
-    """The degree that a folder's name tells (`-tp2`); 1 if it tells none."""
+def named_degree(folder: Path) -> int | None:
+    """The degree that a folder's name tells (`-tp2`); None if it tells none."""
     found = _SUFFIX.search(folder.resolve().name)
-    return max(1, int(found[1])) if found else 1
+    return int(found[1]) if found else None
+
+
+def degree_of(folder: Path) -> int:
+    """The degree that a folder's name tells, else 1. Raises ConfigError for `-tp0`."""
+    found = named_degree(folder)
+    if found == 0:
+        raise ConfigError(
+            f"{folder}: -tp0 is no degree of tensor parallelism, which is 1 or more; rename the folder, or give "
+            "--tensor-parallel"
+        )
+    return found or 1
 
 
 def with_collectives(parts: CostParts, degree: int, collectives: Collectives) -> CostParts:

@@ -35,15 +35,26 @@ class QueuePolicy(BatchPolicy):
     def insert(self, entry: Entry) -> None:
         if entry.key in self._entries:
             raise AccountingError(f"{entry.key} is already waiting", request_id=entry.key.request_id)
-        insort(self._order, self._place(entry))
+        rank = self.rank(entry)
+        if not all(part == part for part in (rank if isinstance(rank, tuple) else (rank,))):
+            raise AccountingError(
+                f"rank() of {entry.key} is {rank!r}: NaN has no place in an order", request_id=entry.key.request_id
+            )
+        insort(self._order, (rank, entry.key))
         self._entries[entry.key] = entry
         self._blocks += entry.blocks
 
     def remove(self, key: RequestKey) -> None:
-        entry = self._entries.pop(key, None)
+        entry = self._entries.get(key)
         if entry is None:
             raise AccountingError(f"{key} is not waiting", request_id=key.request_id)
-        del self._order[bisect_left(self._order, self._place(entry))]
+        place = self._place(entry)
+        at = bisect_left(self._order, place)
+        if self._order[at : at + 1] != [place]:
+            raise AccountingError(
+                f"rank() of {key} is now {place[0]!r}, not what it was when it was inserted", request_id=key.request_id
+            )
+        del self._order[at], self._entries[key]
         self._blocks -= entry.blocks
 
     def totals(self) -> tuple[int, int]:

@@ -142,7 +142,7 @@ class RankCell(OnHardware):
         self.counters["dropped_requests"] += 1
         self._let_go(key)
         request = self.request(key)
-        request.stop_waiting(self.clock.now_s)
+        request.stop_waiting(self.clock.now_s, dropped=True)
         request.enter(Stage.QUEUE, self.clock.now_s)
         self._queue.appendleft(request)
         self.send(self._dispatch)

@@ -14,14 +14,17 @@ class RequestResult:
     """One request. Seconds of the virtual clock.
 
     `token_s`: when each output token came, in order; empty for a refused request. `pool_wait_s`: from the end of
-    prefill (or an eviction) to the next decode iteration, summed; 0 in colocated systems. `stages_s`: further stages,
-    by name.
+    prefill (or an eviction) to the next decode iteration, summed; 0 in colocated systems. `objective_waits`: how many
+    such waits it had if it has a wait objective; `objective_waits_met`: those that were no longer. `stages_s`: further
+    stages, by name.
     """
 
     arrival: Arrival
     token_s: array[float] = field(default_factory=lambda: array("d"))
     refused: str = ""
     pool_wait_s: float = 0.0
+    objective_waits: int = 0
+    objective_waits_met: int = 0
     preemptions: int = 0
     stages_s: dict[str, float] = field(default_factory=dict)
 

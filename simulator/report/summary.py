@@ -17,6 +17,7 @@ from alignedserve.simulator.report.tokens import Floats, TokenTimes, token_times
 
 Metric = float | int | None
 _PERCENTILES = (50, 90, 99)
+WAITS_MET = "wait_objective_attainment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ def measure(run: RunResult, objectives: Objectives, warmup_s: float = 0.0) -> Me
             if behind
             else {}
         ),
+        WAITS_MET: _per(sum(one.objective_waits_met for one in counted), sum(one.objective_waits for one in counted)),
         **({} if run.barriers is None else _barriers(run.barriers, passes, warmup_s)),
     }
     return Measured(metrics, tokens, passes)

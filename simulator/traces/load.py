@@ -32,8 +32,10 @@ class Load:
     def __post_init__(self) -> None:
         if self.rate_per_s is not None and not 0 < self.rate_per_s < float("inf"):
             raise ConfigError(f"a rate must be more than 0 requests a second, not {self.rate_per_s:g}")
-        if self.clients < 0 or (self.clients and self.rate_per_s is not None):
-            raise ConfigError("--clients is at least 1, and excludes --rate: the clients decide when requests arrive")
+        if self.clients < 0:
+            raise ConfigError(f"--clients must be at least 1, not {self.clients}")
+        if self.clients and self.rate_per_s is not None:
+            raise ConfigError(f"--clients {self.clients} excludes --rate: the clients decide when requests arrive")
         if self.cv is not None and self.cv != 0 and not _LEAST_CV <= self.cv <= _MOST_CV:
             raise ConfigError(f"--cv must be 0, or between {_LEAST_CV:g} and {_MOST_CV:g}, not {self.cv:g}")
         if self.cv is not None and self.rate_per_s is None:

@@ -53,7 +53,8 @@ class Mix(Trace):
             try:
                 given[name] = kind(text)
             except ValueError:
-                raise ConfigError(f"{source}: {name}={text!r} is not of type {kind.__name__}") from None
+                wanted = "a number" if kind is float else "a whole number, such as 1000"
+                raise ConfigError(f"{source}: {name}={text!r} is not {wanted}") from None
         mix = replace(cls(), **given)  # type: ignore[arg-type]  # values have the types of the fields
         mix._check(source)
         return mix

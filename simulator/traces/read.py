@@ -10,6 +10,14 @@ from alignedserve.simulator.traces import records, tables
 from alignedserve.simulator.traces.mix import Mix, is_mix
 from alignedserve.simulator.traces.trace import LengthsTrace, TimedTrace, Trace, in_order
 
+_COMPRESSED = {
+    "gzip": b"\x1f\x8b",
+    "zip": b"PK\x03\x04",
+    "zstd": b"\x28\xb5\x2f\xfd",
+    "xz": b"\xfd7zXZ",
+    "bzip2": b"BZh",
+}
+
 
 def read_trace(source: str) -> Trace:
     """Read a file, or the specification of a mix. Raises TraceError with file, line and column."""
@@ -26,7 +34,7 @@ def read_trace(source: str) -> Trace:
         last = text.count("\n") + 1
         raise TraceError(f"{source}, line {last}, column 1: the file has no requests", file=source, line=last, column=1)
     if not found.timed:
-        return LengthsTrace(source, found.format, digest, tuple(found.rows))
+        return LengthsTrace(source, found.format, digest, tuple(found.rows), tuple(found.notes))
     rows, ordered = in_order(found.rows)
     notes = tuple(found.notes)
     if not ordered and not found.any_order:
@@ -42,6 +50,9 @@ def _bytes(source: str) -> bytes:
 
 
 def _text(raw: bytes, source: str) -> str:
+    for name, magic in _COMPRESSED.items():
+        if raw.startswith(magic):
+            raise TraceError(f"{source} is compressed ({name}): decompress it first", file=source)
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

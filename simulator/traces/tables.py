@@ -88,6 +88,8 @@ def parse(text: str, file: str) -> Found:
     optional = chosen.objective, chosen.priority
     wanted = filter(None, (*chosen.columns, *optional))  # "" would match the column of a table's index
     at = {name: known[name] for name in wanted if name in known}
+    if unread := [name for name in names if name and name.lower() not in at]:
+        found.notes.append(f"columns of the trace that are not read: {', '.join(unread)}")
     for number, cells in lines:
         column = at[chosen.arrival] if chosen.arrival else 0
         place = Place(file, number, column + 1, names[column])

@@ -85,6 +85,7 @@ class LengthsTrace(Trace):
     format: str
     sha256: str
     rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
     timed: bool = field(default=False, init=False)
 
     def workload(self, load: Load, seed: int) -> Workload:
@@ -93,7 +94,7 @@ class LengthsTrace(Trace):
         rows = rows[: load.limit]
         made = {"requests": len(rows), "order": "shuffled by the seed", "arrivals": load.process, "seed": seed}
         arrivals = _arrivals(rows, load.draw(len(rows), seed))
-        return Workload(arrivals, {**self.describe(), **made}, clients=load.clients)
+        return Workload(arrivals, {**self.describe(), **made}, self.notes, load.clients)
 
     def describe(self) -> dict[str, object]:
         return _describe(self.source, self.format, self.sha256, len(self.rows))

@@ -192,9 +192,14 @@ def _kind(name: str, origin: str) -> type:
 
 def _choices(name: str) -> tuple[str, ...]:
     """The choices of a known key; empty if it has none."""
-    section, _, key = name.partition(".")
-    choices: tuple[str, ...] = next(f.metadata["choices"] for f in fields(SECTIONS[section]()) if f.name == key)
+    choices: tuple[str, ...] = _metadata(name)["choices"]
     return choices
+
+
+def _metadata(name: str) -> Mapping[str, Any]:
+    """Documentation, choices and limits of a known key."""
+    section, _, key = name.partition(".")
+    return next(field.metadata for field in fields(SECTIONS[section]()) if field.name == key)
 
 
 def _typed(name: str, value: Any, kind: type, origin: str) -> Any:
@@ -208,7 +213,7 @@ def _typed(name: str, value: Any, kind: type, origin: str) -> Any:
     if kind is str and value is None:
         value = ""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{name} must be {kind.__name__}, not {value!r} (from {origin})")
+        raise ConfigError(f"{name} must be {kind.__name__}, not {value!r} (from {origin}): {_metadata(name)['doc']}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name} must be a finite number, not {value!r} (from {origin})")
     return value

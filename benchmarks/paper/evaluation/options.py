@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import re
 import shlex
@@ -90,19 +91,25 @@ def parser(
     cost_model: str = RTX_PRO_6000,
     topology: str = f"{DECODE_BOUND},{BALANCED}",
     loads: str = f"at-once,{LOAD}",
+    fixed: bool = False,
 ) -> argparse.ArgumentParser:
-    """`doc` describes the script. The other arguments are the defaults of its options."""
+    """`doc` describes the script. The other arguments are the defaults of its options.
+
+    `fixed`: the script has its own machines and topologies, and no option for them.
+    """
     found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = found.add_argument
     add("--data", type=Path, default=os.environ.get("ALIGNEDSERVE_DATA"), metavar="DIR", help=(
         "the data: DIR/lengths and DIR/traces, under the names that benchmarks/paper/evaluation/workloads.py lists"
     ))  # fmt: skip
-    add("--cost-model", default=cost_model, help="a name that ships, a profile or a folder of tables (%(default)s)")
-    add("--kernel-modes", default=kernel_modes, metavar="A,B,…", help="split_kv, no_split:GB/S (%(default)s)")
-    add("--topology", default=topology, metavar="A,B,…", help=(
-        "prefill:decode instances: decode-bound, balanced (both found by measuring), or P:D (%(default)s)"
-    ))  # fmt: skip
-    add("--decode", type=int, default=1, help="decode instances of the first two (default 1)")
+    found.set_defaults(cost_model=cost_model, kernel_modes=kernel_modes, topology=topology, decode=1)
+    if not fixed:
+        add("--cost-model", default=cost_model, help="a name that ships, a profile or a folder of tables (%(default)s)")
+        add("--kernel-modes", default=kernel_modes, metavar="A,B,…", help="split_kv, no_split:GB/S (%(default)s)")
+        add("--topology", default=topology, metavar="A,B,…", help=(
+            "prefill:decode instances: decode-bound, balanced (both found by measuring), or P:D (%(default)s)"
+        ))  # fmt: skip
+        add("--decode", type=int, default=1, help="decode instances of the first two (default 1)")
     add("--loads", default=loads, metavar="A,B,…", help="at-once, closed, or shares of the capacity (%(default)s)")
     add("--seeds", type=int, default=5, help="how many (default 5)")
     add("--scale", type=float, default=1.0, metavar="F", help="F times as many requests a run, of a file as it has")
@@ -119,12 +126,13 @@ def evaluation(found: argparse.ArgumentParser, argv: Sequence[str] | None) -> Ev
     """Parse the command line. Exits with a message if an option is invalid."""
     given = found.parse_args(argv)
     quick = given.quick
+    _check_files(found, given)
     try:
         machines = tuple(Machine.parse(given.cost_model, text) for text in given.kernel_modes.split(","))
         for machine in machines:
             machine.cost()
         loads = loads_of(given.loads)
-    except (ConfigError, ValueError) as error:
+    except ConfigError as error:
         found.error(str(error))
     if min(given.seeds, given.jobs, given.decode, 1 if given.limit is None else given.limit) < 1 or given.scale <= 0:
         found.error("--seeds, --jobs, --decode and --limit are at least 1, --scale is above 0")
@@ -150,13 +158,39 @@ def evaluation(found: argparse.ArgumentParser, argv: Sequence[str] | None) -> Ev
     )
 
 
+def _check_files(found: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Exits with a message, before anything runs, if a folder does not exist or a file cannot be written."""
+    if given.data is not None and not given.data.is_dir():
+        found.error(f"--data {given.data}: there is no such folder")
+    if given.out is not None and given.out.exists() and not given.out.is_dir():
+        found.error(f"--out {given.out} is not a folder")
+    file: Path | None = getattr(given, "csv", None)
+    if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+        found.error(f"--csv {file}: give a file in an existing, writable folder")
+
+
 def loads_of(text: str) -> tuple[float | None, ...]:
-    """Parse `--loads`. Raises ValueError."""
+    """Parse `--loads`. Raises ConfigError."""
     named = {"at-once": None, "closed": CLOSED}
-    loads = tuple(named[one] if one in named else float(one) for one in text.split(","))
+    try:
+        loads = tuple(named[one] if one in named else float(one) for one in text.split(","))
+    except ValueError:
+        loads = (math.nan,)
     if not all(load is None or load > 0 for load in loads):
-        raise ValueError("--loads are shares above 0, at-once or closed")
+        raise ConfigError(f"--loads takes shares above 0, at-once or closed, separated by commas, not {text!r}")
     return loads
+
+
+def count(text: str) -> int:
+    """The type of an option that takes a whole number from 1 on. Raises ArgumentTypeError."""
+    if not re.fullmatch(r"[1-9]\d{0,8}", text):
+        raise argparse.ArgumentTypeError(f"takes a whole number from 1 on, not {text!r}")
+    return int(text)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """`A,B,…` of `count`. Raises ArgumentTypeError."""
+    return tuple(count(part) for part in text.split(","))
 
 
 def load_name(load: float | None) -> str:

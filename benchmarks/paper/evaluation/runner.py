@@ -65,12 +65,12 @@ class Runner:
         return {run: self._known[run] for run in wanted}
 
     def estimate(self, runs: Iterable[Run]) -> tuple[int, float]:
-        """How many of these runs are not stored yet, and the minutes that they take: as runs of the workload took."""
+        """How many of these runs are not stored yet, and the seconds that they take: as runs of the workload took."""
         wanted = list(dict.fromkeys(runs))
         self._files(wanted)
         missing = [run for run in wanted if run not in self._known]
         cpu_s = sum(statistics.fmean(self._cpu_s.get(run.source, [0.0])) for run in missing)
-        return len(missing), cpu_s / 60 / self._jobs
+        return len(missing), cpu_s / self._jobs
 
     def _files(self, wanted: Iterable[Run]) -> dict[Run, tuple[Path, dict[str, Any]]]:
         """The files of runs that are not known, with their configurations. Stored ones are known afterwards."""

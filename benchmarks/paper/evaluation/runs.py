@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
 from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.cost.step import StepCost
@@ -43,9 +44,12 @@ class Machine:
 
     @classmethod
     def parse(cls, cost_model: str, text: str) -> Machine:
-        """`split_kv`, `no_split`, or `no_split:GB/S`."""
+        """`split_kv`, `no_split`, or `no_split:GB/S`. Raises ConfigError."""
         mode, _, bandwidth = text.partition(":")
-        return cls(cost_model, mode, float(bandwidth) if bandwidth else None)
+        try:
+            return cls(cost_model, mode, float(bandwidth) if bandwidth else None)
+        except ValueError:
+            raise ConfigError(f"--kernel-modes: {text!r} has no bandwidth in GB/s after its colon") from None
 
     @property
     def mode(self) -> str:

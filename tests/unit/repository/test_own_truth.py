@@ -96,3 +96,28 @@ async def test_a_load_of_given_lengths_sends_each_once_and_ends(at_once: bool) -
         outcome = await drive(Load(port, 200.0, 0.0, lengths=lengths, at_once=at_once, drain_s=10.0))
     assert (outcome.offered, len(outcome.served), outcome.errors) == (3, 3, {})
     assert sorted((len(body["prompt"]), body["max_tokens"]) for body in bodies) == sorted(lengths)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--model", "nosuch"), "model folder 'nosuch' does not exist"),
+        (("--policy", "vllm"), "is a colocated system"),
+        (("--set", "decode.max_runing=4"), "unknown configuration key 'decode.max_runing'"),
+        (
+            ("--set", "scheduler.sharing=none"),
+            "--set scheduler.sharing has no effect here: several decode instances read it",
+        ),
+        (("--requests", "0"), "--requests must be at least 1"),
+        (("--short", "9:1"), "LOW:HIGH"),
+        (("--profile", "/nosuch.json"), "unknown cost model '/nosuch.json'"),
+        (("--json", "/nosuch/x.json"), "--json /nosuch/x.json: give a file in an existing, writable folder"),
+    ],
+)
+def test_wrong_options_end_before_the_profile_starts(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], problem: str
+) -> None:
+    with pytest.raises(SystemExit):
+        own_truth.main(arguments)
+    assert problem in " ".join(capsys.readouterr().err.split())
+    assert own_truth.options_of(()).set == [f"cluster.threads={own_truth.options_of(()).threads}"]

@@ -121,11 +121,11 @@ def test_an_interrupted_evaluation_goes_on_and_other_code_or_another_configurati
 
     def evaluated(code: str, *wanted: Run) -> tuple[int, int, list[float]]:
         runner = Runner(tmp_path, 1, "a commit", quiet=True, code=code)
-        before, minutes = runner.estimate(wanted)
+        before, seconds = runner.estimate(wanted)
         outcomes = runner.outcomes(wanted)
         assert runner.outcomes(wanted) == outcomes  # from memory
         assert before == runner.executed
-        assert (minutes > 0) is (0 < runner.executed < len(wanted))  # from what others of the workload took
+        assert (seconds > 0) is (0 < runner.executed < len(wanted))  # from what others of the workload took
         assert runner.estimate(wanted) == (0, 0)
         return runner.executed, runner.read, [outcome.value("makespan_s") for outcome in outcomes.values()]
 

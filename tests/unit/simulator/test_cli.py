@@ -246,6 +246,8 @@ def test_without_the_extra_there_is_a_summary_and_out_says_what_to_install(
         (("--trace", "/none.csv"), "cannot read the trace /none.csv"),
         (("--trace", MIX, "--policy", "alined"), "unknown policy 'alined'; the nearest is aligned; choose"),
         (("--trace", MIX, "--policy", "vllm,vllm"), "none twice"),
+        (("--trace", MIX, "--policy", ""), "give at least one policy"),
+        (("--trace", MIX, "--set", "aligned.decode.max_running=auto"), "in one iteration; 0: from the cache's size"),
         (("--trace", MIX, "--cost-model", "h100"), "unknown cost model 'h100'; choose one of"),
         (("--trace", MIX, "--kernel-mode", "x"), "unknown kernel mode 'x'; choose one of: split_kv, no_split"),
         (
@@ -291,7 +293,7 @@ def test_without_the_extra_there_is_a_summary_and_out_says_what_to_install(
         (("--trace", MIX, "--rate", "fast"), "--rate takes R or A:B:STEP"),
         (("--trace", MIX, "--cv", "2"), "needs --rate"),
         (("--trace", MIX, "--clients", "0"), "--clients must be at least 1"),
-        (("--trace", MIX, "--clients", "2", "--rate", "3"), "--clients is at least 1, and excludes --rate"),
+        (("--trace", MIX, "--clients", "2", "--rate", "3"), "--clients 2 excludes --rate"),
         (("--trace", MIX, "--decode", "0"), "--decode must be at least 1"),
         (("--trace", MIX, "--slo-ttft", "-1"), "--slo-ttft must be more than 0"),
         (("--trace", MIX, "--hardware", "/none.toml"), "cannot read the hardware file /none.toml"),
@@ -390,12 +392,19 @@ UNREAD = [
     ("fcfs", ("starvation_after_s=60",), "scheduler.waiting_rule overdue or paper, and aligned-cost, read it"),
     ("fcfs", ("leaf_tokens=4",), "aligned policies read it"),
     ("aligned-cost", ("waiting_rule=rounds",), "the policies aligned and aligned-no-prefetch read it"),
+    (
+        "alignedserve.scheduler.policies.fcfs:FcfsPolicy",
+        ("waiting_rule=paper",),
+        "the policies aligned and aligned-no-prefetch read it",
+    ),
+    ("aligned", ("sharing=quantiles",), "several decode instances read it"),
+    ("aligned", ("balance_slack=0",), "several decode instances read it"),
 ]
 READ = [
     ("aligned", ("starvation_after_s=60", "waiting_rule=overdue"), ""),
     ("aligned-no-prefetch", ("waiting_rule=paper", "starvation_after_s=60", "leaf_tokens=4"), ""),
     ("aligned-cost", ("starvation_after_s=60",), ""),
-    ("alignedserve.scheduler.policies.fcfs:FcfsPolicy", ("starvation_after_s=60", "waiting_rule=paper"), ""),
+    ("alignedserve.scheduler.policies.fcfs:FcfsPolicy", ("starvation_after_s=60", "leaf_tokens=4"), ""),
 ]
 
 
@@ -450,6 +459,8 @@ def test_one_rank_is_a_run_without_ranks(capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "problem"),
     [
         (("--ranks", "0"), "--ranks must be at least 1"),
+        (("--ranks", "1025"), "--ranks must be at most 1024"),
+        (("--ranks", "2", "--placement", ""), "give at least one placement"),
         (("--placement", "round-robin"), "one rank leaves nothing to choose"),
         (("--ranks", "2", "--policy", "vllm"), "vllm is a colocated policy"),
         (("--ranks", "2", "--policy", "fcfs"), "give --placement instead"),

@@ -165,6 +165,19 @@ def test_experts_add_the_time_of_as_many_as_are_active_on_average(folder: Path) 
     assert more == pytest.approx([10, 12 + 8 * 0.75, 60])  # two tokens: 8 (1 - (6 / 8) ** 2) = 3.5 experts of 2 to 4
 
 
+@pytest.mark.parametrize(
+    ("architecture", "model"), [("qwen3_moe", "someone/made-up"), ("", "Qwen/Qwen3-30B-A3B"), ("", "Mixtral-8x7B-v0.1")]
+)
+def test_a_mixture_without_times_of_its_experts_is_refused(folder: Path, architecture: str, model: str) -> None:
+    meta, dense = folder / "meta.yaml", folder / "dense.csv"
+    text = meta.read_text().replace("someone/made-up", model)
+    meta.write_text(text + (f"architecture: {architecture}\n" if architecture else ""))
+    with pytest.raises(ConfigError, match=r"has no moe.csv, but .* is a mixture of experts: .* would take no time"):
+        load_parts(folder, SHAPE)
+    dense.write_text(dense.read_text() + "experts,1,9\nexperts,100,9\n")
+    load_parts(folder, SHAPE)
+
+
 def test_ranks_share_the_experts(folder: Path) -> None:
     """Two ranks: four tokens of both activate half of those that they would activate of all experts."""
     text = "".join(f"{t},{a},{10 * a + t}\n" for t in (1, 2, 8, 512) for a in (2, 4, 8))
@@ -211,6 +224,19 @@ def test_the_degree_is_an_option_or_stands_in_the_folders_name(
     named = Path(shutil.copytree(folder, folder / name))
     parts = load_parts(named, {**SHAPE, **told})
     assert parts.shape.heads == SHAPE["heads"] // degree
+
+
+def test_a_degree_of_zero_is_refused_and_another_than_the_folder_s_is_noted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {name: Path(shutil.copytree(folder, folder.parent / name)) for name in ("m-tp0", "m-tp2")}
+    with pytest.raises(ConfigError, match="-tp0 is no degree of tensor parallelism"):
+        load_parts(names["m-tp0"], SHAPE)
+    meta = names["m-tp2"] / "meta.yaml"
+    meta.write_text(f"{meta.read_text()}shape: {json.dumps(LARGE)}\n")
+    for degree, told in (("1", True), ("2", False)):
+        out, _ = simulated(capsys, "--cost-model", names["m-tp2"], "--tensor-parallel", degree)
+        assert (f"note: --tensor-parallel {degree}, but the folder's name says -tp2" in out) is told
 
 
 def simulated(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> tuple[str, str]:

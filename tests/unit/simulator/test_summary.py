@@ -9,9 +9,11 @@ from array import array
 import numpy as np
 import pytest
 
+from alignedserve.request import RequestKey
 from alignedserve.simulator.report.results import RequestResult, RunResult, StepColumns
 from alignedserve.simulator.report.seeds import mean_and_interval, over_seeds
 from alignedserve.simulator.report.summary import Objectives, measure
+from alignedserve.simulator.requests import Replayed
 from alignedserve.simulator.workload import Arrival
 
 
@@ -88,6 +90,20 @@ def test_goodput_counts_refused_requests_as_missed() -> None:
     only = measure(run(), Objectives(ttft_s=0.75)).metrics
     assert (only["slo_attainment"], only["slo_tpot_attainment"]) == (0.25, None)
     assert measure(run(), Objectives()).metrics["goodput_requests_per_s"] is None
+
+
+def test_the_share_of_waits_within_the_requests_objectives() -> None:
+    found = run()
+    assert measure(found, Objectives()).metrics["wait_objective_attainment"] is None
+    waiting = Replayed(Arrival("r9", 0.0, 100, 1, 0.5), request(9, 0.0, [1.0]), RequestKey("r9"))
+    for since_s, until_s, dropped in ((1.0, 1.5, False), (2.0, 2.75, False), (3.0, 3.25, True), (4.0, 4.25, False)):
+        waiting.wait(since_s)
+        waiting.stop_waiting(until_s, dropped=dropped)
+    assert waiting.result.pool_wait_s == 1.75
+    found.requests.append(waiting.result)
+    metrics = measure(found, Objectives()).metrics
+    assert metrics["wait_objective_attainment"] == 2 / 4
+    assert metrics["pool_wait_max_s"] == 1.75  # of all waits of the request
 
 
 def test_what_arrived_before_the_warm_up_ended_is_not_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import math
@@ -52,6 +53,26 @@ def test_csv_columns_may_stand_in_any_order_and_beside_others(tmp_path: Path) ->
     assert [(a.arrival_s, a.input_tokens, a.output_tokens) for a in workload.arrivals] == [(0.0, 50, 9), (1.0, 100, 7)]
     assert "the trace is not ordered by time; it was sorted" in workload.notes
     assert len(str(workload.description["sha256"])) == 64
+
+
+def test_a_column_that_is_not_read_is_named(tmp_path: Path) -> None:
+    text = ",arrival_time_s,input_tokens,output_tokens,wait_objective\n0,0,5,5,2\n"
+    (note,) = read_trace(write(tmp_path, "misspelt.csv", text)).workload(Load(), 0).notes
+    assert note == "columns of the trace that are not read: wait_objective"
+    text = "num_prefill_tokens,num_decode_tokens,pd_ratio\n5,5,1\n"
+    (note,) = read_trace(write(tmp_path, "lengths.csv", text)).workload(Load(), 0).notes
+    assert note.endswith(": pd_ratio")
+
+
+def test_times_are_shifted_and_sorted_and_the_sorting_is_noted(tmp_path: Path) -> None:
+    file = write(tmp_path, "t.csv", CSV_HEAD + "1,5,5\n-1,6,6\n")
+    assert shape(file) == [(0.0, 6, 6), (2.0, 5, 5)]
+    assert read_trace(file).workload(Load(), 0).notes == ("the trace is not ordered by time; it was sorted",)
+
+
+def test_a_compressed_trace_is_not_taken_for_text(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"t.csv.gz is compressed \(gzip\): decompress it first"):
+        read_trace(write(tmp_path, "t.csv.gz", gzip.compress(b"a,b\n")))
 
 
 def test_a_table_s_index_without_a_name_is_no_objective(tmp_path: Path) -> None:
@@ -233,7 +254,8 @@ def test_a_mix_has_its_share_of_short_requests_and_its_limits() -> None:
     [
         ("mix:sort=1", "unknown key 'sort'; a mix has short, requests"),
         ("mix:short=1.5", "short must be a share"),
-        ("mix:requests=many", "requests='many' is not of type int"),
+        ("mix:requests=many", "requests='many' is not a whole number, such as 1000"),
+        ("mix:short=half", "short='half' is not a number"),
         ("mix:long_min=9000", "long_max"),
         ("mix:requests=99999999999999999999", "requests must be between 1 and 10000000"),
         ("mix:long_max=99999999999999999999", "long_max must be less than 2147483648 tokens"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from alignedserve.scheduler.core.alarm import ALARM_S
 from alignedserve.scheduler.core.guarded_policy import MOST_FAULTS, GuardedPolicy
 from alignedserve.scheduler.policies.base import BatchLimits, Entry
 from alignedserve.scheduler.policies.fcfs import FcfsPolicy
+from alignedserve.scheduler.policies.queue import QueuePolicy
 from alignedserve.scheduler.systems import resolve
 from support.core_cell import CoreCell, decode_report, key, only
 
@@ -185,6 +187,31 @@ def test_a_file_that_cannot_be_imported_is_named(text: str, tmp_path: Path, monk
         ConfigError, match=r"policy 'does_not_import:X': does_not_import:X cannot be imported: \w+Error"
     ):
         resolve("does_not_import:X")
+
+
+@pytest.mark.parametrize("rank", [math.nan, (1, math.nan)])
+def test_a_rank_without_a_place_is_a_fault_that_names_it(rank: object) -> None:
+    policy = GuardedPolicy(SchedulerConfig(), "mine", ranked(lambda _: rank))
+    policy.strict = True
+    with pytest.raises(ConfigError, match=rf"'mine', insert or remove: .*{re.escape(repr(rank))}: NaN has no place"):
+        policy.insert(STRANGER)
+
+
+def test_a_rank_that_changes_is_a_fault_that_names_it() -> None:
+    ranks = iter((1, 2))
+    policy = GuardedPolicy(SchedulerConfig(), "mine", ranked(lambda _: next(ranks)))
+    policy.strict = True
+    policy.insert(STRANGER)
+    with pytest.raises(ConfigError, match=r"rank\(\) of .*stranger.* is now 2, not what it was"):
+        policy.remove(STRANGER.key)
+
+
+def ranked(rank: Callable[[Entry], object]) -> type[QueuePolicy]:
+    class Ranked(QueuePolicy):
+        def rank(self, entry: Entry) -> object:
+            return rank(entry)
+
+    return Ranked
 
 
 def test_a_policy_that_cannot_be_made_says_so() -> None:
