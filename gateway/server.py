@@ -43,6 +43,7 @@ from alignedserve.gateway.request_log import RequestLog
 from alignedserve.gateway.scheduler_link import SchedulerLink
 from alignedserve.gateway.spec_source import SpecSource
 from alignedserve.gateway.token_sink import TokenSink
+from alignedserve.metrics import Page
 from alignedserve.model import ModelInfo
 from alignedserve.proto import gateway_pb2_grpc as gw_grpc
 from alignedserve.proto import supervisor_pb2 as sv
@@ -109,7 +110,7 @@ class GatewayServer(RoleServer):
         if tokenizer is not None:
             override = config.model.chat_template
             template = ChatTemplate.from_folder(model_path, tokenizer.special_tokens, override)
-        server = cls(settings, ServedModel(config.served_model_name, tokenizer, template), locate)
+        server = cls(settings, ServedModel(config.served_model_name, tokenizer, template, engine=config.engine), locate)
         await server.start()
         return server
 
@@ -280,7 +281,11 @@ class GatewayServer(RoleServer):
 
     def _own_metrics(self) -> str:
         self._metrics.open_requests.set(len(self.ledger))
-        return self._metrics.text()
+        if self.model.grammars is None:
+            return self._metrics.text()
+        page = Page(instance=self.process.id)
+        self.model.grammars.meter.show_metrics(page)
+        return self._metrics.text() + page.text()
 
     def _own_peer(self) -> sv.Peer:
         return sv.Peer(

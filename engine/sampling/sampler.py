@@ -23,7 +23,8 @@ from alignedserve.engine.sampling.masks import apply_masks
 from alignedserve.engine.sampling.noise import exponential_noise, row_keys
 from alignedserve.engine.sampling.penalties import PenaltyState, needs_penalties
 from alignedserve.errors import NumericsError
-from alignedserve.grammar.base import Bits, RowGrammar, fill_rows
+from alignedserve.grammar.base import Bits
+from alignedserve.grammar.rows import RowGrammar, fill_rows
 from alignedserve.request import SamplingParams, TokenLogprobs
 
 _CANDIDATES = 512  # for top_p alone, at first
@@ -183,18 +184,9 @@ def _adjust(logits: torch.Tensor, row: SampleRow) -> None:
 
 
 def _masks(rows: Sequence[SampleRow], vocab_size: int) -> Bits | None:
-    """What grammars allow next, `[rows, words]`. Until min_tokens, or with ignore_eos, only a whole answer may end."""
+    """What the grammars of these rows, which all have one, allow next, `[rows, words]`; None without rows."""
     grammars = [row.grammar for row in rows if row.grammar is not None]
-    if not grammars:
-        return None
-    for grammar, row in zip(grammars, rows, strict=True):
-        grammar.update(row.output_token_ids)
-    bits = fill_rows(grammars, vocab_size)
-    for place, row in enumerate(rows):
-        early = len(row.output_token_ids) < row.sampling.min_tokens
-        if early or row.sampling.ignore_eos:
-            grammars[place].forbid_ends(bits[place], stops=early)
-    return bits
+    return fill_rows(grammars, [row.output_token_ids for row in rows], vocab_size) if grammars else None
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence[int]) -> torch.Tensor:
