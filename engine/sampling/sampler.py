@@ -22,9 +22,9 @@ import torch
 from alignedserve.engine.sampling.masks import apply_masks
 from alignedserve.engine.sampling.noise import exponential_noise, row_keys
 from alignedserve.engine.sampling.penalties import PenaltyState, needs_penalties
-from alignedserve.errors import NumericsError
+from alignedserve.errors import GrammarError, NumericsError
 from alignedserve.grammar.base import Bits
-from alignedserve.grammar.rows import RowGrammar, fill_rows
+from alignedserve.grammar.rows import RowGrammar, fill_each, fill_rows
 from alignedserve.request import SamplingParams, TokenLogprobs
 
 _CANDIDATES = 512  # for top_p alone, at first
@@ -53,6 +53,20 @@ class SampleRow:
         sampling = self.sampling
         early = len(self.output_token_ids) < sampling.min_tokens
         return early or self.grammar is not None or bool(sampling.logit_bias) or needs_penalties(sampling)
+
+    @property
+    def masked(self) -> bool:
+        """Whether a grammar's mask is all that changes the logits: its choice waits for the mask, on the device."""
+        sampling = self.sampling
+        plain = not sampling.logit_bias and sampling.logprobs is None and not needs_penalties(sampling)
+        return self.grammar is not None and plain
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether its token is chosen on the host, once the last one is known there."""
+        if self.grammar is None:
+            return self.sampling.logprobs is not None or self.adjusts
+        return not self.masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +119,25 @@ class Sampler:
         return tokens, torch.isfinite(top)
 
     @torch.inference_mode()
+    def choose_masked(
+        self, logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[int, GrammarError]]:
+        """As `choose`, for rows that are `masked` and whose output is complete; masks are filled before anything waits.
+
+        A row whose grammar cannot go on has an error, by its index, and a meaningless token.
+        """
+        grammars = [row.grammar for row in rows if row.grammar is not None]
+        bits, errors = fill_each(grammars, [row.output_token_ids for row in rows], logits.shape[1])
+        own = logits.clone()
+        apply_masks(own, bits)
+        tokens = own.argmax(dim=-1)
+        drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
+        if drawn:
+            chosen = _draw(_take(own, drawn), [rows[i] for i in drawn], [positions[i] for i in drawn])
+            tokens.index_copy_(0, upload(drawn, logits.device), chosen)
+        return tokens, torch.isfinite(logits.amax(dim=-1)), errors
+
+    @torch.inference_mode()
     def prompt_logprobs(self, logits: torch.Tensor, next_token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
         """Log-probabilities of `next_token_ids`, one for each row of `logits` `[rows, vocab_size]`, and the top `k`."""
         if not len(next_token_ids):
@@ -144,7 +177,7 @@ def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence
         masked = [index for index, row in enumerate(rows) if row.grammar is not None]
         masks = _masks([rows[index] for index in masked], logits.shape[1])  # before the logits are waited for
         for index, row in enumerate(rows):
-            if row.adjusts:
+            if row.adjusts and not row.masked:
                 _adjust(logits[index], row)
         if masks is not None:
             own = _take(logits, masked)

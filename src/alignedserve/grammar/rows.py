@@ -32,7 +32,7 @@ class RowGrammar:
 
     def update(self, output_token_ids: Sequence[int]) -> None:
         """Accept the tokens that were added since the last call. Raises GrammarError if one is not allowed."""
-        if new := output_token_ids[self._accepted :]:
+        if not self.ended and (new := output_token_ids[self._accepted :]):
             self.matcher.accept(new)
             self._accepted = len(output_token_ids)
             self.ended = bool((self._eos == new[-1]).any())
@@ -77,6 +77,23 @@ def fill_rows(rows: Sequence[RowGrammar], outputs: Sequence[Sequence[int]], voca
     if rows:
         rows[0].grammars.meter.mask_seconds.observe(time.perf_counter() - began_s)
     return bits
+
+
+def fill_each(
+    rows: Sequence[RowGrammar], outputs: Sequence[Sequence[int]], vocab_size: int
+) -> tuple[Bits, dict[int, GrammarError]]:
+    """As `fill_rows`, but a row that cannot go on has an error, by its index, and everything allowed."""
+    try:
+        return fill_rows(rows, outputs, vocab_size), {}
+    except GrammarError:
+        bits = np.full((len(rows), -(-vocab_size // 32)), -1, dtype=np.int32)
+    errors: dict[int, GrammarError] = {}
+    for index, (row, output) in enumerate(zip(rows, outputs, strict=True)):
+        try:
+            bits[index] = fill_rows([row], [output], vocab_size)[0]
+        except GrammarError as error:
+            errors[index] = error
+    return bits, errors
 
 
 def _fill(rows: Sequence[RowGrammar], bits: Bits) -> None:
