@@ -11,6 +11,7 @@ from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.engine.sampling.sampler import SampledToken, Sampler, SampleRow, upload
 from alignedserve.errors import AccountingError, GrammarError, NumericsError
+from alignedserve.grammar.rows import begin_masks
 
 Result = SampledToken | Exception
 
@@ -38,10 +39,18 @@ class EagerDecode(DecodeEngine):
     @torch.inference_mode()
     def launch(self, items: Sequence[DecodeItem]) -> DecodeStep:
         try:
+            if not self._overlaps:
+                self._begin_masks(items)
             self._last = self._compute(items)
         except Exception as error:
             self._last = _Known([error] * len(items), error)
         return self._last
+
+    def _begin_masks(self, items: Sequence[DecodeItem]) -> None:
+        """Fill the masks while the forward pass computes on this thread."""
+        rows = [item.row for item in items if item.row.grammar is not None]
+        grammars = [row.grammar for row in rows if row.grammar is not None]
+        begin_masks(grammars, [row.output_token_ids for row in rows], self._runner.loaded.info.vocab_size)
 
     def warm_up(self) -> None:
         self._runner.warm_up()

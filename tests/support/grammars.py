@@ -16,7 +16,7 @@ from alignedserve.text import Tokenizer
 TINY = Path(__file__).parents[2] / "src/alignedserve/models/tiny"
 VOCAB_SIZE, EOS = 2048, 0
 LIBRARIES = ("llguidance", "xgrammar")
-PATIENCE = 60  # tokens after which an answer leans towards its end, more with each token
+PATIENCE = 30  # tokens after which an answer leans towards its end, more with each token
 
 
 @cache
@@ -56,7 +56,7 @@ def allows(grammars: Grammars, spec: GrammarSpec, text: str) -> bool:
     return bool(bits[0, 0] & (1 << EOS))
 
 
-def write(grammars: Grammars, spec: GrammarSpec, seed: int, *, temperature: float = 1.0, most: int = 400) -> str | None:
+def write(grammars: Grammars, spec: GrammarSpec, seed: int, *, temperature: float = 1.0, most: int = 160) -> str | None:
     """An answer from random logits; None if it is not finished after `most` tokens. Raises GrammarError."""
     sampling = SamplingParams(grammar=spec, eos_token_ids=(EOS,))
     row = grammars.row(sampling)

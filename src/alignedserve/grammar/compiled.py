@@ -6,15 +6,15 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from threading import Lock, Thread
 
 from alignedserve.config import EngineConfig
 from alignedserve.errors import ConfigError, GrammarError
-from alignedserve.grammar.base import Grammar, GrammarLibrary
-from alignedserve.grammar.rows import RowGrammar
+from alignedserve.grammar.base import Bits, Grammar, GrammarLibrary
+from alignedserve.grammar.rows import BegunMasks, RowGrammar
 from alignedserve.metrics import Histogram, Page
 from alignedserve.request import GrammarSpec, SamplingParams
 from alignedserve.text import Tokenizer
@@ -76,6 +76,8 @@ class Grammars:
         self._waiting: deque[_Job] = deque()
         self._running = self._overdue = 0
         self._lock = Lock()  # of the fields above, never held while something is compiled
+        self.begun: BegunMasks | None = None  # of the thread that computes
+        self._filler: ThreadPoolExecutor | None = None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, vocab_size: int, engine: EngineConfig | None = None) -> Grammars | None:
@@ -125,6 +127,12 @@ class Grammars:
         if sampling.grammar is None:
             return None
         return RowGrammar(self, self.compile(sampling.grammar, sampling.eos_token_ids), sampling)
+
+    def fill_later(self, fill: Callable[[], Bits]) -> Future[Bits]:
+        """Call it on a thread of its own."""
+        if self._filler is None:
+            self._filler = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        return self._filler.submit(fill)
 
     # ---- the threads that compile
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from operator import is_
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,11 +62,47 @@ class RowGrammar:
             bits[ends // 32] = before
 
 
+class BegunMasks:
+    """Masks that another thread fills. Until `finish` returns, no other thread may use their matchers."""
+
+    def __init__(self, rows: Sequence[RowGrammar], outputs: Sequence[Sequence[int]], masks: Future[Bits]) -> None:
+        self.rows, self.lengths, self._masks = list(rows), [len(output) for output in outputs], masks
+
+    def finish(self) -> None:
+        wait([self._masks])
+
+    def found(self, rows: Sequence[RowGrammar], outputs: Sequence[Sequence[int]]) -> Bits | None:
+        """The filled masks; None if they are of other rows, or outputs. Raises GrammarError."""
+        same = len(rows) == len(self.rows) and all(map(is_, rows, self.rows))
+        return self._masks.result() if same and self.lengths == [len(output) for output in outputs] else None
+
+
+def begin_masks(rows: Sequence[RowGrammar], outputs: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Fill the masks on another thread, for the `fill_rows` of the same rows and outputs that follows."""
+    if rows:
+        grammars = rows[0].grammars
+        _finish(grammars)
+        grammars.begun = BegunMasks(rows, outputs, grammars.fill_later(partial(_filled, rows, outputs, vocab_size)))
+
+
 def fill_rows(rows: Sequence[RowGrammar], outputs: Sequence[Sequence[int]], vocab_size: int) -> Bits:
     """The masks of rows of one `Grammars` after their `outputs`, `[rows, ceil(vocab_size / 32)]`.
 
     Everything is allowed in the row of an answer that has ended. Raises GrammarError if one row cannot go on.
     """
+    begun = _finish(rows[0].grammars) if rows else None
+    found = begun.found(rows, outputs) if begun is not None else None
+    return _filled(rows, outputs, vocab_size) if found is None else found
+
+
+def _finish(grammars: Grammars) -> BegunMasks | None:
+    begun, grammars.begun = grammars.begun, None
+    if begun is not None:
+        begun.finish()
+    return begun
+
+
+def _filled(rows: Sequence[RowGrammar], outputs: Sequence[Sequence[int]], vocab_size: int) -> Bits:
     began_s = time.perf_counter()
     bits = np.full((len(rows), -(-vocab_size // 32)), -1, dtype=np.int32)
     for row, output in zip(rows, outputs, strict=True):

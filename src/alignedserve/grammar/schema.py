@@ -44,7 +44,7 @@ def check_schema(schema: Any, rules: Mapping[str, Rule], library: str, place: st
     for found, node in reachable(schema, place):
         _remove_idle(node)
         for keyword in list(node):
-            reason = rules[keyword](node) if keyword in rules else None
+            reason = rules[keyword](node) if keyword in rules and keyword in node else None
             if reason is not None:
                 raise GrammarError(f"{keyword} at {found or '/'}: {reason.format(library=library)}")
 

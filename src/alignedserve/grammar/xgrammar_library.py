@@ -178,14 +178,25 @@ def _all(*found: rules.Rule) -> rules.Rule:
 
 
 def _pattern(node: rules.Node) -> str | None:
-    if {"minLength", "maxLength", "format"} & set(node):
-        return "{library} does not check a length or a format beside it"
     pattern = node["pattern"]
     if not isinstance(pattern, str):
         return "it must be a string"
     if not pattern.startswith("^") or not pattern.endswith("$") or pattern.endswith("\\$"):
         return "{library} needs a pattern of the whole string, ^…$"
     return _regex_trouble(pattern)
+
+
+def _length(node: rules.Node) -> str | None:
+    """`minLength`, `maxLength`: as a pattern, since xgrammar lets strings of a length contain control characters."""
+    if "pattern" in node or "format" in node:
+        return "{library} does not check a pattern or a format beside it"
+    least, most = node.pop("minLength", 0), node.pop("maxLength", "")
+    if not isinstance(least, int) or not isinstance(most, int | str) or least < 0:
+        return "it must be a number, at least 0"
+    if isinstance(most, int) and not least <= most:
+        return "no string has these lengths"
+    node["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{least},{most}}}$'
+    return None
 
 
 def _keys(node: rules.Node) -> str | None:
@@ -208,6 +219,8 @@ _KEYWORDS: Mapping[str, rules.Rule] = {
     **{keyword: _typed(keyword) for keyword in _ASSERTIONS - {*_WHOLE, "type"}},
     **{keyword: _alone(keyword) for keyword in _WHOLE},
     "pattern": _all(_typed("pattern"), _pattern),
+    "minLength": _all(_typed("minLength"), _length),
+    "maxLength": _all(_typed("maxLength"), _length),
     "properties": _all(_typed("properties"), _keys),
     "required": _all(_typed("required"), _required),
     **dict.fromkeys(
