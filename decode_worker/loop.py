@@ -123,6 +123,8 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         page.gauge("decode_shortest_tokens", "shortest prefix of the running batch", status.shortest_tokens)
         page.gauge("decode_longest_tokens", "longest prefix of the running batch", status.longest_tokens)
         self.iterations.show_metrics(page)
+        if self._grammars is not None:
+            self._grammars.meter.show_metrics(page)
 
     def offer(self, buffer: BufferKind, batch_id: int, requests: Iterable[pb.StoredRequest]) -> None:
         """Offer candidates whose KV is complete at its source."""

@@ -55,6 +55,8 @@ class DecodeEngine(ABC):
         """Whether the step after one with these rows can be launched before its tokens are known to the host.
 
         False if a row's choice needs them there (penalties, a bias, a minimum length not reached, log-probabilities).
+        A row under a grammar alone does not: its choice is delayed until the mask is filled, from the tokens that are
+        known when the following step is launched.
         """
 
     @abstractmethod

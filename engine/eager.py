@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,7 +10,8 @@ from alignedserve.engine.batch import ForwardItem, build_batch
 from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.engine.sampling.sampler import SampledToken, Sampler, SampleRow, upload
-from alignedserve.errors import AccountingError, NumericsError
+from alignedserve.errors import AccountingError, GrammarError, NumericsError
+from alignedserve.grammar.rows import begin_masks
 
 Result = SampledToken | Exception
 
@@ -33,15 +34,23 @@ class EagerDecode(DecodeEngine):
         return self._overlaps
 
     def ahead(self, rows: Sequence[SampleRow]) -> bool:
-        return not any(row.adjusts or row.sampling.logprobs is not None for row in rows)
+        return not any(row.needs_host or (row.grammar is not None and not self._overlaps) for row in rows)
 
     @torch.inference_mode()
     def launch(self, items: Sequence[DecodeItem]) -> DecodeStep:
         try:
+            if not self._overlaps:
+                self._begin_masks(items)
             self._last = self._compute(items)
         except Exception as error:
             self._last = _Known([error] * len(items), error)
         return self._last
+
+    def _begin_masks(self, items: Sequence[DecodeItem]) -> None:
+        """Fill the masks while the forward pass computes on this thread."""
+        rows = [item.row for item in items if item.row.grammar is not None]
+        grammars = [row.grammar for row in rows if row.grammar is not None]
+        begin_masks(grammars, [row.output_token_ids for row in rows], self._runner.loaded.info.vocab_size)
 
     def warm_up(self) -> None:
         self._runner.warm_up()
@@ -75,6 +84,7 @@ class EagerDecode(DecodeEngine):
         runner = self._runner
         forward = [ForwardItem([item.token_id or 0], item.kv_tokens, list(item.block_ids)) for item in items]
         batch = build_batch(forward, runner.block_size, runner.cache.shape[0], runner.loaded.device)
+        last.settle()
         missing = [index for index, item in enumerate(items) if item.token_id is None]
         device = runner.loaded.device
         tokens = last.chosen.index_select(0, upload([items[index].previous for index in missing], device))
@@ -84,11 +94,33 @@ class EagerDecode(DecodeEngine):
     def _choose(self, items: Sequence[DecodeItem], logits: torch.Tensor) -> _Known | _OnDevice:
         rows, positions = [item.row for item in items], [item.position for item in items]
         if self._overlaps and self.ahead(rows):
-            return _OnDevice(*self._sampler.choose(logits, rows, positions))
+            return self._choose_on_device(logits, rows, positions)
+        if any(item.token_id is None and item.row.grammar is not None for item in items):
+            return _Later(lambda: self._sample(items, logits))
+        return _Known(self._sample(items, logits))
+
+    def _sample(self, items: Sequence[DecodeItem], logits: torch.Tensor) -> list[Result]:
         try:
-            return _Known(list(self._sampler.sample(logits, rows, positions)))
+            return list(self._sampler.sample(logits, [item.row for item in items], [item.position for item in items]))
         except Exception:  # choose one by one: only the items at fault fail
-            return _Known([self._choose_alone(item, logits[row : row + 1]) for row, item in enumerate(items)])
+            return [self._choose_alone(item, logits[row : row + 1]) for row, item in enumerate(items)]
+
+    def _choose_on_device(self, logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence[int]) -> _OnDevice:
+        """Rows under a grammar are chosen when the step is settled, since their last token may not be known yet."""
+        masked = [index for index, row in enumerate(rows) if row.grammar is not None]
+        chosen, finite = self._sampler.choose(logits, rows, positions)
+        if not masked:
+            return _OnDevice(chosen, finite)
+
+        def choose() -> dict[int, GrammarError]:
+            where = upload(masked, logits.device)
+            own = logits if len(masked) == len(rows) else logits.index_select(0, where)
+            places = [positions[index] for index in masked]
+            tokens, _, errors = self._sampler.choose_masked(own, [rows[index] for index in masked], places)
+            chosen.index_copy_(0, where, tokens)
+            return {masked[index]: error for index, error in errors.items()}
+
+        return _OnDevice(chosen, finite, choose)
 
     def _choose_alone(self, item: DecodeItem, logits: torch.Tensor) -> Result:
         try:
@@ -110,24 +142,60 @@ class _Known(DecodeStep):
         return self.results
 
 
-class _OnDevice(DecodeStep):
-    """A step whose tokens are on the device, `chosen` `[rows]`, and being copied to the host."""
+class _Later(_Known):
+    """A step whose tokens are chosen when they are requested: the last token of a row under a grammar is known then."""
 
-    def __init__(self, chosen: torch.Tensor, finite: torch.Tensor) -> None:
-        self.chosen = chosen
-        self._found = torch.stack((chosen, finite.to(chosen.dtype)))
-        self._copied: torch.cuda.Event | None = None
-        if chosen.is_cuda:
-            found = torch.empty(self._found.shape, dtype=chosen.dtype, pin_memory=True)
-            self._found = found.copy_(self._found, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(chosen.device))
+    def __init__(self, sample: Callable[[], list[Result]]) -> None:
+        super().__init__([])
+        self._sample: Callable[[], list[Result]] | None = sample
 
     def tokens(self) -> list[Result]:
+        if self._sample is not None:
+            self.results, self._sample = self._sample(), None
+        return self.results
+
+
+class _OnDevice(DecodeStep):
+    """A step whose tokens are on the device, `chosen` `[rows]`, and being copied to the host once it is settled.
+
+    `choose` overwrites those of rows that need the last step's tokens on the host; it returns the rows' errors.
+    """
+
+    def __init__(
+        self, chosen: torch.Tensor, finite: torch.Tensor, choose: Callable[[], dict[int, GrammarError]] | None = None
+    ) -> None:
+        self.chosen = chosen
+        self._finite, self._choose = finite, choose
+        self._errors: dict[int, GrammarError] = {}
+        self._found: torch.Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        if choose is None:
+            self.settle()
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Choose what was not chosen yet. Called when the tokens of the step before this one are known to the host."""
+        if self._found is not None:
+            return
+        if self._choose is not None:
+            self._errors, self._choose = self._choose(), None
+        found = torch.stack((self.chosen, self._finite.to(self.chosen.dtype)))
+        if self.chosen.is_cuda:
+            pinned = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            found = pinned.copy_(found, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(self.chosen.device))
+        self._found = found
+
+    def tokens(self) -> list[Result]:
+        self.settle()
+        assert self._found is not None
         if self._copied is not None:
             self._copied.synchronize()
         chosen, finite = self._found.tolist()
         return [
-            SampledToken(token) if good else NumericsError("the model computed NaN or infinite logits", rows=[row])
+            NumericsError("the model computed NaN or infinite logits", rows=[row])
+            if not good
+            else self._errors.get(row) or SampledToken(token)
             for row, (token, good) in enumerate(zip(chosen, finite, strict=True))
         ]

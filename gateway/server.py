@@ -46,6 +46,7 @@ from alignedserve.gateway.request_log import RequestLog
 from alignedserve.gateway.scheduler_link import SchedulerLink
 from alignedserve.gateway.spec_source import SpecSource
 from alignedserve.gateway.token_sink import TokenSink
+from alignedserve.metrics import Page
 from alignedserve.model import ModelInfo, read_config
 from alignedserve.proto import gateway_pb2_grpc as gw_grpc
 from alignedserve.proto import supervisor_pb2 as sv
@@ -132,7 +133,14 @@ class GatewayServer(RoleServer):
             override = config.model.chat_template
             template = ChatTemplate.from_folder(model_path, tokenizer.special_tokens, override)
         dialects = await asyncio.to_thread(_dialects, Path(model_path), config.model, tokenizer, template)
-        model = ServedModel(config.served_model_name, tokenizer, template, root=config.model_root, dialects=dialects)
+        model = ServedModel(
+            config.served_model_name,
+            tokenizer,
+            template,
+            root=config.model_root,
+            dialects=dialects,
+            engine=config.engine,
+        )
         server = cls(settings, model, locate)
         await server.batches.start()
         await server.start()
@@ -310,7 +318,11 @@ class GatewayServer(RoleServer):
 
     def _own_metrics(self) -> str:
         self._metrics.open_requests.set(len(self.ledger))
-        return self._metrics.text()
+        if self.model.grammars is None:
+            return self._metrics.text()
+        page = Page(instance=self.process.id)
+        self.model.grammars.meter.show_metrics(page)
+        return self._metrics.text() + page.text()
 
     def _own_peer(self) -> sv.Peer:
         return sv.Peer(

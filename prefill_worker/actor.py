@@ -129,6 +129,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
             instance.offloader.show_metrics(page)
         if instance.layerwise is not None:
             instance.layerwise.show_metrics(page)
+        if instance.grammars is not None:
+            instance.grammars.meter.show_metrics(page)
         instance.copier.show_metrics(page)
         show_channels(page, instance.channels)
         return page.text()

@@ -144,7 +144,7 @@ class PrefillInstance:
 
         cost = configured_cost(config.scheduler)
         self.layerwise = await self._layerwise(runner, cache_store, self.offloader)
-        self.grammars = Grammars.of(tokenizer, loaded.info.vocab_size)
+        self.grammars = Grammars.of(tokenizer, loaded.info.vocab_size, config.engine)
         compute = PrefillLoop(
             settings.id,
             runner,

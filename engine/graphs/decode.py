@@ -7,6 +7,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from alignedserve.engine.graphs.captured import CapturedPasses, Progress
 from alignedserve.engine.graphs.device import GraphDevice, Mark
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.engine.sampling.sampler import SampledToken, Sampler, SampleRow
-from alignedserve.errors import AccountingError, NumericsError
+from alignedserve.errors import AccountingError, GrammarError, NumericsError
 from alignedserve.metrics import Page
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class GraphDecode(DecodeEngine):
     def ahead(self, rows: Sequence[SampleRow]) -> bool:
         if not self._captured:
             return self._eager.ahead(rows)
-        return len(rows) <= self._passes.sizes[-1] and not any(_chosen_outside(row) for row in rows)
+        return len(rows) <= self._passes.sizes[-1] and not any(row.needs_host for row in rows)
 
     def show_metrics(self, page: Page) -> None:
         counts = self.counts
@@ -143,8 +144,10 @@ class GraphDecode(DecodeEngine):
 
     def _launch(self, items: Sequence[DecodeItem]) -> _Step:
         last, fits = self._last, len(items) <= self._passes.sizes[-1]
-        if last is not None and last.outside:
-            last.settle()  # the Sampler needs the logits before they are overwritten
+        if last is not None:
+            last.choose_masked()  # these, and the Sampler, need the logits before they are overwritten
+            if last.outside:
+                last.settle()
         if all(item.token_id is not None for item in items) or (fits and isinstance(last, _GraphStep) and last.chains):
             return self._compute(items, fits)
         known, lost = _resolved(items, last)
@@ -165,16 +168,36 @@ class GraphDecode(DecodeEngine):
             before.finish()
         staging = buffers.staging[turn]
         buffers.send(items, self._runner.block_size, staging)
-        outside = [index for index, item in enumerate(items) if _chosen_outside(item.row)]
-        drawn = any(not item.row.sampling.greedy and not _chosen_outside(item.row) for item in items)
+        outside = [index for index, item in enumerate(items) if item.row.needs_host]
+        masked = [index for index, item in enumerate(items) if item.row.masked]
+        others = {*outside, *masked}
+        drawn = any(not item.row.sampling.greedy for index, item in enumerate(items) if index not in others)
         size = self._passes.replay(rows, drawn)
-        staging.reported[:rows].copy_(buffers.reported[:rows], non_blocking=True)
         self.counts.replays += 1
         self.counts.padded_rows += size - rows
-        self.counts.sampled_outside += len(outside)
-        step = _GraphStep(items, outside, staging.reported, self._device.mark(), self._choose)
+        self.counts.sampled_outside += len(others)
+
+        def report() -> Mark:
+            with torch.inference_mode(), self._device.scope():
+                staging.reported[:rows].copy_(buffers.reported[:rows], non_blocking=True)
+                return self._device.mark()
+
+        late = partial(self._choose_masked, masked, [items[index] for index in masked]) if masked else None
+        step = _GraphStep(items, outside, staging.reported, report, self._choose, late)
         self._in_flight[turn] = step
         return step
+
+    def _choose_masked(self, indices: Sequence[int], items: Sequence[DecodeItem]) -> dict[int, GrammarError]:
+        """Choose the tokens of these rows of the last replay, on the device; returns the rows' errors."""
+        with torch.inference_mode(), self._device.scope():
+            buffers = self._buffers
+            where = torch.tensor(indices, dtype=torch.int64).to(buffers.logits.device, non_blocking=True)
+            logits = buffers.logits.index_select(0, where)
+            rows, places = [item.row for item in items], [item.position for item in items]
+            tokens, finite, errors = self._sampler.choose_masked(logits, rows, places)
+            buffers.chosen.index_copy_(0, where, tokens)
+            buffers.reported.index_copy_(0, where, torch.where(finite, tokens, -1))
+            return {indices[index]: error for index, error in errors.items()}
 
     def _choose(self, indices: Sequence[int], items: Sequence[DecodeItem]) -> Results:
         """The Sampler's tokens for these rows of the last replay."""
@@ -191,10 +214,6 @@ class GraphDecode(DecodeEngine):
             return self._sampler.sample(logits, [item.row], [item.position])[0]
         except Exception as error:
             return error
-
-
-def _chosen_outside(row: SampleRow) -> bool:
-    return row.adjusts or row.sampling.logprobs is not None
 
 
 def _resolved(items: Sequence[DecodeItem], last: _Step | None) -> tuple[list[DecodeItem], dict[int, Exception]]:
@@ -240,6 +259,9 @@ class _Step(DecodeStep):
         assert self._results is not None
         return self._results
 
+    def choose_masked(self) -> None:
+        """Choose the tokens of rows under a grammar, if that was not done yet. See `DecodeEngine.ahead`."""
+
     @abstractmethod
     def _find(self) -> Results: ...
 
@@ -250,17 +272,28 @@ class _GraphStep(_Step):
         items: Sequence[DecodeItem],
         outside: list[int],
         reported: torch.Tensor,
-        done: Mark,
+        report: Callable[[], Mark],
         choose: Callable[[Sequence[int], Sequence[DecodeItem]], Results],
+        choose_masked: Callable[[], dict[int, GrammarError]] | None = None,
     ) -> None:
+        """`report` begins to copy the tokens to `reported`, once `choose_masked` has chosen the last of them."""
         super().__init__()
         self.outside = outside
-        self._items, self._reported, self._done, self._choose = items, reported, done, choose
+        self._items, self._reported, self._choose = items, reported, choose
+        self._report, self._choose_masked = report, choose_masked
+        self._errors: dict[int, GrammarError] = {}
+        self._done = report() if choose_masked is None else None
 
     @property
     def chains(self) -> bool:
         """Whether all tokens of the step are on the device, so that the next one can follow without the host."""
         return not self.outside
+
+    def choose_masked(self) -> None:
+        if self._done is None:
+            assert self._choose_masked is not None
+            self._errors = self._choose_masked()
+            self._done = self._report()
 
     def finish(self) -> None:
         """Read what is needed from memory that is about to be reused; `tokens` raises the error, if any."""
@@ -268,9 +301,11 @@ class _GraphStep(_Step):
             self.settle()
 
     def _find(self) -> Results:
+        self.choose_masked()
+        assert self._done is not None
         self._done.wait()
         results: Results = [
-            SampledToken(token)
+            self._errors.get(row) or SampledToken(token)
             if token >= 0
             else NumericsError("the model computed NaN or infinite logits for a row", rows=[row])
             for row, token in enumerate(self._reported[: len(self._items)].tolist())
@@ -298,6 +333,10 @@ class _PartStep(_Step):
         super().__init__()
         self._step, self._lost, self._count = step, lost, count
         self.outside = step.outside if step is not None else ()
+
+    def choose_masked(self) -> None:
+        if self._step is not None:
+            self._step.choose_masked()
 
     def _find(self) -> Results:
         found = iter(self._step.settle() if self._step is not None else ())

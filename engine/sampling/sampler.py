@@ -23,8 +23,9 @@ from alignedserve.engine.sampling.exclusions import Exclusions, excluded_beginni
 from alignedserve.engine.sampling.masks import apply_masks
 from alignedserve.engine.sampling.noise import exponential_noise, row_keys
 from alignedserve.engine.sampling.penalties import PenaltyState, needs_penalties
-from alignedserve.errors import InvalidRequestError, NumericsError
-from alignedserve.grammar.base import Bits, RowGrammar, fill_rows
+from alignedserve.errors import GrammarError, InvalidRequestError, NumericsError
+from alignedserve.grammar.base import Bits
+from alignedserve.grammar.rows import RowGrammar, fill_each, fill_rows
 from alignedserve.request import SamplingParams, TokenLogprobs
 
 _CANDIDATES = 512  # for top_p alone, at first
@@ -65,6 +66,20 @@ class SampleRow:
         chosen, thinking = len(self.output_token_ids), self.sampling.thinking
         limited = thinking is not None and thinking.near(chosen)
         return self._always or limited or self.grammar is not None or chosen < self._until
+
+    @property
+    def masked(self) -> bool:
+        """Whether a grammar's mask is all that changes the logits: its choice waits for the mask, on the device."""
+        sampling = self.sampling
+        plain = not self._always and self.exclusions is None and sampling.logprobs is None and sampling.thinking is None
+        return self.grammar is not None and plain
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether its token is chosen on the host, once the last one is known there."""
+        if self.grammar is None:
+            return self.sampling.logprobs is not None or self.adjusts
+        return not self.masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +132,25 @@ class Sampler:
         return tokens, torch.isfinite(top)
 
     @torch.inference_mode()
+    def choose_masked(
+        self, logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[int, GrammarError]]:
+        """As `choose`, for rows that are `masked` and whose output is complete; masks are filled before anything waits.
+
+        A row whose grammar cannot go on has an error, by its index, and a meaningless token.
+        """
+        grammars = [row.grammar for row in rows if row.grammar is not None]
+        bits, errors = fill_each(grammars, [row.output_token_ids for row in rows], logits.shape[1])
+        own = logits.clone()
+        apply_masks(own, bits)
+        tokens = own.argmax(dim=-1)
+        drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
+        if drawn:
+            chosen = _draw(_take(own, drawn), [rows[i] for i in drawn], [positions[i] for i in drawn])
+            tokens.index_copy_(0, upload(drawn, logits.device), chosen)
+        return tokens, torch.isfinite(logits.amax(dim=-1)), errors
+
+    @torch.inference_mode()
     def prompt_logprobs(self, logits: torch.Tensor, next_token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
         """Log-probabilities and ranks of `next_token_ids`, one for each row of `logits` `[rows, vocab_size]`, and the
         top `k`.
@@ -161,7 +195,7 @@ def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence
         masked = [index for index, row in enumerate(rows) if row.grammar is not None]
         masks = _masks([rows[index] for index in masked], logits.shape[1])  # before the logits are waited for
         for index, row in enumerate(rows):
-            if row.adjusts:
+            if row.adjusts and not row.masked:
                 _adjust(logits[index], row)
         if masks is not None:
             own = _take(logits, masked)
@@ -218,18 +252,9 @@ def _require_a_token(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
 
 
 def _masks(rows: Sequence[SampleRow], vocab_size: int) -> Bits | None:
-    """What grammars allow next, `[rows, words]`. Until min_tokens, or with ignore_eos, only a whole answer may end."""
+    """What the grammars of these rows, which all have one, allow next, `[rows, words]`; None without rows."""
     grammars = [row.grammar for row in rows if row.grammar is not None]
-    if not grammars:
-        return None
-    for grammar, row in zip(grammars, rows, strict=True):
-        grammar.update(row.output_token_ids)
-    bits = fill_rows(grammars, vocab_size)
-    for place, row in enumerate(rows):
-        early = len(row.output_token_ids) < row.sampling.min_tokens
-        if early or row.sampling.ignore_eos:
-            grammars[place].forbid_ends(bits[place], stops=early)
-    return bits
+    return fill_rows(grammars, [row.output_token_ids for row in rows], vocab_size) if grammars else None
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence[int]) -> torch.Tensor:

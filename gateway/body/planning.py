@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from alignedserve.config import EngineConfig
 from alignedserve.errors import DeadlineError, GrammarError, InvalidRequestError, UnavailableError
 from alignedserve.gateway.body.answer_form import chat_form
 from alignedserve.gateway.body.model_values import check_vocabulary, model_values
@@ -86,6 +87,7 @@ class ServedModel:
     created: int = 0
     root: str = ""  # what the model is called where it comes from; "": its name here
     dialects: ModelDialects | None = None  # None: found by the chat template alone
+    engine: EngineConfig = field(default_factory=EngineConfig)
     encoder: PromptEncoder | None = field(init=False, default=None)
     grammars: Grammars | None = field(init=False, default=None)  # made for the first request that needs them
 
@@ -119,15 +121,15 @@ class ServedModel:
         """Compiles a grammar that the field `param` asks for. Raises InvalidRequestError, which names it."""
         info = self.info
         assert info is not None
-        if self.grammars is None:
-            self.grammars = Grammars.of(self.tokenizer, info.vocab_size)
-        if self.grammars is None:
+        if self.tokenizer is None:
             raise InvalidRequestError("this model has no tokenizer: it has no structured output", param=param)
         try:
-            await asyncio.wrap_future(self.grammars.begin(spec, info.eos_token_ids))
-        except GrammarError as error:
-            error.param = param
-            raise
+            if self.grammars is None:  # on another thread: the library is imported, which takes seconds
+                self.grammars = await asyncio.to_thread(Grammars.of, self.tokenizer, info.vocab_size, self.engine)
+            assert self.grammars is not None
+            await self.grammars.ready(spec, info.eos_token_ids)
+        except GrammarError as error:  # others may wait for the same error
+            raise GrammarError(error.message, param=param) from None
 
     @property
     def limit(self) -> tuple[int, str]:

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from alignedserve.grammar.llguidance_schema import json_text
+
 ANY_TEXT = r"/(?s:.*)/"
-_JSON_OPTIONS = {"whitespace_pattern": " ?"}  # as for structured output: else a model may write blanks for ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ class Lark:
         return text in self._special
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """The name of a rule for JSON that satisfies the schema."""
-        return self.rule("%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS}))
+        """The name of a rule for JSON that satisfies the schema. Raises GrammarError for what cannot be followed."""
+        return self.rule("%json " + json_text(schema))
 
     def text_until(self, end: str) -> str:
         """An expression for any text up to and including the first `end`."""

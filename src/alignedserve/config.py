@@ -307,6 +307,15 @@ class EngineConfig:
         "torch.compile for norms, rotary embedding and activation; auto: with graphs, if faster, not in float32",
         choices=("auto", "off"),
     )
+    grammar: str = _key(
+        "llguidance",
+        "the library behind structured output; xgrammar needs the extra of that name",
+        choices=("llguidance", "xgrammar"),
+    )
+    grammar_max_kib: float = _key(1024.0, "largest grammar or JSON schema of a request in KiB", low=1.0, high=65536.0)
+    grammar_compile_s: float = _key(
+        3.0, "seconds after which a grammar that is still being compiled is refused", low=0.05, high=3600.0
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from alignedserve.config_sources import load
 from alignedserve.control.samples import merge
 from alignedserve.errors import UnavailableError
 from alignedserve.gateway.metrics import GatewayMetrics
-from alignedserve.metrics import PREFIX
+from alignedserve.grammar.compiled import GrammarMeter
+from alignedserve.metrics import PREFIX, Page
 from alignedserve.request import SamplingParams
 from alignedserve.scheduler.systems import served_settings
 from alignedserve.testing.models import make_model
@@ -70,8 +71,10 @@ def exported(folder: Path) -> str:
 def test_the_page_describes_every_metric_that_a_cluster_exports(tmp_path: Path) -> None:
     gateway = GatewayMetrics("gateway-0")
     gateway.on_call_failed(UnavailableError("nothing"))
+    grammars = Page(instance="decode-0")  # of processes of a model with a tokenizer
+    GrammarMeter().show_metrics(grammars)
     page, found = described(), {}
-    for family in text_string_to_metric_families(merge([exported(tmp_path), gateway.text()])):
+    for family in text_string_to_metric_families(merge([exported(tmp_path), gateway.text(), grammars.text()])):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = {frozenset(sample.labels) - {"le"} for sample in family.samples}
         assert len(labels) == 1, name

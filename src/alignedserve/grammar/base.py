@@ -1,4 +1,4 @@
-"""The contract of a grammar library, and an answer's state under a grammar.
+"""The contract of a grammar library: what is compiled, and a position in it.
 
 A request carries only its `GrammarSpec`. The process that chooses its next token compiles the spec and replays the
 tokens of the answer so far. So no message contains the state, and the death of a process does not lose it.
@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from alignedserve.errors import GrammarError
-from alignedserve.request import GrammarSpec, SamplingParams
+from alignedserve.request import GrammarSpec
 
 Bits = npt.NDArray[np.int32]
 """One bit a token of the vocabulary, `[rows, ceil(vocabulary / 32)]`; bit i % 32 of word i / 32 allows token i."""
@@ -40,54 +39,14 @@ class GrammarLibrary(ABC):
 
     @abstractmethod
     def compile(self, spec: GrammarSpec, eos_token_ids: tuple[int, ...]) -> Grammar:
-        """The grammar, at whose end only `eos_token_ids` are allowed. Takes up to seconds; keeps no lock meanwhile.
+        """The grammar, at whose end only `eos_token_ids` are allowed. Takes up to seconds, in which other threads run.
 
         Raises GrammarError, which says where, if the spec is wrong, too large, or uses what the library cannot express.
         """
 
     @abstractmethod
     def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
-        """Write the tokens that each matcher allows next into its row of `bits`. Raises GrammarError."""
+        """Write the tokens that each matcher allows next into its row of `bits`. Other threads run meanwhile.
 
-
-class RowGrammar:
-    """The matcher of one answer, which follows its tokens. Keep the object while the request decodes."""
-
-    __slots__ = ("_accepted", "_ends", "_eos", "library", "matcher")
-
-    def __init__(self, library: GrammarLibrary, grammar: Grammar, sampling: SamplingParams) -> None:
-        self.library = library
-        self.matcher = grammar.matcher()
-        self._accepted = 0
-        self._eos = np.array(sampling.eos_token_ids, dtype=np.int64)
-        self._ends = np.unique(np.array((*sampling.eos_token_ids, *sampling.stop_token_ids), dtype=np.int64))
-
-    def update(self, output_token_ids: Sequence[int]) -> None:
-        """Accept the tokens that were added since the last call. Raises GrammarError if one is not allowed."""
-        if new := output_token_ids[self._accepted :]:
-            self.matcher.accept(new)
-            self._accepted = len(output_token_ids)
-
-    def forbid_ends(self, bits: Bits, *, stops: bool = True) -> None:
-        """Clear the end tokens in its own row `[words]`, unless the grammar allows nothing else.
-
-        `stops`: those of `stop_token_ids`, too.
+        Raises GrammarError for all if one of them cannot go on; the others can be filled again.
         """
-        ends = self._ends if stops else self._eos
-        ends = ends[(ends >= 0) & (ends < 32 * len(bits))]
-        before = bits[ends // 32].copy()
-        np.bitwise_and.at(bits, ends // 32, ~(np.uint32(1) << (ends % 32).astype(np.uint32)).astype(np.int32))
-        if not bits.any():
-            bits[ends // 32] = before
-
-
-def fill_rows(rows: Sequence[RowGrammar], vocab_size: int) -> Bits:
-    """The masks of rows of one library, at least one, that have accepted their tokens: `[rows, ceil(vocab_size / 32)]`.
-
-    Raises GrammarError.
-    """
-    bits = np.zeros((len(rows), -(-vocab_size // 32)), dtype=np.int32)
-    rows[0].library.fill([row.matcher for row in rows], bits)
-    if not bits.any(axis=1).all():
-        raise GrammarError("the grammar allows no token here: it cannot be continued in this vocabulary")
-    return bits

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from threading import Lock
 from typing import Any, cast
 
 import llguidance
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from alignedserve.errors import GrammarError
+from alignedserve.grammar import schema as rules
 from alignedserve.grammar.base import Bits, Grammar, GrammarLibrary, Matcher
+from alignedserve.grammar.llguidance_schema import json_text
+from alignedserve.grammar.llguidance_tags import LarkText, tags_grammar
 from alignedserve.request import GrammarKind, GrammarSpec
 from alignedserve.text import Tokenizer
 
-ONE_SPACE = " ?"  # between the tokens of JSON: whitespace without limit would let a model go on for ever
-MOST_CHARACTERS = 1 << 20  # of a spec
+_LIMITS = llguidance.LLParserLimits(verbose_errors=False)  # the library's own, of each compilation and of each mask
+_SEARCHED = 200  # parts of a schema that are tried for the place of an error
 
 
 class LlguidanceMatcher(Matcher):
@@ -39,20 +43,20 @@ class LlguidanceLibrary(GrammarLibrary):
     """`vocab_size`: columns of the logits, which may be more than the tokenizer has tokens. `threads`: of `fill`."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, threads: int = 1) -> None:
-        self._spelling = tokenizer.backend.to_str()
+        self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._tokenizers: dict[tuple[int, ...], llguidance.LLTokenizer] = {}
+        self._lock = Lock()  # of the dict
         self._executor = llguidance.LLExecutor(threads)
 
     def compile(self, spec: GrammarSpec, eos_token_ids: tuple[int, ...]) -> Grammar:
-        text = grammar_text(spec)
-        tokenizer = self._tokenizer(eos_token_ids)
-        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text, tokenizer)
-        if failed or messages:  # a warning is a keyword that would not be checked
-            raise GrammarError(f"{spec.kind}: {_line('; '.join(messages))}")
-        matcher = llguidance.LLMatcher(tokenizer, text, log_level=0)
-        if matcher.is_error():
-            raise GrammarError(f"{spec.kind}: {_line(matcher.get_error())}")
+        tokenizer = self._tokenizer_of(eos_token_ids)
+        if spec.kind is GrammarKind.JSON:
+            return LlguidanceGrammar(_compiled_schema(tokenizer, spec))
+        text = grammar_text(spec, self._tokenizer)
+        matcher, error = _compiled(tokenizer, text)
+        if error:
+            raise GrammarError(f"{spec.kind}: {error}")
         return LlguidanceGrammar(matcher)
 
     def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
@@ -62,107 +66,128 @@ class LlguidanceLibrary(GrammarLibrary):
             if matcher.is_error():
                 raise GrammarError(f"the grammar cannot be followed: {_line(matcher.get_error())}")
 
-    def _tokenizer(self, eos_token_ids: tuple[int, ...]) -> llguidance.LLTokenizer:
+    def _tokenizer_of(self, eos_token_ids: tuple[int, ...]) -> llguidance.LLTokenizer:
         if not eos_token_ids:
             raise GrammarError("structured output needs a model with an end token")
-        found = self._tokenizers.get(eos_token_ids)
-        if found is None:
-            ends = list(eos_token_ids)
-            found = llguidance.LLTokenizer(self._spelling, n_vocab=self._vocab_size, eos_token=ends)
-            self._tokenizers[eos_token_ids] = found
-        return found
+        with self._lock:
+            found = self._tokenizers.get(eos_token_ids)
+            if found is None:
+                spelling, ends = self._tokenizer.backend.to_str(), list(eos_token_ids)
+                found = llguidance.LLTokenizer(spelling, n_vocab=self._vocab_size, eos_token=ends)
+                self._tokenizers[eos_token_ids] = found
+            return found
 
 
-def grammar_text(spec: GrammarSpec) -> str:
-    """The spec in llguidance's own form. Raises GrammarError."""
-    if len(spec.text) > MOST_CHARACTERS:
-        raise GrammarError(f"{spec.kind}: {len(spec.text)} characters are more than {MOST_CHARACTERS}")
+def _compiled(tokenizer: llguidance.LLTokenizer, text: str) -> tuple[llguidance.LLMatcher, str]:
+    """A matcher, and why it cannot be used; "" if it can. A warning is a keyword that would not be checked."""
+    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
+    error = matcher.get_error() if matcher.is_error() else "; ".join(matcher.get_grammar_warnings())
+    return matcher, _line(error)
+
+
+def grammar_text(spec: GrammarSpec, tokenizer: Tokenizer) -> str:
+    """The spec, which is no schema, in llguidance's own form. Raises GrammarError."""
+    if spec.kind is GrammarKind.STRUCTURAL_TAG:
+        return tags_grammar(spec, tokenizer, json_text)
     return _FORMS[spec.kind](spec)
 
 
-def _of_schema(spec: GrammarSpec) -> str:
-    return llguidance.LLMatcher.grammar_from_json_schema(_with_whitespace(_parsed(spec), spec))
+# ---- JSON schema
 
 
-def _with_whitespace(schema: Any, spec: GrammarSpec) -> dict[str, Any]:
-    """The schema with our options for the compiler in place of the client's. Raises GrammarError."""
-    if not isinstance(schema, dict | bool):
-        raise GrammarError(f"{spec.kind}: a schema is an object, true or false, not {json.dumps(schema)[:50]}")
-    if schema is False:
-        raise GrammarError(f"{spec.kind}: no value satisfies the schema false")
-    options = {"whitespace_pattern": ONE_SPACE if spec.whitespace is None else spec.whitespace}
-    return {**({} if schema is True else schema), "x-guidance": options}
+def _compiled_schema(tokenizer: llguidance.LLTokenizer, spec: GrammarSpec) -> llguidance.LLMatcher:
+    def compiled(schema: Any) -> tuple[llguidance.LLMatcher, str]:
+        return _compiled(tokenizer, llguidance.LLMatcher.grammar_from_json_schema(json_text(schema, spec.whitespace)))
+
+    schema = rules.parsed_schema(spec.text, spec.kind)
+    try:
+        matcher, error = compiled(schema)
+    except GrammarError as refused:
+        raise GrammarError(f"{spec.kind}: {refused.message}") from None
+    if not error:
+        return matcher
+
+    def error_of(part: Any) -> str:
+        try:
+            return compiled(part)[1]
+        except GrammarError as other:
+            return other.message
+
+    place = _place(schema, error, error_of)
+    raise GrammarError(f"{spec.kind}: {_own_words(error)}{place}")
+
+
+def _own_words(error: str) -> str:
+    if error.startswith("oneOf constraints"):
+        return "oneOf: more than one of its alternatives may match a value"
+    return error
+
+
+def _place(schema: Any, error: str, error_of: Callable[[Any], str]) -> str:
+    """Where the error is: the smallest part of the schema that has the same one by itself; "" if that is unknown."""
+    parts: list[tuple[str, Any]] = list(_first(rules.reachable(schema)))
+    shared = {name: schema[name] for name in ("$defs", "definitions") if isinstance(schema, dict) and name in schema}
+    for place, part in sorted(parts, key=lambda found: -found[0].count("/")):
+        if place and error_of({**shared, **part}) == error:
+            return f" (at {place})"
+    return ""
+
+
+def _first(parts: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
+    return (part for _, part in zip(range(_SEARCHED), parts, strict=False))
+
+
+# ---- other kinds
 
 
 def _of_choice(spec: GrammarSpec) -> str:
-    choices = _parsed(spec)
+    choices = rules.parsed_schema(spec.text, spec.kind)
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise GrammarError("choice: must be a list of strings, not empty")
     if "" in choices:
         raise GrammarError("choice: an empty string cannot be chosen")
-    return llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
+    # One terminal: alternatives of a rule are limited to 2,000.
+    return llguidance.LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(LarkText.quoted, choices)))
 
 
 def _of_regex(spec: GrammarSpec) -> str:
+    if trouble := rules.pattern_trouble(spec.text, flags=True):
+        raise GrammarError(f"regex: {trouble}")
     return llguidance.LLMatcher.grammar_from_regex(spec.text)
 
 
 def _of_grammar(spec: GrammarSpec) -> str:
     """Lark, or GBNF, which has `::=`."""
-    text = spec.text
-    if "::=" in text:
-        from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
-
-        try:
-            text = gbnf_to_lark(text)
-        except GbnfToLarkError as error:
-            raise GrammarError(f"grammar: {_line(str(error))}") from error
-    return llguidance.LLMatcher.grammar_from_lark(text)
-
-
-def _of_tags(spec: GrammarSpec) -> str:
-    tags = _parsed(spec)
-    try:
-        structures, triggers = tags["structures"], tags["triggers"]
-        found = []
-        for tag in structures:
-            (trigger,) = [one for one in triggers if tag["begin"].startswith(one)][:1]
-            schema = _with_whitespace(tag.get("schema", {}), spec)
-            found.append(llguidance.StructTag(trigger=trigger, begin=tag["begin"], grammar=schema, end=tag["end"]))
-        text = llguidance.StructTag.to_grammar(found)
-    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-        wanted = '{"structures": [{"begin": …, "schema": …, "end": …}], "triggers": [the beginnings of "begin"]}'
-        raise GrammarError(f"structural_tag: must be {wanted}") from error
-    return text
+    return llguidance.LLMatcher.grammar_from_lark(LarkText.of(spec.text))
 
 
 def _of_composed(spec: GrammarSpec) -> str:
     """Lark, and the grammar that it calls `@answer`, if any."""
-    parts = _parsed(spec)
+    parts = json.loads(spec.text)
     grammars = [{"lark_grammar": parts["lark"]}]
     if (answer := parts.get("answer")) is not None:
         kind, text, whitespace = answer
-        own = grammar_text(GrammarSpec(GrammarKind(kind), text, whitespace))
-        listed = json.loads(own)["grammars"] if own.startswith("{") else [{"lark_grammar": own}]
-        if len(listed) != 1:
+        own = _listed(GrammarSpec(GrammarKind(kind), text, whitespace))
+        if len(own) != 1:
             raise GrammarError(f"{kind}: it must be one grammar")
-        grammars.append({**listed[0], "name": "answer"})
+        grammars.append({**own[0], "name": "answer"})
     return json.dumps({"grammars": grammars})
 
 
-def _parsed(spec: GrammarSpec) -> Any:
-    try:
-        return json.loads(spec.text)
-    except ValueError as error:
-        raise GrammarError(f"{spec.kind}: it is not JSON: {error}") from error
+def _listed(spec: GrammarSpec) -> list[dict[str, Any]]:
+    """The grammars of a spec in llguidance's own form."""
+    if spec.kind is GrammarKind.JSON:
+        schema = json_text(rules.parsed_schema(spec.text, spec.kind), spec.whitespace)
+        text = llguidance.LLMatcher.grammar_from_json_schema(schema)
+    else:
+        text = _FORMS[spec.kind](spec)
+    return list(json.loads(text)["grammars"]) if text.startswith("{") else [{"lark_grammar": text}]
 
 
 _FORMS: dict[GrammarKind, Callable[[GrammarSpec], str]] = {
-    GrammarKind.JSON: _of_schema,
     GrammarKind.REGEX: _of_regex,
     GrammarKind.CHOICE: _of_choice,
     GrammarKind.GRAMMAR: _of_grammar,
-    GrammarKind.STRUCTURAL_TAG: _of_tags,
     GrammarKind.COMPOSED: _of_composed,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +20,9 @@ from alignedserve.engine.eager import EagerDecode
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.model.loader import LoadedModel, load_model
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
+from alignedserve.grammar.compiled import Grammars
 from alignedserve.proto import common_pb2 as pb
-from alignedserve.request import RequestKey, RequestSpec, SamplingParams
+from alignedserve.request import GrammarKind, GrammarSpec, RequestKey, RequestSpec, SamplingParams
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.instance.plan import BufferKind
@@ -76,11 +78,13 @@ def serve(
         return copied
 
     engine = EagerDecode(runner, overlaps=overlaps)
-    loop = DecodeLoop("decode-0", engine, scheduler, tokenizer, pull, outcomes.put, overlap=overlap)
+    grammars = Grammars.of(tokenizer, VOCAB)
+    loop = DecodeLoop("decode-0", engine, scheduler, tokenizer, pull, outcomes.put, overlap=overlap, grammars=grammars)
     draw, answers = random.Random(7), [Answer([], []) for _ in samplings]
     for number, sampling in enumerate(samplings):
         prompt = [draw.randrange(2, VOCAB) for _ in range(4 + 3 * number)]
-        spec = RequestSpec(RequestKey(str(number)), prompt, sampling, output_token_ids=[5])
+        first = 5 if sampling.grammar is None else tokenizer.encode("a", special_tokens=False)[0]
+        spec = RequestSpec(RequestKey(str(number)), prompt, sampling, output_token_ids=[first])
         stored = pb.StoredRequest(spec=spec_to_proto(spec), kv_tokens=len(prompt), store_id="pool")
         loop.offer(BufferKind.BATCH, 1, [stored])
     loop.start()
@@ -115,3 +119,25 @@ def test_answers_are_the_same_with_stop_strings_too(model: tuple[LoadedModel, To
         for one, other in zip(found, expected, strict=True):
             assert (one.tokens, one.reason) == (other.tokens, other.reason)
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_answers_under_grammars_are_the_same_beside_others(model: tuple[LoadedModel, Tokenizer]) -> None:
+    regexes = ("a[a-m ]{2,9}", "a([0-9]{2} )*", "ab?")
+    bound = [
+        SamplingParams(
+            grammar=GrammarSpec(GrammarKind.REGEX, regex), temperature=number % 2, seed=number, max_tokens=MOST,
+            eos_token_ids=(1,), **options,
+        )
+        for number, (regex, options) in enumerate(zip(regexes * 2, [{}, {}, {}, {}, {}, {"logprobs": 1}], strict=True))
+    ]  # fmt: skip
+    free = [SamplingParams(**{"max_tokens": MOST, "eos_token_ids": (1,), **options}) for options in SAMPLINGS[:4]]
+    samplings = [*bound[:5], *free, bound[5]]
+    expected = serve(model, samplings, overlap=False, overlaps=False)
+    for answer, regex in zip([*expected[:5], expected[-1]], regexes * 2, strict=True):
+        text = "a" + model[1].decode(answer.tokens)
+        assert answer.reason == "length" or re.fullmatch(regex, text), text
+    assert "stop" in {answer.reason for answer in expected[:5]}
+    for overlaps in (False, True):
+        for count in (len(samplings), len(samplings) - 1):  # with and without a row that needs the host
+            found = serve(model, samplings[:count], overlap=True, overlaps=overlaps)
+            assert [(one.tokens, one.reason) for one in found] == [(one.tokens, one.reason) for one in expected[:count]]

@@ -1,0 +1,213 @@
+"""What of a JSON schema a library cannot follow exactly, by keyword and place, before the library sees the schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from alignedserve.errors import GrammarError
+
+Node = dict[str, Any]
+Rule = Callable[[Node], str | None]
+"""Why a keyword of this schema cannot be followed; None if it can."""
+
+_ONE = ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
+        "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
+_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+_MAPS = ("dependentSchemas", "patternProperties", "properties")
+_DEFINITIONS = ("$defs", "definitions")
+MOST_DEPTH = 64  # of a schema's subschemas, references not counted
+_FORMATS = {"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6",
+            "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer",
+            "relative-json-pointer", "regex"}  # fmt: skip
+_WRITABLE = frozenset("\b\f\n\r\t")  # control characters with an escape of their own
+
+
+def parsed_schema(text: str, kind: str) -> Any:
+    """The JSON text's value. Raises GrammarError."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise GrammarError(f"{kind}: it is not JSON: {error}") from error
+    except RecursionError:
+        raise GrammarError(f"{kind}: it is nested too deeply") from None
+
+
+def check_schema(schema: Any, rules: Mapping[str, Rule], library: str, place: str = "") -> None:
+    """Raises GrammarError, which names the keyword and its place, for what `library` cannot follow by its `rules`.
+
+    Removes keywords that have no effect, such as `uniqueItems: false`, and unknown formats, which assert nothing. Only
+    what can be reached from the root is looked at. `place`: JSON pointer of the schema.
+    """
+    for found, node in reachable(schema, place):
+        _remove_idle(node)
+        for keyword in list(node):
+            reason = rules[keyword](node) if keyword in rules and keyword in node else None
+            if reason is not None:
+                raise GrammarError(f"{keyword} at {found or '/'}: {reason.format(library=library)}")
+
+
+def reachable(schema: Any, place: str = "") -> Iterator[tuple[str, Node]]:
+    """Each schema that applies to a value, with its JSON pointer; references within the document are followed.
+
+    Raises GrammarError for one that is nested too deeply, or leads nowhere.
+    """
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any, int]] = [(place, schema, 0)]
+    while waiting:
+        found, node, depth = waiting.pop()
+        if not isinstance(node, dict) or id(node) in seen:
+            continue
+        if depth > MOST_DEPTH:
+            raise GrammarError(f"{found[:200]}: schemas are nested more than {MOST_DEPTH} deep")
+        seen.add(id(node))
+        yield found, node
+        waiting += ((f"{found}/{name}", child, depth + 1) for name, child in _children(node))
+        reference = node.get("$ref")
+        if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+            waiting.append((place + reference[1:], _at(schema, reference, found), depth))
+
+
+def _children(node: Node) -> Iterator[tuple[str, Any]]:
+    for name in _ONE:
+        if isinstance(node.get(name), dict):
+            yield name, node[name]
+    for name in _LISTS:
+        if isinstance(children := node.get(name), list):
+            yield from ((f"{name}/{index}", child) for index, child in enumerate(children))
+    for name in _MAPS:
+        if isinstance(own := node.get(name), dict):
+            yield from ((f"{name}/{escaped(key)}", child) for key, child in own.items())
+
+
+def escaped(key: str) -> str:
+    """A key as part of a JSON pointer (RFC 6901)."""
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _at(schema: Any, reference: str, place: str) -> Any:
+    found = schema
+    for part in reference[1:].split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and key in found:
+            found = found[key]
+        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            raise GrammarError(f"$ref at {place or '/'}: the schema has nothing at {reference[:200]}")
+    return found
+
+
+def _remove_idle(node: Node) -> None:
+    """Remove keywords that change nothing."""
+    if node.get("uniqueItems") is False:
+        del node["uniqueItems"]
+    if "contains" not in node:
+        node.pop("minContains", None)
+        node.pop("maxContains", None)
+    if "if" not in node or ("then" not in node and "else" not in node):
+        for name in ("if", "then", "else"):
+            node.pop(name, None)
+    for name in ("unevaluatedProperties", "unevaluatedItems", "propertyNames", "contentSchema"):
+        if node.get(name, 0) is True or node.get(name) == {}:
+            del node[name]
+    for name in ("dependencies", "dependentRequired", "dependentSchemas"):
+        if node.get(name) == {}:
+            del node[name]
+    if node.get("not", 0) is False:
+        del node["not"]
+    if isinstance(node.get("format"), str) and node["format"] not in _FORMATS:
+        del node["format"]
+    least, required = node.get("minProperties"), node.get("required", [])
+    if isinstance(least, int) and isinstance(required, list) and least <= len(set(map(str, required))):
+        del node["minProperties"]
+
+
+# ---- rules
+
+
+def never(node: Node) -> str:
+    return "{library} cannot follow this keyword"
+
+
+def written_exactly(keyword: str) -> Rule:
+    """For `const` and `enum`: control characters without a short escape are not written."""
+
+    def rule(node: Node) -> str | None:
+        if any(ord(character) < 32 and character not in _WRITABLE for character in _texts(node[keyword])):
+            return "it contains control characters, which are not written"
+        return None
+
+    return rule
+
+
+def plain_pattern(node: Node) -> str | None:
+    """`pattern`: a regular expression that means the same in ECMAScript, Python and the library."""
+    pattern = node["pattern"]
+    return pattern_trouble(pattern) if isinstance(pattern, str) else "it must be a string"
+
+
+def plain_patterns(node: Node) -> str | None:
+    """`patternProperties`."""
+    own = node["patternProperties"]
+    troubles = map(pattern_trouble, own) if isinstance(own, dict) else iter(())
+    return next((trouble for trouble in troubles if trouble), None)
+
+
+_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]?", re.DOTALL)
+_SETS = re.compile(r"\[|&&|--|~~")
+_GROUP = re.compile(r"\(\?(?![:<=!]|P<)")
+
+
+def pattern_trouble(pattern: str, *, flags: bool = False) -> str | None:
+    """Why a regular expression means something else to one of the engines that check it; None if it does not.
+
+    `flags`: inline flags are allowed.
+    """
+    plain = re.sub(r"\\.", "..", pattern, flags=re.DOTALL)
+    if not flags and _GROUP.search(_CLASS.sub("", plain)):
+        return f"the pattern {pattern[:80]!r} has inline flags or a group that is not of ECMAScript"
+    for found in _CLASS.findall(plain):
+        if _SETS.search(found[1:]):
+            return f"the pattern {pattern[:80]!r} has an operator of sets, or a bracket, within a class; escape it"
+    return None
+
+
+def anchor_trouble(inner: str) -> str | None:
+    """Why what is between a pattern's outer anchors cannot be followed: alternatives, or another anchor."""
+    plain = _CLASS.sub("", re.sub(r"\\.", "..", inner, flags=re.DOTALL))
+    if "^" in plain or "$" in plain:
+        return f"the pattern {inner[:80]!r} has an anchor within"
+    depth = 0
+    for character in plain:
+        depth += (character == "(") - (character == ")")
+        if character == "|" and depth == 0:
+            return f"the pattern {inner[:80]!r} has alternatives outside of a group"
+    return None
+
+
+_COUNT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
+
+
+def copies_trouble(pattern: str, most: int) -> str | None:
+    """Whether all its counts, such as {1,200}, multiplied, exceed `most`."""
+    copies = 1
+    for found in _COUNT.finditer(pattern):
+        copies *= max(1, int((found[2] or found[1])[:9]))
+        if copies > most:
+            return f"the counts of the pattern {pattern[:80]!r} are too large"
+    return None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield from value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from key
+            yield from _texts(item)
