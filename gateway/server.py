@@ -66,13 +66,14 @@ def _dialects(
     folder: Path, config: ModelConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None
 ) -> ModelDialects:
     """The formats of reasoning and tool calls: configured, or those of the model. Raises ConfigError, ModelError."""
+    known = tokenizer is not None  # a folder without a tokenizer may have no other file
     return choose_dialects(
         config.tool_parser,
         config.reasoning_parser,
         chat_template="" if template is None else template.source,
         tokenizer=tokenizer,
-        architecture=read_config(folder)["model_type"],
-        response_template=read_tokenizer_config(folder).get("response_template"),
+        architecture=read_config(folder)["model_type"] if known else "",
+        response_template=read_tokenizer_config(folder).get("response_template") if known else None,
     )
 
 

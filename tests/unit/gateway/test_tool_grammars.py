@@ -19,8 +19,8 @@ from alignedserve.gateway.dialects.composing import AnswerForm, grammar_of
 from alignedserve.gateway.dialects.families import REASONING, TOOLS
 from alignedserve.gateway.dialects.machine import Tool
 from alignedserve.gateway.dialects.model_dialects import ModelDialects, Reading
-from alignedserve.grammar.base import fill_rows
 from alignedserve.grammar.compiled import Grammars
+from alignedserve.grammar.rows import fill_rows
 from alignedserve.model import resolve_model
 from alignedserve.request import GrammarKind, GrammarSpec, SamplingParams
 from alignedserve.text import Tokenizer
@@ -90,8 +90,7 @@ class Walk:
         draw, trying = random.Random(seed), list[int]()
         assert self._row is not None
         while len(self.tokens) < most:
-            self._row.update(self.tokens)
-            (bits,) = fill_rows([self._row], VOCAB_SIZE)
+            (bits,) = fill_rows([self._row], [self.tokens], VOCAB_SIZE)
             allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:VOCAB_SIZE]).tolist()
             if EOS in allowed and (len(allowed) == 1 or draw.random() < 0.4):
                 return self._text()
@@ -100,6 +99,8 @@ class Walk:
             if trying and trying[0] not in allowed:
                 trying = []
             self.tokens.append(trying.pop(0) if trying else draw.choice(allowed))
+            if self.tokens[-1] == EOS:  # it ends the answer: whatever follows is allowed
+                return self._text()
         raise AssertionError(f"no end: {self._text()[-200:]}")
 
     def _text(self) -> str:
