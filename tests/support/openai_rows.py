@@ -384,7 +384,12 @@ def a_prompts_logprobs(world: World) -> None:
 
 @row
 def logprobs_of_listed_tokens(world: World) -> None:
-    asked = {"max_tokens": 1, "logprobs": 1, "logprob_token_ids": [900, 5], "return_tokens_as_token_ids": True}
+    asked: dict[str, Any] = {
+        "max_tokens": 1,
+        "logprobs": 1,
+        "logprob_token_ids": [900, 5],
+        "return_tokens_as_token_ids": True,
+    }
     (choice,) = world.ask(prompt=PROMPT, **asked, **GREEDY)["choices"]
     line = world.logprobs(world.encode(PROMPT))[-1]
     best = int(line.argmax())
