@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body.requests import GenerationRequest
 
-MOST = 1 << 20  # tokens of a text that is tokenised to be truncated
+MOST = 1 << 17  # tokens of a text that is tokenised to be truncated, if the model has fewer positions
 
 
 def most_tokens(request: GenerationRequest, limit: int) -> int:

@@ -24,7 +24,7 @@ from alignedserve.gateway.http.asgi import (
 from alignedserve.gateway.http.body_reader import BodyReader
 from alignedserve.text import Prompt, PromptEncoder, Tokenizer
 
-MOST = 1 << 20  # tokens of a text
+MOST = 1 << 17  # tokens of a text, if the model has fewer positions
 
 
 class TokenEndpoints:
@@ -65,10 +65,11 @@ class TokenEndpoints:
         around = request.add_special_tokens
         if around is None:
             around = request.messages is None
+        most = max(MOST, self._model.limit[0])
         try:
-            (tokens,) = await tokenise(encoder, [await self._prompt(encoder, request)], MOST, around=around)
+            (tokens,) = await tokenise(encoder, [await self._prompt(encoder, request)], most, around=around)
         except TooManyTokens:
-            message = f"the text has too many tokens: at most {MOST} are counted"
+            message = f"the text has too many tokens: at most {most} are counted"
             raise InvalidRequestError(message, param="prompt") from None
         spelled = (
             [tokenizer.backend.id_to_token(token) or "" for token in tokens] if request.return_token_strs else None

@@ -9,7 +9,10 @@ import httpx
 import pytest
 from tokenizers import AddedToken
 
+from alignedserve.client.messages import prompt_request
 from alignedserve.errors import InvalidRequestError
+from alignedserve.gateway.body.requests import parse_completion
+from alignedserve.gateway.grpc_service import body_of
 from alignedserve.request import FinishReason, RequestSpec, TokenLogprobs
 from alignedserve.text import PromptEncoder, Tokenizer
 from alignedserve.text.infill import infill_tokens
@@ -301,3 +304,36 @@ def test_the_encoder_of_a_tokenizer_with_these_tokens_still_reads_text() -> None
     text = tokenizer("[PREFIX]", "[SUFFIX]")
     encoder = PromptEncoder(text)
     assert text.decode(encoder.encode(encoder.special_in("def a("), around=False)) == "def a("
+
+
+# ---- over gRPC, from the Python client
+
+
+def test_options_of_the_python_client_are_the_fields_of_a_body() -> None:
+    options: dict[str, Any] = {
+        "allowed_token_ids": [7, 8],
+        "bad_words": ["list", " of"],
+        "bad_words_ids": [[3], [4, 5]],
+        "suppress_tokens": [9],
+        "begin_suppress_tokens": [10],
+        "forced_bos_token_id": [11],
+        "forced_eos_token_id": [12, 13],
+        "no_repeat_ngram_size": 0,
+        "min_length": 3,
+        "logprobs": 1,
+        "logprob_token_ids": [5],
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "include_stop_str_in_output": True,
+        "truncate_prompt_tokens": -1,
+    }
+    body = body_of(prompt_request("hi", None, options))  # type: ignore[arg-type]
+    assert body == {"prompt": "hi", **options}
+    request = parse_completion(body)
+    assert (request.bad_words_ids, request.no_repeat_ngram_size) == (((3,), (4, 5)), 0)
+    alone = {"bad_words": "list", "forced_eos_token_id": 12}
+    assert body_of(prompt_request("hi", None, alone)) == {  # type: ignore[arg-type]
+        "prompt": "hi",
+        "bad_words": ["list"],
+        "forced_eos_token_id": [12],
+    }

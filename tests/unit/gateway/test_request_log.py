@@ -40,6 +40,7 @@ def answer(number: int, tokens: int = 3) -> Any:
             sent_id="",
             plan=SimpleNamespace(resume=(), wait_objective_s=None, priority=0),
             error=None,
+            sent_id="mine",
         ),
         prompt=SimpleNamespace(token_ids=[1] * 7),
         tokens=[5] * tokens,
@@ -104,6 +105,7 @@ def test_stages_are_stamped_where_they_first_begin() -> None:
     one = answer(0)
     one.stopwatch = stopwatch
     entry = request_log.entry_of(one, "gateway-0", time.time_ns())
+    assert entry["x_request_id"] == "mine"
     assert (entry["queue_unix_s"], entry["pool_unix_s"], entry["decode_s"]) == (1.0, 4.0, 4.0)
     assert "bubble_s" not in entry  # a 0 would claim that it was measured
     one.stopwatch.waste(0.25)

@@ -120,6 +120,38 @@ def test_special_tokens_have_no_text(tiny: Tokenizer) -> None:
     assert tiny.decode([end, *hello, end]) == "Return"
 
 
+def whole(tokenizer: Tokenizer, ids: list[int], *, spaces: bool = True) -> str:
+    """The text with special tokens, token by token."""
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special=False, spaces=spaces)
+    return "".join([*map(detokenizer.push, ids), detokenizer.finish()])
+
+
+def test_special_tokens_that_are_shown_are_where_the_whole_text_has_them(tiny: Tokenizer, tmp_path: Path) -> None:
+    source = random.Random(8)
+    for tokenizer, first in ((tiny, 0), (sentencepiece_like(tmp_path), 259)):  # its bytes: other replacements
+        specials = sorted(tokenizer.special_ids)[:2]
+        for _ in range(100):
+            ids = [source.choice([source.randrange(first, tokenizer.vocab_size), *specials]) for _ in range(20)]
+            assert whole(tokenizer, ids) == tokenizer.decode(ids, skip_special=False)
+            assert whole(tokenizer, ids, spaces=False) == whole(tokenizer, ids)
+
+
+def test_spaces_between_special_tokens_may_be_left_out(tmp_path: Path) -> None:
+    tokenizer = word_pieces(tmp_path)
+    ids = ids_of(tokenizer, "hello", "##ing", "[SEP]", "[SEP]", "world", "[SEP]")
+    assert whole(tokenizer, ids) == "helloing [SEP] [SEP] world [SEP]"
+    assert whole(tokenizer, ids, spaces=False) == "helloing [SEP][SEP] world [SEP]"
+
+
+def test_a_stop_string_is_found_in_the_special_tokens_that_are_shown(tiny: Tokenizer) -> None:
+    (end,) = ids_of(tiny, "<|end|>")
+    ids = [*tiny.encode("a"), end, *tiny.encode("b")]
+    shown = StopChecker(tiny, ["end|"], skip_special=False)
+    hidden = StopChecker(tiny, ["end|"])
+    assert [shown.push(token) for token in ids] == [False, True, True]
+    assert not any(hidden.push(token) for token in ids)
+
+
 def test_a_leading_space_depends_on_what_is_before(tmp_path: Path) -> None:
     tokenizer = sentencepiece_like(tmp_path)
     hello, world = ids_of(tokenizer, "▁Hello", "▁world")
@@ -197,6 +229,16 @@ def test_a_stop_string_cuts_at_the_same_place_whatever_the_pieces(
     shown += matcher.finish()
     assert shown == reference_cut(text, stops)
     assert (matcher.matched is not None) == any(stop in text for stop in stops)
+
+
+@given(st.text(alphabet="ab", max_size=20), st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1))
+@settings(max_examples=100, deadline=None)
+def test_a_text_may_end_with_its_stop_string(text: str, stops: list[str]) -> None:
+    without, including = StopMatcher(stops), StopMatcher(stops, include=True)
+    shown = without.push(text) + without.finish()
+    longer = including.push(text) + including.finish()
+    assert including.matched == without.matched
+    assert longer == shown + (without.matched or "")
 
 
 def test_a_possible_beginning_is_held_back_and_released() -> None:
