@@ -190,6 +190,7 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         case "run-batch":
             from alignedserve.cluster.cli.run_batch import run_batch
 
+            _configuration(options)  # raises ConfigError before anything is started
             return run_batch(options, _given(options))
         case "config":
             from alignedserve.config_sources import to_yaml

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -71,11 +72,16 @@ def _own_server(folder: Path, given: Sequence[str]) -> Iterator[str]:
         "batches.quota_gib": 1 << 20,
     }
     sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    server = ServeProcess(*given, *sets, log=log, timeout_s=STARTED_WITHIN_S)
     try:
-        with ServeProcess(*given, *sets, log=log, timeout_s=STARTED_WITHIN_S) as server:
-            yield server.url
-    except (RuntimeError, TimeoutError) as error:
-        raise AlignedServeError(f"no server could be started: {error}") from error
+        server.__enter__()
+    except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
+        raise AlignedServeError(f"no server could be started ({error}); its output is in {log}") from error
+    try:
+        yield server.url
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it was killed
+            server.stop()
 
 
 class Run:

@@ -15,6 +15,7 @@ from alignedserve.cluster.cli import run_batch as run_batch_module
 from alignedserve.cluster.cli.main import _given as given
 from alignedserve.cluster.cli.main import main, parse
 from alignedserve.cluster.cli.run_batch import Server
+from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.config_sources import load, value_of
 from alignedserve.errors import UnavailableError
 from alignedserve.gateway.batches import service as service_module
@@ -127,3 +128,17 @@ def test_the_options_of_a_server_to_start_are_passed_on() -> None:
     config = load(environ={}, flags={key: value_of(key, text, "--set") for key, _, text in pairs})
     assert (config.model.path, config.cluster.prefetch, config.cluster.decode) == ("m", False, 2)
     assert config.kv_pool.size_gib == 0.5
+
+
+def test_a_server_that_does_not_start_is_an_error_of_one_line(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(server: ServeProcess) -> None:
+        raise RuntimeError("the port is in use")
+
+    monkeypatch.setattr(ServeProcess, "__enter__", fail)
+    words = ["run-batch", "-i", str(source), "-o", str(source.with_name("out.jsonl"))]
+    assert main(words) == 1
+    assert "the port is in use" in capsys.readouterr().err
+    assert main([*words, "--set", "decode.unknown=1"]) == 2
+    assert "decode.unknown" in capsys.readouterr().err
