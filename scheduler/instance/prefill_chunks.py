@@ -1,7 +1,8 @@
 """Chunked prefill on one instance: several prompts share a forward pass, a long prompt is split over several.
 
 First come, first served (paper, section 3.2, step 1; the token budget is Sarathi-Serve's) within a rank of priorities,
-the least rank first. A rank that waits goes first after MOST_OVERTAKES passes without a token of it.
+the least rank first. A rank that waits goes first after MOST_OVERTAKES passes without a token of it. Prompts without
+hurry have passes of their own, which are short: a prompt that arrives meanwhile waits for one.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 from alignedserve.errors import AccountingError, InvalidRequestError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
-from alignedserve.scheduler.priorities import Turns
+from alignedserve.scheduler.priorities import BACKGROUND, Turns
 
 MOST_OVERTAKES = 16
+BACKGROUND_SHARE = 8  # a pass has at most 1 / 8 of its tokens for prompts without hurry
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +93,20 @@ class ChunkScheduler:
         chunks: list[Chunk] = []
         prompts = [(key, p) for key, p in self._prompts.items() if not p.cancelled and p.planned < p.tokens]
         ranks = {prompt.rank for _, prompt in prompts}
+        first = min(ranks, default=0)
         if len(ranks) > 1:
             first = self._turns.next(ranks)
             prompts.sort(key=lambda each: (each[1].rank != first, each[1].rank))
+        spare = max(1, token_budget // BACKGROUND_SHARE)  # for prompts without hurry
         full = False
         for key, prompt in prompts:
             if token_budget <= 0 or len(chunks) >= max_requests:
                 break
+            most = token_budget
+            if prompt.rank >= BACKGROUND:
+                most = min(token_budget, spare if first == prompt.rank or not chunks else 0)
+                if not most:
+                    continue
             if not prompt.started:
                 if full or self._allocator.allocate(self._blocks_for(prompt.tokens), key) is None:
                     full = True
@@ -107,11 +116,12 @@ class ChunkScheduler:
                     self._to_fetch.append(key)
             if prompt.fetching:
                 continue
-            count = min(token_budget, prompt.tokens - prompt.planned)
+            count = min(most, prompt.tokens - prompt.planned)
             last = prompt.planned + count == prompt.tokens
             chunks.append(Chunk(key, prompt.planned, count, last))
             prompt.planned += count
             token_budget -= count
+            spare -= count if prompt.rank >= BACKGROUND else 0
         if len(ranks) > 1 and chunks:
             served = {self._prompts[chunk.key].rank for chunk in chunks}
             self._turns.served(min(served), ranks)

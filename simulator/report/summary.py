@@ -75,6 +75,7 @@ def measure(run: RunResult, objectives: Objectives, warmup_s: float = 0.0) -> Me
     last_s = max((request.token_s[-1] for request in run.requests if len(request.token_s)), default=first_s)
     span_s = last_s - max(first_s, warmup_s)
     refused = sum(bool(request.refused) for request in counted)
+    batch_completed = sum(bool(request.token_s) for request in behind)
     metrics: dict[str, Metric] = {
         "requests": len(counted),
         "completed": len(tokens.ttft),
@@ -84,13 +85,9 @@ def measure(run: RunResult, objectives: Objectives, warmup_s: float = 0.0) -> Me
         **_latencies(tokens),
         **_stages(counted),
         **_iterations(passes),
-        **_throughput(run, warmup_s, span_s, passes, len(tokens.ttft)),
+        **_throughput(run, warmup_s, span_s, passes, len(tokens.ttft) + batch_completed),
         **_attainment(tokens, objectives, len(counted), span_s),
-        **(
-            {"batch_requests": len(behind), "batch_completed": sum(bool(one.token_s) for one in behind)}
-            if behind
-            else {}
-        ),
+        **({"batch_requests": len(behind), "batch_completed": batch_completed} if behind else {}),
         WAITS_MET: _per(sum(one.objective_waits_met for one in counted), sum(one.objective_waits for one in counted)),
         **({} if run.barriers is None else _barriers(run.barriers, passes, warmup_s)),
     }

@@ -145,7 +145,7 @@ class DecodeConfig:
     )
 
     background_slowdown: float = _key(
-        0.1, "share by which requests with a priority from 1000000 on may lengthen iterations of others", low=0.01
+        0.05, "share by which requests with a priority from 1000000 on may lengthen iterations of others", low=0.01
     )
 
     def running(self, most: int) -> DecodeConfig:

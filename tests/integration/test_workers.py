@@ -102,8 +102,7 @@ async def test_a_backlog_without_hurry_lets_others_go_first_and_loses_nothing(se
     long = replace(GREEDY, max_tokens=48)
     alone = await served.driver.generate(prompts, long)
     backlog = [served.driver.submit(prompt, long, priority=BATCH_PRIORITY)[0] for prompt in prompts]
-    while sum(len(answer.tokens) > 2 for answer in backlog) < 4:
-        await asyncio.sleep(0.01)
+    await served.driver.wait_tokens(backlog[:4], 3)
     plain = [served.driver.submit(prompt, GREEDY)[0] for prompt in prompts[:3]]
     await served.driver.wait([*backlog, *plain])
 

@@ -217,3 +217,13 @@ def test_a_prompt_of_a_higher_rank_has_a_pass_after_so_many_without() -> None:
         scheduler.add(RequestKey(str(number)), 8)
         seen.append(pass_of(scheduler)[0])
     assert [number for number, name in enumerate(seen) if name == "a"] == [16, 33]
+
+
+def test_prompts_without_hurry_have_short_passes_of_their_own_unless_others_find_no_room() -> None:
+    scheduler = chunks(capacity=20)
+    scheduler.add(A, 60, rank=BACKGROUND)
+    assert [(chunk.key, chunk.count) for chunk in scheduler.plan(64, 8)] == [(A, 8)]
+    scheduler.add(B, 10)
+    assert [(chunk.key, chunk.count) for chunk in scheduler.plan(64, 8)] == [(B, 10)]  # no room is left for more
+    scheduler.add(C, 20)
+    assert [(chunk.key, chunk.count) for chunk in scheduler.plan(64, 8)] == [(A, 8)]
