@@ -25,7 +25,7 @@ def is_text(tool: Tool, parameter: str) -> bool:
     if kind is None:
         options = schema.get("enum", [schema["const"]] if "const" in schema else None)
         return isinstance(options, list) and all(isinstance(option, str) for option in options)
-    return kind == "string" or (isinstance(kind, list) and set(kind) == {"string"})
+    return kind == "string" or (isinstance(kind, list) and all(entry == "string" for entry in kind))
 
 
 def as_json(raw: str) -> str:
@@ -151,7 +151,9 @@ def check_key(tool: Tool, name: str) -> None:
 def _text_rule(lark: Lark, tool: Tool, name: str, inner: Any, end: str) -> str:
     schema = inner if isinstance(inner, dict) else {}
     options = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if options:
+    if options is not None:
+        if not isinstance(options, list) or not all(isinstance(option, str) and option for option in options):
+            raise GrammarError(f"tool {tool.name}, {name}: enum must be a list of strings that are not empty")
         return f"({' | '.join(map(lark.literal, options))}) {lark.literal(end)}"
     if tool.strict and (other := sorted(schema.keys() - _TEXT_KEYS)):
         raise GrammarError(f"tool {tool.name}, {name}: {other[0]} cannot be followed in this model's format of calls")
