@@ -152,7 +152,7 @@ def _text_rule(lark: Lark, tool: Tool, name: str, inner: Any, end: str) -> str:
     schema = inner if isinstance(inner, dict) else {}
     options = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if options is not None:
-        if not isinstance(options, list) or not all(isinstance(option, str) and option for option in options):
+        if not isinstance(options, list) or not options or not all(isinstance(one, str) and one for one in options):
             raise GrammarError(f"tool {tool.name}, {name}: enum must be a list of strings that are not empty")
         return f"({' | '.join(map(lark.literal, options))}) {lark.literal(end)}"
     if tool.strict and (other := sorted(schema.keys() - _TEXT_KEYS)):
