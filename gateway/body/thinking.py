@@ -34,7 +34,7 @@ class ThinkingFields(Body):
         variables = dict(self.chat_template_kwargs or {})
         for name, value in variables.items():
             where = f"chat_template_kwargs.{name[:60]}"
-            if name in _OURS:
+            if name in _OURS or name.endswith("_token"):
                 raise InvalidRequestError(f"{where} is set by the server", param="chat_template_kwargs")
             if not template.mentions(name) and value is not False:
                 _refuse(where, "chat_template_kwargs")

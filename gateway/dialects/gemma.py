@@ -17,7 +17,7 @@ from alignedserve.gateway.dialects.pieces import MakeId, Parser
 
 _HEAD = "call:"
 _MOST_DEPTH = 32
-_LONGEST_WORD = 256
+_LONGEST_WORD = 4096
 
 
 class _Parser(CallMachine):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from alignedserve.gateway.dialects.base import ToolDialect
 from alignedserve.gateway.dialects.lark import CallRules, Lark
 from alignedserve.gateway.dialects.machine import CallMachine, Reading, Tool
-from alignedserve.gateway.dialects.parameters import ArgumentsWriter, parameter_rules, read_value
+from alignedserve.gateway.dialects.parameters import ArgumentsWriter, lines, parameter_rules, read_value
 from alignedserve.gateway.dialects.pieces import MakeId, Parser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -70,9 +70,6 @@ class Glm45(ToolDialect):
         forms = []
         for tool in tools:
             values = parameter_rules(lark, tool, lambda key: f"{KEY}{key}{KEY_END}\n{VALUE}", VALUE_END)
-            inner = " ".join(
-                f"{rule} {lark.literal(chr(10))}" if required else f"({rule} {lark.literal(chr(10))})?"
-                for rule, required in values
-            )
+            inner = lines(lark, values)
             forms.append(f"{lark.literal(tool.name + chr(10))} {inner} {lark.literal(CLOSE)}")
         return CallRules(lark.rule(" | ".join(forms)), between=lark.literal("\n" + OPEN), trigger=OPEN)

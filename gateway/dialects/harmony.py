@@ -102,4 +102,4 @@ class Harmony(ToolDialect):
         for tool in tools:
             head = f"{CHANNEL}commentary to={_PREFIX}{tool.name} {CONSTRAIN}json{MESSAGE}"
             forms.append(f"{lark.literal(head)} {arguments_rule(lark, tool)}")
-        return CallRules(lark.rule(" | ".join(forms)))
+        return CallRules(lark.rule(" | ".join(forms)), alone=True)

@@ -25,10 +25,11 @@ class CallRules:
     between: str = ""
     after: str = ""
     trigger: str = ""
+    alone: bool = False  # an answer ends with its first call
 
     def expression(self, most: int | None) -> str:
         """One or more calls, after the trigger; with `most` 1, one."""
-        more = "" if most == 1 else f"({self.between} {self.call})*"
+        more = "" if most == 1 or self.alone else f"({self.between} {self.call})*"
         return f"{self.before} {self.call} {more} {self.after}".strip()
 
 

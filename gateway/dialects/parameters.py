@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from alignedserve.errors import GrammarError
 from alignedserve.gateway.dialects.lark import Lark
 from alignedserve.gateway.dialects.machine import CallMachine, Reading, Tool
 
+_KEY = re.compile(r"[^\s<>{}()\[\]:=\"',|]{1,200}")
 _COMBINED = {"anyOf", "oneOf", "allOf", "not", "if", "$ref"}
 _TEXT_KEYS = {"type", "description", "title", "default", "examples", "enum", "const"}
 
@@ -23,7 +25,7 @@ def is_text(tool: Tool, parameter: str) -> bool:
     if kind is None:
         options = schema.get("enum", [schema["const"]] if "const" in schema else None)
         return isinstance(options, list) and all(isinstance(option, str) for option in options)
-    return kind == "string" or (isinstance(kind, list) and set(kind) == {"string"})
+    return kind == "string" or (isinstance(kind, list) and all(entry == "string" for entry in kind))
 
 
 def as_json(raw: str) -> str:
@@ -91,12 +93,19 @@ def read_value(machine: CallMachine, tool: Tool, key: str, end: str, *, breaks: 
 
 
 def parameter_rules(
-    lark: Lark, tool: Tool, written: Callable[[str], str], end: str = "", quotes: tuple[str, str] = ("", "")
+    lark: Lark,
+    tool: Tool,
+    written: Callable[[str], str],
+    end: str = "",
+    *,
+    quotes: tuple[str, str] = ("", ""),
+    json_end: str = "",
 ) -> list[tuple[str, bool]]:
     """An expression for each parameter of the schema, in its order, and whether the parameter is required.
 
-    `written`: what comes before a value. `end`: what comes after it. `quotes`: what else comes around a string. Raises
-    GrammarError for a strict schema that says more than this format can hold.
+    `written`: what comes before a value. `end`: what comes after it. `quotes`: what else comes around a string.
+    `json_end`: what comes after other values, if not `end`. Raises GrammarError for a name that the format cannot hold,
+    and for a strict schema that says more than it can.
     """
     schema = tool.parameters
     if tool.strict and (found := sorted(set(schema) & _COMBINED)):
@@ -104,12 +113,13 @@ def parameter_rules(
     required = schema.get("required", [])
     rules = []
     for name, inner in _properties(tool).items():
+        check_key(tool, name)
         if is_text(tool, name):
             body = f"{lark.literal(written(name) + quotes[0])} {_text_rule(lark, tool, name, inner, quotes[1] + end)}"
         else:
             shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
             value = lark.json({**shared, **(inner if isinstance(inner, dict) else {})})
-            body = f"{lark.literal(written(name))} {value} {lark.literal(end)}"
+            body = f"{lark.literal(written(name))} {value} {lark.literal(json_end or end)}"
         rules.append((lark.rule(body), name in required))
     return rules
 
@@ -126,10 +136,24 @@ def with_commas(lark: Lark, values: Sequence[tuple[str, bool]], comma: str) -> s
     return f"({' | '.join(choices)})?" if choices else ""
 
 
+def lines(lark: Lark, values: Sequence[tuple[str, bool]]) -> str:
+    """An expression for parameters in their order, each with a line break after it."""
+    line = lark.literal("\n")
+    return " ".join(f"{rule} {line}" if required else f"({rule} {line})?" for rule, required in values)
+
+
+def check_key(tool: Tool, name: str) -> None:
+    """Raises GrammarError for a parameter's name that could be read as a part of the format."""
+    if not _KEY.fullmatch(name):
+        raise GrammarError(f"tool {tool.name}: the parameter {name[:60]!r} has no form in this model's format of calls")
+
+
 def _text_rule(lark: Lark, tool: Tool, name: str, inner: Any, end: str) -> str:
     schema = inner if isinstance(inner, dict) else {}
     options = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if options:
+    if options is not None:
+        if not isinstance(options, list) or not options or not all(isinstance(one, str) and one for one in options):
+            raise GrammarError(f"tool {tool.name}, {name}: enum must be a list of strings that are not empty")
         return f"({' | '.join(map(lark.literal, options))}) {lark.literal(end)}"
     if tool.strict and (other := sorted(schema.keys() - _TEXT_KEYS)):
         raise GrammarError(f"tool {tool.name}, {name}: {other[0]} cannot be followed in this model's format of calls")

@@ -134,6 +134,8 @@ class Pythonic(ToolDialect):
             required = tool.parameters.get("required", [])
             values = []
             for key, inner in tool.parameters.get("properties", {}).items():
+                if not key.isidentifier():
+                    raise GrammarError(f"tool {tool.name}: the parameter {key[:60]!r} is no name in Python")
                 rule = lark.rule(f"{lark.literal(key + '=')} {_literal_rule(lark, tool, key, inner)}")
                 values.append((rule, key in required))
             forms.append(f"{lark.literal(tool.name + '(')} {with_commas(lark, values, ', ')} {lark.literal(')')}")

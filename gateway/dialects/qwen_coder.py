@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from alignedserve.gateway.dialects.base import ToolDialect
 from alignedserve.gateway.dialects.lark import CallRules, Lark
 from alignedserve.gateway.dialects.machine import CallMachine, Reading, Tool
-from alignedserve.gateway.dialects.parameters import ArgumentsWriter, parameter_rules, read_value
+from alignedserve.gateway.dialects.parameters import ArgumentsWriter, lines, parameter_rules, read_value
 from alignedserve.gateway.dialects.pieces import MakeId, Parser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -63,8 +63,10 @@ class Qwen3Coder(ToolDialect):
     def calls(self, lark: Lark, tools: Sequence[Tool]) -> CallRules:
         forms = []
         for tool in tools:
-            values = parameter_rules(lark, tool, lambda key: f"{PARAMETER}{key}>\n", f"\n{PARAMETER_END}\n")
-            inner = " ".join(rule if required else f"({rule})?" for rule, required in values)
+            values = parameter_rules(
+                lark, tool, lambda key: f"{PARAMETER}{key}>\n", PARAMETER_END, json_end=f"\n{PARAMETER_END}"
+            )
+            inner = lines(lark, values)
             head = lark.literal(f"\n{FUNCTION}{tool.name}>\n")
             forms.append(f"{head} {inner} {lark.literal(f'{FUNCTION_END}{chr(10)}{CLOSE}')}")
         return CallRules(lark.rule(" | ".join(forms)), between=lark.literal("\n" + OPEN), trigger=OPEN)

@@ -48,6 +48,7 @@ def _array(items: Schema) -> Schema:
 
 def _reply_schemas() -> dict[str, Schema]:
     finish = {"anyOf": [{"enum": ["stop", "length"]}, {"type": "null"}]}
+    chat_finish = {"anyOf": [{"enum": ["stop", "length", "tool_calls"]}, {"type": "null"}]}
     head = {"id": _STRING, "created": _INTEGER, "model": _STRING}
     tail = {
         "prompt_token_ids": {
@@ -56,7 +57,9 @@ def _reply_schemas() -> dict[str, Schema]:
         },
         "timings": _ref("Timings"),
     }
-    usage = _object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _INTEGER), ["prompt_tokens"])
+    counts = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _INTEGER)
+    details = {**_object({"reasoning_tokens": _INTEGER}), "description": "In a chat, if the model has reasoning."}
+    usage = _object({**counts, "completion_tokens_details": details}, ["prompt_tokens"])
     older = _object(
         {
             "tokens": _array(_STRING),
@@ -72,10 +75,20 @@ def _reply_schemas() -> dict[str, Schema]:
         {**own, "text": _STRING, "logprobs": _nullable(older), "prompt_logprobs": _PROMPT_LOGPROBS},
         ["index", "text", "finish_reason"],
     )
+    function = _object({"name": _STRING, "arguments": {**_STRING, "description": "JSON text."}}, ["name", "arguments"])
+    call = _object({"id": _STRING, "type": {"const": "function"}, "function": function}, ["id", "type", "function"])
     message = _object(
-        {"role": {"const": "assistant"}, "content": _STRING, "refusal": {"type": "null"}}, ["role", "content"]
+        {
+            "role": {"const": "assistant"},
+            "content": _nullable(_STRING),
+            "reasoning_content": {**_STRING, "description": "The model's reasoning, if there is any."},
+            "tool_calls": _array(call),
+            "refusal": {"type": "null"},
+        },
+        ["role", "content"],
     )
-    chat = _object({**own, "message": message, "logprobs": _nullable(newer)}, ["index", "message", "finish_reason"])
+    chat_own = {**own, "finish_reason": chat_finish, "message": message, "logprobs": _nullable(newer)}
+    chat = _object(chat_own, ["index", "message", "finish_reason"])
     required = ["id", "object", "created", "model", "choices", "usage"]
     seconds = {f"{stage}_s": _NUMBER for stage in Stage}
     return {

@@ -66,7 +66,7 @@ class ChatReply(Reply):
         delta: dict[str, Any] = {}
         if part.reasoning:
             delta["reasoning_content"] = part.reasoning
-        if part.text or (part.finish is None and not delta and not part.calls):
+        if part.text or (part.finish is None and not delta and not view.called):
             delta["content"] = part.text
         if part.calls:
             delta["tool_calls"] = [call.delta for call in written_calls(part.calls)]

@@ -10,11 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alignedserve.errors import ConfigError, ModelError
+from alignedserve.gateway.dialects.detection import reasoning_dialect_of, tool_dialect_of
 from alignedserve.gateway.dialects.families import REASONING, TOOLS
 from alignedserve.gateway.dialects.machine import Machine, Reading, Tool
+from alignedserve.gateway.dialects.model_dialects import ModelDialects, choose_dialects
 from alignedserve.gateway.dialects.pieces import CallStart
 from alignedserve.gateway.dialects.response_template import TemplateParser, check_template, markers_of
 from alignedserve.gateway.dialects.thinking import ThinkingParser
+from alignedserve.model import resolve_model
+from alignedserve.text import Tokenizer
 from support.dialect_samples import SAMPLES, TOOL_LIST, Sample, make_parser, parse, read_pieces
 from support.machines import FACTOR
 
@@ -204,3 +209,54 @@ def test_samples_cover_every_dialect() -> None:
     assert {sample.dialect for sample in SAMPLES} == set(TOOLS)
     assert all(re.fullmatch(r"[a-z0-9_]+", name) for name in (*TOOLS, *REASONING))
     assert Tool("a").parameters == {}
+
+
+# ---- which dialect a model has
+
+_ONES = "{%- for tool in tools %}{{ tool }}{% endfor %}"
+_FOUND = [
+    (f"{_ONES}<tool_call>", "qwen2", "hermes", ""),
+    (f"{_ONES}<tool_call><think></think>", "qwen3", "hermes", "qwen3"),
+    (f"{_ONES}<tool_call><function=a><parameter=b>", "qwen3_moe", "qwen3_coder", ""),
+    (f"{_ONES}<tool_call><arg_key></think>", "glm4_moe", "glm45", "glm45"),
+    (f"{_ONES}" + '{"name": x, "parameters": y}', "llama", "llama3_json", ""),
+    (f"{_ONES}[func_name1(a=b)]", "llama4", "pythonic", ""),
+    (f"{_ONES}[TOOL_CALLS][THINK]", "mistral3", "mistral", "mistral"),
+    (f"{_ONES}<|tool_calls_section_begin|></think>", "kimi_k2", "kimi_k2", "kimi_k2"),
+    (f"{_ONES}<｜tool▁calls▁begin｜>```json<｜Assistant｜></think>", "deepseek_v3", "deepseek_v3", "deepseek_v3"),
+    (f"{_ONES}<｜tool▁calls▁begin｜><｜Assistant｜></think>", "deepseek_v3", "deepseek_v31", "deepseek_v3"),
+    (f"{_ONES}<|tool_call><|channel>", "gemma4", "gemma4", "gemma4"),
+    (f"{_ONES}<start_function_call>", "gemma3_text", "functiongemma", ""),
+    (f"{_ONES}<|channel|><|message|>", "gpt_oss", "harmony", "harmony"),
+    ("<tool_call>", "qwen2", "", ""),
+    (_ONES, "phi3", "", ""),
+]
+
+
+@pytest.mark.parametrize(("template", "architecture", "tools", "reasoning"), _FOUND)
+def test_a_dialect_is_found_by_chat_template_and_architecture(
+    template: str, architecture: str, tools: str, reasoning: str
+) -> None:
+    assert tool_dialect_of(template, architecture) == tools
+    assert reasoning_dialect_of(template, architecture) == reasoning
+
+
+def test_a_configured_name_wins_and_an_unknown_one_is_refused() -> None:
+    tokenizer = Tokenizer.from_folder(resolve_model("tiny"))
+
+    def chosen(*names: str, response_template: dict[str, object] | None = None) -> ModelDialects:
+        return choose_dialects(
+            *names, chat_template=f"{_ONES}<tool_call>", tokenizer=tokenizer, response_template=response_template
+        )
+
+    assert chosen("auto", "auto") == ModelDialects(TOOLS["hermes"])
+    assert chosen("glm45", "none") == ModelDialects(TOOLS["glm45"])
+    assert chosen("none", "qwen3") == ModelDialects(None, REASONING["qwen3"])
+    assert chosen("openai", "gpt_oss") == ModelDialects(TOOLS["harmony"], REASONING["harmony"])
+    assert chosen("auto", "auto", response_template=TEMPLATE).template == TEMPLATE
+    assert chosen("hermes", "auto", response_template=TEMPLATE).template is None
+    for names in (("nothing", "auto"), ("auto", "nothing"), ("response_template", "auto")):
+        with pytest.raises(ConfigError):
+            chosen(*names)
+    with pytest.raises(ModelError):
+        chosen("auto", "auto", response_template={"fields": {}})
