@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypedDict
 
+from alignedserve.client.structured import ResponseFormat
 from alignedserve.client.types import Message
 
 ChatTurn: TypeAlias = Message | Mapping[str, str]
@@ -59,6 +60,8 @@ class Options(TypedDict, total=False):
     """Tokens that end the answer."""
     ignore_eos: bool | None
     """Continue after the model's end tokens."""
+    response_format: ResponseFormat | None
+    """The answer is JSON of this pydantic model, dataclass or JSON schema; `Completion.parsed` is the object."""
     n: int | None
     """Number of answers to the prompt; 1 to 16."""
     include_timings: bool | None

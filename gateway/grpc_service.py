@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -25,11 +26,11 @@ from alignedserve.gateway.reply.replies import LEAST_LOGPROB, Parts, timings
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import inference_pb2 as inf
 from alignedserve.proto import inference_pb2_grpc as inf_grpc
-from alignedserve.request import TokenLogprobs
+from alignedserve.request import GrammarKind, TokenLogprobs
 from alignedserve.text import Tokenizer
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-_WRITTEN_OTHERWISE = {"prompt", "logit_bias"}  # in another form than in an HTTP body
+_WRITTEN_OTHERWISE = {"prompt", "logit_bias", "grammar"}  # in another form than in an HTTP body
 _AS_IN_A_BODY = CompletionRequest.model_fields.keys() - _WRITTEN_OTHERWISE
 
 
@@ -150,6 +151,8 @@ def body_of(request: inf.GenerateRequest) -> dict[str, Any]:
     }
     if request.logit_bias:
         body["logit_bias"] = {str(entry.token_id): entry.bias for entry in request.logit_bias}
+    if request.HasField("grammar"):
+        body["structured_outputs"] = _structured(request.grammar)
     match request.WhichOneof("input"):
         case "prompt":
             body["prompt"] = request.prompt
@@ -161,6 +164,20 @@ def body_of(request: inf.GenerateRequest) -> dict[str, Any]:
                 body["top_logprobs"] = body["logprobs"]
                 body["logprobs"] = True
     return body
+
+
+def _structured(grammar: pb.Grammar) -> dict[str, Any]:
+    """The field `structured_outputs` of a body. Raises InvalidRequestError for an unknown kind."""
+    if grammar.kind not in set(GrammarKind):
+        raise InvalidRequestError(f"grammar.kind must be one of {', '.join(GrammarKind)}", param="grammar")
+    value: Any = grammar.text
+    if grammar.kind == GrammarKind.CHOICE:
+        try:
+            value = json.loads(grammar.text)
+        except ValueError as error:
+            raise InvalidRequestError(f"grammar.text must be a JSON list: {error}", param="grammar") from error
+    whitespace = {"whitespace_pattern": grammar.whitespace} if grammar.HasField("whitespace") else {}
+    return {grammar.kind: value, **whitespace}
 
 
 def _logprob(tokenizer: Tokenizer | None, token: int, entry: TokenLogprobs) -> inf.TokenLogprobText:
