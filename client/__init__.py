@@ -21,6 +21,7 @@ It needs only `grpcio` and `protobuf`. It does not import ray, torch or transfor
     ├── DeadlineError           `timeout_s` passed
     ├── CancelledError          the request was cancelled by id, or closed by this client
     ├── UnavailableError        no server answers, or a required process is missing
+    ├── IncompleteAnswerError   an answer that was to be parsed was cut before its end
     ├── BatchError              requests of a batch failed; `results` has the answers and the errors
     └── ConfigError             an argument of the client itself is invalid
 
@@ -30,6 +31,7 @@ An AlignedServeError of none of these classes is an internal error of the server
 from alignedserve.client.aio import AsyncChunkStream, AsyncClient
 from alignedserve.client.attempts import Backoff
 from alignedserve.client.options import BatchItem, ChatItem, ChatTurn, Options, Progress, Request
+from alignedserve.client.structured import ResponseFormat
 from alignedserve.client.sync import ChunkStream, Client
 from alignedserve.client.types import (
     Choice,
@@ -49,6 +51,7 @@ from alignedserve.errors import (
     CancelledError,
     ConfigError,
     DeadlineError,
+    IncompleteAnswerError,
     InvalidRequestError,
     NotFoundError,
     OverloadedError,
@@ -76,6 +79,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "DeadlineError",
+    "IncompleteAnswerError",
     "InvalidRequestError",
     "Logprob",
     "Message",
@@ -86,6 +90,7 @@ __all__ = [
     "Progress",
     "Request",
     "RequestError",
+    "ResponseFormat",
     "Timings",
     "TooLargeError",
     "UnavailableError",

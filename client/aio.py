@@ -62,7 +62,7 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
         """Read the rest, and return the complete result; see `ChunkStream.completion`."""
         async for _ in self:
             pass
-        return join_chunks(self._chunks, self._attempts.timings())
+        return join_chunks(self._chunks, self._attempts.timings(), self._attempts.call.read)
 
     def __aiter__(self) -> Self:
         return self

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Real
 from typing import Any, Generic, TypeVar, cast
 
@@ -14,6 +15,7 @@ import grpc
 from alignedserve.client import messages
 from alignedserve.client.failures import error_from_status
 from alignedserve.client.options import BatchItem, ChatItem, ChatTurn, Options
+from alignedserve.client.structured import wanted
 from alignedserve.client.types import Chunk, ClientTimings, Completion, ModelCard
 from alignedserve.errors import AlignedServeError, CancelledError, ConfigError, InvalidRequestError
 from alignedserve.proto import inference_pb2 as pb
@@ -40,6 +42,7 @@ class Call(Generic[Result]):
     timeout_s: float | None
     metadata: tuple[tuple[str, str], ...] = field(repr=False)  # the API key is in it
     max_retries: int
+    read: messages.Read | None = None  # makes the parsed object of an answer's text
 
     @property
     def generates(self) -> bool:
@@ -127,11 +130,13 @@ class CallPlanner:
 
     def _whole(self, message: pb.GenerateRequest, options: Options) -> Call[Completion]:
         limit_s, retries = self._complete(message), self._retries(options.get("max_retries"))
-        return self._call("Generate", message, messages.parse_completion, limit_s, retries)
+        read = _reader(options)
+        return self._call("Generate", message, partial(messages.parse_completion, read=read), limit_s, retries)
 
     def _streamed(self, message: pb.GenerateRequest, options: Options) -> Call[Chunk]:
         limit_s, retries = self._complete(message), self._retries(options.get("max_retries"))
-        return self._call("Stream", message, messages.parse_chunk, limit_s, retries)
+        call = self._call("Stream", message, messages.parse_chunk, limit_s, retries)
+        return replace(call, read=_reader(options))
 
     def _complete(self, message: pb.GenerateRequest) -> float | None:
         """Fill in this client's defaults. Returns the call's time limit in seconds."""
@@ -176,6 +181,11 @@ class CallPlanner:
         if not isinstance(chosen, Real) or not chosen > 0:  # a NaN too
             raise InvalidRequestError(f"timeout_s must be a number greater than 0, got {chosen!r}", param="timeout_s")
         return None if chosen > _LONGEST_TIMEOUT_S else chosen
+
+
+def _reader(options: Options) -> messages.Read | None:
+    found = wanted(options.get("response_format"))
+    return found.read if found is not None else None
 
 
 def _sent(options: Options) -> Options:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from alignedserve.client.options import ChatTurn, Options
+from alignedserve.client.structured import wanted
 from alignedserve.client.types import (
     Choice,
     Chunk,
@@ -22,6 +23,8 @@ from alignedserve.client.types import (
 from alignedserve.errors import InvalidRequestError
 from alignedserve.proto import inference_pb2 as pb
 from alignedserve.proto.common_pb2 import LogitBias
+
+Read = Callable[[str], Any]
 
 
 def prompt_request(prompt: str | None, prompt_token_ids: Iterable[int] | None, options: Options) -> pb.GenerateRequest:
@@ -107,6 +110,9 @@ def _set_option(message: pb.GenerateRequest, name: str, value: Any) -> None:
             entry = message.logit_bias.add()
             _assign(entry, "token_id", token_id, name)
             _assign(entry, "bias", bias, name)
+    elif name == "response_format":
+        if (found := wanted(value)) is not None:
+            message.grammar.kind, message.grammar.text = "json", found.schema
     elif name == "n" and value == 0:  # on the wire 0 means "not given"
         raise InvalidRequestError("n must be at least 1", param=name)
     else:
@@ -127,12 +133,15 @@ def _extend(target: Any, name: str, values: Iterable[Any]) -> None:
         raise InvalidRequestError(f"{name}: {error}", param=name) from error
 
 
-def parse_completion(message: pb.GenerateResponse, client_timings: ClientTimings) -> Completion:
+def parse_completion(
+    message: pb.GenerateResponse, client_timings: ClientTimings, read: Read | None = None
+) -> Completion:
+    """`read`: of the choices."""
     return Completion(
         request_id=message.request_id,
         model=message.model,
         prompt_token_ids=tuple(message.prompt_token_ids),
-        choices=tuple(_choice(choice) for choice in message.choices),
+        choices=tuple(_choice(choice, read) for choice in message.choices),
         usage=_usage(message.usage),
         client_timings=client_timings,
         timings=_timings(message.timings) if message.HasField("timings") else None,
@@ -163,8 +172,8 @@ def parse_found(message: pb.CancelResponse, client_timings: ClientTimings) -> bo
     return message.found
 
 
-def join_chunks(chunks: Sequence[Chunk], client_timings: ClientTimings) -> Completion:
-    """The complete result from all chunks of a stream, in order."""
+def join_chunks(chunks: Sequence[Chunk], client_timings: ClientTimings, read: Read | None = None) -> Completion:
+    """The complete result from all chunks of a stream, in order. `read`: of the choices."""
     last = chunks[-1]
     assert last.usage is not None, "only the last chunk has it"
     choices = []
@@ -178,19 +187,21 @@ def join_chunks(chunks: Sequence[Chunk], client_timings: ClientTimings) -> Compl
                 token_ids=tuple(token for chunk in mine for token in chunk.token_ids),
                 finish_reason=ends[-1],
                 logprobs=tuple(entry for chunk in mine for entry in chunk.logprobs),
+                read=read,
             )
         )
     prompt = next((chunk.prompt_token_ids for chunk in chunks if chunk.prompt_token_ids), ())
     return Completion(last.request_id, last.model, prompt, tuple(choices), last.usage, client_timings, last.timings)
 
 
-def _choice(message: pb.Choice) -> Choice:
+def _choice(message: pb.Choice, read: Read | None) -> Choice:
     return Choice(
         index=message.index,
         text=message.text,
         token_ids=tuple(message.token_ids),
         finish_reason=message.finish_reason,
         logprobs=tuple(_logprob(logprob) for logprob in message.logprobs),
+        read=read,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypedDict
 
+from alignedserve.client.structured import ResponseFormat
 from alignedserve.client.types import Message
 
 ChatTurn: TypeAlias = Message | Mapping[str, str]
@@ -90,6 +91,8 @@ class Options(TypedDict, total=False):
     """The text ends with the stop string that ended it."""
     truncate_prompt_tokens: int | None
     """Use the last tokens of a longer prompt only; -1: as many as leave room for the answer."""
+    response_format: ResponseFormat | None
+    """The answer is JSON of this pydantic model, dataclass or JSON schema; `Completion.parsed` is the object."""
     n: int | None
     """Number of answers to the prompt; 1 to 16."""
     include_timings: bool | None

@@ -69,7 +69,7 @@ class ChunkStream(Iterator[Chunk]):
         """
         for _ in self:
             pass
-        return join_chunks(self._chunks, self._attempts.timings())
+        return join_chunks(self._chunks, self._attempts.timings(), self._attempts.call.read)
 
     def __iter__(self) -> Self:
         return self

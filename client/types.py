@@ -5,7 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from json import JSONDecodeError
+from typing import Any
+
+from alignedserve.errors import IncompleteAnswerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,25 @@ class Choice:
     token_ids: tuple[int, ...]
     finish_reason: str
     logprobs: tuple[Logprob, ...] = ()
+    read: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def parsed(self) -> Any:
+        """The answer as an object of `response_format`; None without that option.
+
+        Raises IncompleteAnswerError if the answer was cut, by `max_tokens` or a stop string; for a pydantic model also
+        its ValidationError, for what its schema does not say.
+        """
+        if self.read is None:
+            return None
+        if self.finish_reason != "stop":
+            message = f"the answer ended by {self.finish_reason!r}, not by its own end: raise max_tokens"
+            raise IncompleteAnswerError(message, text=self.text)
+        try:
+            return self.read(self.text)
+        except JSONDecodeError as error:
+            message = f"the answer was cut, by a stop string or stop token ({error})"
+            raise IncompleteAnswerError(message, text=self.text) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +129,11 @@ class Completion:
     def text(self) -> str:
         """Text of the first choice."""
         return self.choices[0].text
+
+    @property
+    def parsed(self) -> Any:
+        """The first choice as an object of `response_format`. See `Choice.parsed`."""
+        return self.choices[0].parsed
 
     @property
     def token_ids(self) -> tuple[int, ...]:

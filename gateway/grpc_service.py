@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -28,11 +29,11 @@ from alignedserve.gateway.reply.written_calls import WrittenCall, written_calls
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import inference_pb2 as inf
 from alignedserve.proto import inference_pb2_grpc as inf_grpc
-from alignedserve.request import TokenLogprobs
+from alignedserve.request import GrammarKind, TokenLogprobs
 from alignedserve.text import Tokenizer
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-_WRITTEN_OTHERWISE = {"prompt", "logit_bias", "bad_words_ids"}  # in another form than in an HTTP body
+_WRITTEN_OTHERWISE = {"prompt", "logit_bias", "bad_words_ids", "grammar"}  # in another form than in an HTTP body
 _AS_IN_A_BODY = CompletionRequest.model_fields.keys() - _WRITTEN_OTHERWISE
 
 
@@ -159,6 +160,8 @@ def body_of(request: inf.GenerateRequest) -> dict[str, Any]:
         body["logit_bias"] = {str(entry.token_id): entry.bias for entry in request.logit_bias}
     if request.bad_words_ids:
         body["bad_words_ids"] = [list(sequence.ids) for sequence in request.bad_words_ids]
+    if request.HasField("grammar"):
+        body["structured_outputs"] = _structured(request.grammar)
     match request.WhichOneof("input"):
         case "prompt":
             body["prompt"] = request.prompt
@@ -192,6 +195,21 @@ def _call(call: WrittenCall) -> inf.ToolCall:
         name="" if start is None else start.name,
         arguments=call.arguments,
     )
+
+
+def _structured(grammar: pb.Grammar) -> dict[str, Any]:
+    """The field `structured_outputs` of a body. Raises InvalidRequestError for an unknown kind."""
+    kinds = [kind for kind in GrammarKind if kind is not GrammarKind.COMPOSED]
+    if grammar.kind not in kinds:
+        raise InvalidRequestError(f"grammar.kind must be one of {', '.join(kinds)}", param="grammar")
+    value: Any = grammar.text
+    if grammar.kind == GrammarKind.CHOICE:
+        try:
+            value = json.loads(grammar.text)
+        except ValueError as error:
+            raise InvalidRequestError(f"grammar.text must be a JSON list: {error}", param="grammar") from error
+    whitespace = {"whitespace_pattern": grammar.whitespace} if grammar.HasField("whitespace") else {}
+    return {grammar.kind: value, **whitespace}
 
 
 def _logprob(tokenizer: Tokenizer | None, token: int, entry: TokenLogprobs) -> inf.TokenLogprobText:

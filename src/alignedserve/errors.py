@@ -20,6 +20,7 @@ AlignedServeError
 │   ├── ChecksumError           a block differs from what was written (kv_pool.verify)
 │   └── GeometryMismatchError   two stores hold blocks of different shapes
 ├── BatchError                  requests of a client's batch failed; `results` has an answer or an error for each
+├── IncompleteAnswerError       an answer that was to be parsed was cut before its end
 ├── NumericsError               the model computed NaN or infinite logits for some rows of a batch
 ├── AccountingError             block accounting is inconsistent: a bug in AlignedServe
 ├── StaleError                  a message belongs to an older epoch or incarnation
@@ -146,6 +147,16 @@ class DeadlineError(AlignedServeError):
 class CancelledError(AlignedServeError):
     code = "cancelled"
     http_status = 499
+
+
+class IncompleteAnswerError(AlignedServeError):
+    """An answer that was to be parsed was cut (`alignedserve.client`). `text` is what there is of it."""
+
+    code = "incomplete_answer"
+
+    def __init__(self, message: str, *, text: str = "", **details: Any) -> None:
+        super().__init__(message, text=text, **details)
+        self.text = text
 
 
 class BatchError(AlignedServeError):

@@ -110,8 +110,8 @@ _POINT = _list({"type": "number"}, minItems=2, maxItems=3)
 
 SHAPES: dict[str, Schema] = {
     "package": _object("name version", name={"type": "string", "maxLength": 214,
-                       "pattern": "^[a-z0-9-~][a-z0-9-._~]*$"}, version=VERSION, scripts=MAP, dependencies=MAP, author=PERSON, private=FLAG,
-                       keywords=_list(TEXT), license=one_of("MIT", "Apache-2.0", "UNLICENSED")),
+                       "pattern": "^[a-z0-9-~][a-z0-9-._~]*$"}, version=VERSION, scripts=MAP, dependencies=MAP,
+                       author=PERSON, private=FLAG, keywords=_list(TEXT), license=one_of("MIT", "UNLICENSED")),
     "tsconfig": _object("", compilerOptions=_object("", target=one_of("es5", "es2022", "esnext"), strict=FLAG,
                         lib=_list(one_of("dom", "es2022"), uniqueItems=True), paths={"type": "object",
                         "additionalProperties": _list(TEXT)}), include=_list(TEXT), files=_list(TEXT)),
@@ -172,8 +172,8 @@ SHAPES: dict[str, Schema] = {
                      "format": "date-time"}, source=URI, data={}),
     "invoice": _object("number total lines", number={"type": "string", "pattern": "^INV-\\d{6}$"}, due={
                        "type": "string", "format": "date"}, currency=one_of("EUR"), total={
-                       "type": "number", "minimum": 0, "multipleOf": 0.01}, lines=_list(_object("sku qty", sku=TEXT, qty={"type": "integer",
-                       "minimum": 1}), minItems=1)),
+                       "type": "number", "minimum": 0, "multipleOf": 0.01}, lines=_list(_object(
+                           "sku qty", sku=TEXT, qty={"type": "integer", "minimum": 1}), minItems=1)),
     "call": _object("name arguments", name=one_of("get_weather", "search"), arguments=_object(
         "city", city=TEXT, unit={"type": ["string", "null"], "enum": ["C", "F", None]}, days={"type": "integer",
         "minimum": 1, "maximum": 14})),

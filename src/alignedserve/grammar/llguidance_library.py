@@ -153,7 +153,7 @@ def _of_choice(spec: GrammarSpec) -> str:
 def _of_regex(spec: GrammarSpec) -> str:
     if trouble := rules.pattern_trouble(spec.text, flags=True):
         raise GrammarError(f"regex: {trouble}")
-    return llguidance.LLMatcher.grammar_from_regex(spec.text)
+    return llguidance.LLMatcher.grammar_from_regex(rules.ascii_classes(spec.text))
 
 
 def _of_grammar(spec: GrammarSpec) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import llguidance
 
 from alignedserve.errors import GrammarError
-from alignedserve.grammar.schema import MOST_DEPTH, pattern_trouble
+from alignedserve.grammar.schema import MOST_DEPTH, ascii_classes, pattern_trouble
 from alignedserve.grammar.tags import Format, check_triggers, format_of, nodes_of, texts_of
 from alignedserve.request import GrammarSpec
 from alignedserve.text import Tokenizer
@@ -262,7 +262,7 @@ def _pattern(node: Format, place: str) -> str:
     (pattern,) = texts_of(node, "pattern", place)
     if trouble := pattern_trouble(pattern):
         raise GrammarError(f"structural_tag: {place}: {trouble}")
-    return llguidance.regex_to_lark(pattern)
+    return llguidance.regex_to_lark(ascii_classes(pattern))
 
 
 def _count(node: Format, kind: str, place: str) -> str:

@@ -188,6 +188,23 @@ def anchor_trouble(inner: str) -> str | None:
     return None
 
 
+_PIECE = re.compile(r"\\.|\[\^?\]?|\]|.", re.DOTALL)
+_ASCII = {"\\d": "0-9", "\\w": "0-9A-Za-z_"}
+
+
+def ascii_classes(pattern: str) -> str:
+    """The pattern with `\\d` and `\\w` of ASCII, unless negated: what they are beyond it differs between engines."""
+    found, within = [], ""  # the class's opening bracket
+    for piece in _PIECE.findall(pattern):
+        if not within and piece.startswith("["):
+            within = piece
+        elif within and piece == "]":
+            within = ""
+        plain = _ASCII.get(piece) if not within.startswith("[^") else None
+        found.append(piece if plain is None else plain if within else f"[{plain}]")
+    return "".join(found)
+
+
 _COUNT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 
 

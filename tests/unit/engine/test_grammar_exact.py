@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from alignedserve.errors import GrammarError
+from alignedserve.grammar.schema import ascii_classes
 from alignedserve.request import GrammarKind, GrammarSpec
 from support.grammars import LIBRARIES, allows, tiny_grammars, write
 from support.schemas import drawn_schemas, grammars, keywords_of, problem, real_shapes, regexes
@@ -183,6 +184,10 @@ def test_what_has_no_effect_is_no_reason_to_refuse() -> None:
     schema = {"type": "array", "uniqueItems": False, "minContains": 2, "items": {"type": "integer", "format": "int32"},
               "$defs": {"unused": {"not": {}}}, "unevaluatedItems": True, "then": {}}  # fmt: skip
     assert allows(tiny_grammars("llguidance"), GrammarSpec(GrammarKind.JSON, json.dumps(schema)), "[1,1]")
+
+
+def test_classes_of_digits_and_words_are_of_ascii_unless_negated() -> None:
+    assert ascii_classes(r"\d[\w.]\\d\D[^\w]\[\w]") == r"[0-9][0-9A-Za-z_.]\\d\D[^\w]\[[0-9A-Za-z_]]"
 
 
 @pytest.mark.slow
