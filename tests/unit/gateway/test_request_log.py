@@ -40,7 +40,6 @@ def answer(number: int, tokens: int = 3) -> Any:
             sent_id="",
             plan=SimpleNamespace(resume=(), wait_objective_s=None, priority=0),
             error=None,
-            sent_id="mine",
         ),
         prompt=SimpleNamespace(token_ids=[1] * 7),
         tokens=[5] * tokens,
