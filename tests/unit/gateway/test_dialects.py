@@ -252,7 +252,7 @@ def test_a_configured_name_wins_and_an_unknown_one_is_refused() -> None:
     assert chosen("auto", "auto") == ModelDialects(TOOLS["hermes"])
     assert chosen("glm45", "none") == ModelDialects(TOOLS["glm45"])
     assert chosen("none", "qwen3") == ModelDialects(None, REASONING["qwen3"])
-    assert chosen("openai", "gpt_oss") == ModelDialects(TOOLS["harmony"], REASONING["harmony"])
+    assert chosen("openai", "gpt_oss") == ModelDialects(TOOLS["harmony"], REASONING["harmony"], None, {5: "<|end|>"})
     assert chosen("auto", "auto", response_template=TEMPLATE).template == TEMPLATE
     assert chosen("hermes", "auto", response_template=TEMPLATE).template is None
     for names in (("nothing", "auto"), ("auto", "nothing"), ("response_template", "auto")):
