@@ -49,9 +49,9 @@ def build_app(
     intake: Intake,
     server: Operator,
     keys: ApiKeys,
-    batches: BatchService | None = None,
+    batches: BatchService,
 ) -> Starlette:
-    """The ASGI application of one gateway. `batches` gets the endpoints that answer its lines; None: no batches."""
+    """The ASGI application of one gateway. `batches` gets the endpoints that answer its lines."""
     bodies = BodyReader(config.max_body_bytes)
     model = server.model
     completions = GenerateEndpoint(
@@ -88,13 +88,11 @@ def build_app(
         "/alignedserve/integrity": operations.integrity,
         "/openapi.json": openapi,
     }
-    of_batches: list[tuple[str, str, App]] = []
-    if batches is not None:
-        batches.endpoints = {
-            "/v1/completions": completions.answer_offline,
-            "/v1/chat/completions": chat.answer_offline,
-        }
-        of_batches = BatchEndpoints(batches, bodies).routes()
+    batches.endpoints = {
+        "/v1/completions": completions.answer_offline,
+        "/v1/chat/completions": chat.answer_offline,
+    }
+    of_batches = BatchEndpoints(batches, bodies).routes()
     app = Starlette(
         routes=[
             *(route(path, posted(handle), "POST") for path, handle in posts.items()),

@@ -9,10 +9,11 @@ from typing import Any
 
 import httpx
 
-from alignedserve.config import GatewayConfig
+from alignedserve.config import BatchesConfig, GatewayConfig
 from alignedserve.control.convert import key_from_proto
 from alignedserve.control.supervisor_client import SupervisorClient
 from alignedserve.gateway.api_keys import ApiKeys
+from alignedserve.gateway.batches.service import BatchService
 from alignedserve.gateway.body.planning import ServedModel
 from alignedserve.gateway.http.http_app import build_app
 from alignedserve.gateway.ledger.intake import Intake
@@ -70,7 +71,8 @@ class Front:
         self.intake = Intake(64, metrics)
         self.ledger.attach(self.port)
         config = GatewayConfig(max_body_mib=0.25, max_prompts=8)
-        app = build_app(config, self.ledger, self.intake, self, ApiKeys())  # type: ignore[arg-type]
+        batches = BatchService(BatchesConfig(), config, "gateway-0", self.ledger, self.intake, self.model, metrics)
+        app = build_app(config, self.ledger, self.intake, self, ApiKeys(), batches)  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=5.0)
 
