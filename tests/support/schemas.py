@@ -246,7 +246,7 @@ _CHECKER = FormatChecker()
 _CHECKER.checkers = dict(Draft202012Validator.FORMAT_CHECKER.checkers)
 
 
-@_CHECKER.checks("date", raises=ValueError)
+@_CHECKER.checks("date", raises=ValueError)  # type: ignore[untyped-decorator]
 def _is_date(value: object) -> bool:
     """RFC 3339's, which has a year 0000, unlike Python."""
     if not isinstance(value, str):
@@ -324,7 +324,8 @@ def regexes(count: int) -> list[str]:
 
 def drawn_grammar(draw: random.Random) -> tuple[str, str]:
     """A grammar in GBNF without recursion, and a regular expression of the same texts."""
-    rules, meanings = [], []
+    rules: list[str] = []
+    meanings: list[str] = []
     for number in range(draw.randint(2, 5)):
         pieces, meaning = [], []
         for _ in range(draw.randint(1, 3)):
