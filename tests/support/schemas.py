@@ -324,7 +324,8 @@ def regexes(count: int) -> list[str]:
 
 def drawn_grammar(draw: random.Random) -> tuple[str, str]:
     """A grammar in GBNF without recursion, and a regular expression of the same texts."""
-    rules, meanings = list[str](), list[str]()
+    rules: list[str] = []
+    meanings: list[str] = []
     for number in range(draw.randint(2, 5)):
         pieces, meaning = [], []
         for _ in range(draw.randint(1, 3)):

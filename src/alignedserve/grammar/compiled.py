@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -233,10 +234,15 @@ def grammar_library(name: str, tokenizer: Tokenizer, vocab_size: int) -> Grammar
             )
         from alignedserve.grammar.xgrammar_library import XgrammarLibrary
 
-        return XgrammarLibrary(tokenizer, vocab_size)
+        return XgrammarLibrary(tokenizer, vocab_size, fill_threads())
     from alignedserve.grammar.llguidance_library import LlguidanceLibrary
 
-    return LlguidanceLibrary(tokenizer, vocab_size)
+    return LlguidanceLibrary(tokenizer, vocab_size, fill_threads())
+
+
+def fill_threads() -> int:
+    """Threads that fill one batch's masks: a quarter of the cores, at most 8; the others have their own work."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // 4))
 
 
 def _key(spec: GrammarSpec, eos_token_ids: tuple[int, ...]) -> _Key:

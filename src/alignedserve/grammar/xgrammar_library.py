@@ -234,15 +234,15 @@ _KEYWORDS: Mapping[str, rules.Rule] = {
 }  # fmt: skip
 
 
-def checked_schema(schema: Any, place: str = "") -> Any:
+def checked_schema(schema: Any, place: str = "") -> dict[str, Any]:
     """The schema without what has no effect. Raises GrammarError for what xgrammar does not check."""
     if not isinstance(schema, dict | bool):
         raise GrammarError(f"a schema is an object, true or false, not {json.dumps(schema)[:50]}")
     if schema is False:
         raise GrammarError("no value satisfies the schema false")
-    if schema is not True:
-        rules.check_schema(schema, _KEYWORDS, NAME, place)
-    return schema
+    found: dict[str, Any] = {} if schema is True else schema
+    rules.check_schema(found, _KEYWORDS, NAME, place)
+    return found
 
 
 # ---- regular expressions and formats

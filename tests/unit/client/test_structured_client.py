@@ -130,7 +130,7 @@ def test_it_reaches_the_gateway_as_http_s_fields_do() -> None:
     spec = parse_completion(body_of(message)).grammar_spec()
     assert spec is not None
     assert spec[0].kind is GrammarKind.JSON
-    assert json.loads(spec[0].text)["additionalProperties"] is False
+    assert json.loads(spec[0].text)["$defs"]["City"]["additionalProperties"] is False
     choice = common_pb2.Grammar(kind="choice", text='["a", "b"]')
     spec = parse_completion(body_of(inference_pb2.GenerateRequest(prompt="go", grammar=choice))).grammar_spec()
     assert spec is not None
