@@ -19,6 +19,7 @@ from itertools import chain
 from alignedserve.config import Config
 from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.by_priority import ByPriority
 from alignedserve.scheduler.core.decode_times import DecodeTimes
 from alignedserve.scheduler.core.instances import DecodeView, Instances
 from alignedserve.scheduler.core.request_table import Record
@@ -28,7 +29,6 @@ from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.deadlines import Deadlines
 from alignedserve.scheduler.length_ranges import cell_of, divide, first_tokens
 from alignedserve.scheduler.policies.base import BatchPolicy, Entry
-from alignedserve.scheduler.policies.by_priority import ByPriority
 from alignedserve.scheduler.priorities import BACKGROUND
 
 logger = logging.getLogger(__name__)

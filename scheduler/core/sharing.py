@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.by_priority import ByPriority
 from alignedserve.scheduler.core.instances import DecodeView, Instances
 from alignedserve.scheduler.core.waiting import WaitingClock
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.policies.base import BatchPolicy, Entry
-from alignedserve.scheduler.policies.by_priority import ByPriority
 
 if TYPE_CHECKING:
     from alignedserve.metrics import Page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from alignedserve.config import Config, SchedulerConfig
@@ -139,13 +140,11 @@ def test_without_a_pace_observations_change_nothing() -> None:
     cell.offer("a", 10, 100)
     cell.scheduler.observe(1, 10, 99.0)
     assert names(cell.step().joins) == ["a"]
-    assert LearningPace.configured(Config()) is None
+    assert math.isinf(LearningPace.configured(Config()).objective_s)
 
 
 def learning(objective_s: float) -> LearningPace:
-    pace = LearningPace.configured(Config(scheduler=SchedulerConfig(tpot_objective_s=objective_s)))
-    assert pace is not None
-    return pace
+    return LearningPace.configured(Config(scheduler=SchedulerConfig(tpot_objective_s=objective_s)))
 
 
 def test_it_learns_how_many_requests_meet_the_objective() -> None:

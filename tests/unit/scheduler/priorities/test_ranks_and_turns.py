@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from alignedserve.config import SchedulerConfig
 from alignedserve.errors import ConfigError
 from alignedserve.request import BATCH_PRIORITY, RequestKey
+from alignedserve.scheduler import by_priority
+from alignedserve.scheduler.by_priority import ByPriority
 from alignedserve.scheduler.core.prefill_queue import PrefillQueue
-from alignedserve.scheduler.policies import by_priority
 from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry
-from alignedserve.scheduler.policies.by_priority import ByPriority
 from alignedserve.scheduler.policies.fcfs import FcfsPolicy
 from alignedserve.scheduler.priorities import BACKGROUND, EXACT, Turns, objective_s, rank_of
 from alignedserve.scheduler.systems import make_policy
