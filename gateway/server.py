@@ -31,7 +31,7 @@ from alignedserve.control.supervisor_client import SupervisorClient, restart_jso
 from alignedserve.errors import UnavailableError
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.body.planning import ServedModel
-from alignedserve.gateway.dialects.model_dialects import ModelDialects, choose_dialects
+from alignedserve.gateway.dialects.model_dialects import NO_DIALECTS, ModelDialects, choose_dialects
 from alignedserve.gateway.drain import Drain
 from alignedserve.gateway.grpc_service import InferenceService
 from alignedserve.gateway.health import Health, book_entry, judge, role_entry
@@ -64,6 +64,8 @@ def _dialects(
     folder: Path, config: ModelConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None
 ) -> ModelDialects:
     """The formats of reasoning and tool calls: configured, or those of the model. Raises ConfigError, ModelError."""
+    if tokenizer is None:
+        return NO_DIALECTS
     return choose_dialects(
         config.tool_parser,
         config.reasoning_parser,
