@@ -32,7 +32,7 @@ from alignedserve.errors import UnavailableError
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.batches.service import BatchService
 from alignedserve.gateway.body.planning import ServedModel
-from alignedserve.gateway.dialects.model_dialects import ModelDialects, choose_dialects
+from alignedserve.gateway.dialects.model_dialects import NO_DIALECTS, ModelDialects, choose_dialects
 from alignedserve.gateway.drain import Drain
 from alignedserve.gateway.grpc_service import InferenceService
 from alignedserve.gateway.health import Health, book_entry, judge, role_entry
@@ -66,14 +66,15 @@ def _dialects(
     folder: Path, config: ModelConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None
 ) -> ModelDialects:
     """The formats of reasoning and tool calls: configured, or those of the model. Raises ConfigError, ModelError."""
-    known = tokenizer is not None  # a folder without a tokenizer may have no other file
+    if tokenizer is None:
+        return NO_DIALECTS
     return choose_dialects(
         config.tool_parser,
         config.reasoning_parser,
         chat_template="" if template is None else template.source,
         tokenizer=tokenizer,
-        architecture=read_config(folder)["model_type"] if known else "",
-        response_template=read_tokenizer_config(folder).get("response_template") if known else None,
+        architecture=read_config(folder)["model_type"],
+        response_template=read_tokenizer_config(folder).get("response_template"),
     )
 
 

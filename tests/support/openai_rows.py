@@ -172,7 +172,8 @@ def calls_of_tools_with_the_openai_package(world: World) -> None:
         with client.chat.completions.stream(messages=messages, max_tokens=120, **asked) as stream:
             streamed = stream.get_final_completion().choices[0]
         assert (whole.finish_reason, streamed.finish_reason) == ("tool_calls", "tool_calls")
-        (call,), (same,) = list(whole.message.tool_calls or ()), list(streamed.message.tool_calls or ())
+        calls: Any = [whole.message.tool_calls, streamed.message.tool_calls]
+        (call,), (same,) = calls
         assert call.function == same.function
         arguments = json.loads(call.function.arguments)
         assert (call.function.name, sorted(arguments)) == ("look", ["day", "place"])
