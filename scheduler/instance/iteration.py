@@ -389,8 +389,8 @@ class IterationScheduler:
             self._make_room(blocked, room, evictions, now_s)
             return joins
         for rank in waiting.in_turn():
-            before, limited = len(joins), self._beside is not None and rank >= BACKGROUND
-            most = self._beside.most_joins(self._batch) if limited else None
+            before, beside = len(joins), self._beside if rank >= BACKGROUND else None
+            most = None if beside is None else beside.most_joins(self._batch)
             if not overdue_in_batch:
                 self._take(islice(waiting.normal(BufferKind.REQUESTS, rank), most), room, joins)
             if overdue_in_batch or not waiting.count(BufferKind.REQUESTS, rank):
