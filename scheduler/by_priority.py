@@ -16,7 +16,7 @@ from dataclasses import replace
 from alignedserve.config import SchedulerConfig
 from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.instance.running_batch import join_range
+from alignedserve.scheduler.length_ranges import join_range
 from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry, InstanceState
 from alignedserve.scheduler.priorities import Turns
 

@@ -1,4 +1,4 @@
-"""Prefix lengths in cells, and their division into contiguous ranges of equal cost."""
+"""Prefix lengths in cells, their division into contiguous ranges of equal cost, and those that match a batch."""
 
 from __future__ import annotations
 
@@ -36,3 +36,8 @@ def divide(costs: Sequence[float], parts: int) -> list[int]:
             edge -= 1
         found.append(edge)
     return found
+
+
+def join_range(shortest_tokens: int, longest_tokens: int, window: float) -> tuple[int, int]:
+    """Prefix lengths that match a running batch: within `window` (a share) of its own."""
+    return int(shortest_tokens * (1.0 - window)), int(longest_tokens * (1.0 + window)) + 1

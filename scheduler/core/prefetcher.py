@@ -23,7 +23,7 @@ from alignedserve.scheduler.core.request_table import Record, RequestState
 from alignedserve.scheduler.core.sharing import Share
 from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.instance.plan import BufferKind
-from alignedserve.scheduler.instance.running_batch import join_range
+from alignedserve.scheduler.length_ranges import join_range
 from alignedserve.scheduler.policies.base import Entry, InstanceState
 from alignedserve.scheduler.priorities import BACKGROUND
 

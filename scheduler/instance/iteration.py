@@ -35,8 +35,9 @@ from alignedserve.scheduler.instance.plan import (
     IterationStatus,
     Join,
 )
-from alignedserve.scheduler.instance.running_batch import Phase, RunningBatch, RunningRequest, join_range
+from alignedserve.scheduler.instance.running_batch import Phase, RunningBatch, RunningRequest
 from alignedserve.scheduler.instance.skip_ahead import count_blocked, count_quiet, pass_iterations
+from alignedserve.scheduler.length_ranges import join_range
 from alignedserve.scheduler.priorities import BACKGROUND, objective_s
 
 MOST_MISFITS = 8  # candidates without room that one plan skips for smaller ones behind them

@@ -24,11 +24,6 @@ from alignedserve.scheduler.priorities import BACKGROUND
 MOST_EVICTIONS = 2  # of a request, as long as others can be evicted that had fewer
 
 
-def join_range(shortest_tokens: int, longest_tokens: int, window: float) -> tuple[int, int]:
-    """Prefix lengths that match a running batch: within `window` (a share) of its own."""
-    return int(shortest_tokens * (1.0 - window)), int(longest_tokens * (1.0 + window)) + 1
-
-
 class Phase(enum.IntEnum):
     ENTERING = 0  # its KV is being copied in
     RUNNING = 1

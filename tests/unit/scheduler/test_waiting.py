@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.core.waiting import WaitingClock
-from alignedserve.scheduler.instance.running_batch import join_range
+from alignedserve.scheduler.length_ranges import join_range
 
 A, B, C = (RequestKey(name) for name in "abc")
 
