@@ -172,20 +172,10 @@ async def plan_chat(model: ServedModel, request: ChatRequest, call_id: str = "")
     """Raises InvalidRequestError (or one of its kinds), ModelNotFoundError, UnavailableError, DeadlineError."""
     info = model.require(request.model)
     began_s = time.monotonic()
-    if model.encoder is None:
-        raise InvalidRequestError("this model has no tokenizer: chat needs one; use /v1/completions with token ids")
-    if model.template is None:
-        raise InvalidRequestError("this model has no chat template: start the server with --chat-template FILE")
     _check_stops(model, request)
     use = request.tool_use()
-    variables = request.template_variables(model.template)
-    if use.written:
-        variables["tools"] = list(use.written)
     async with _within_limits(model, request, "messages"):
-        turns = [message.turn for message in request.messages]
-        most = most_tokens(request, model.limit[0])
-        written = await _written(model.encoder, model.template, turns, variables, most)
-        (whole,) = await tokenise(model.encoder, [written], most, around=False)
+        written, whole = await chat_tokens(model, request, most_tokens(request, model.limit[0]))
     tokens = truncated(request, whole, model.limit[0], 1)
     _check_tokens(tokens, info, "messages")
     limit = _max_tokens(model, len(tokens), request.max_tokens, None, "messages")
@@ -193,6 +183,24 @@ async def plan_chat(model: ServedModel, request: ChatRequest, call_id: str = "")
     sampling = replace(resolve_sampling(request, model, len(tokens), limit, form.grammar), thinking=form.thinking)
     plan = _call_plan("chatcmpl", call_id, (PromptPlan(tuple(tokens), sampling, written.text),), request, began_s)
     return replace(plan, reading=form.reading)
+
+
+async def chat_tokens(model: ServedModel, request: ChatRequest, most: int) -> tuple[Prompt, list[int]]:
+    """The conversation as the template renders it, and its tokens, at most `most`.
+
+    Raises InvalidRequestError (or one of its kinds), and TooManyTokens.
+    """
+    if model.encoder is None:
+        raise InvalidRequestError("this model has no tokenizer: chat needs one; use /v1/completions with token ids")
+    if model.template is None:
+        raise InvalidRequestError("this model has no chat template: start the server with --chat-template FILE")
+    variables = request.template_variables(model.template)
+    if written_tools := request.tool_use().written:
+        variables["tools"] = list(written_tools)
+    turns = [message.turn for message in request.messages]
+    written = await _written(model.encoder, model.template, turns, variables, most)
+    (tokens,) = await tokenise(model.encoder, [written], most, around=False)
+    return written, tokens
 
 
 async def _tokenised(model: ServedModel, request: CompletionRequest, texts: Sequence[str]) -> list[list[int]]:

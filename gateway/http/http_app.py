@@ -88,6 +88,7 @@ def build_app(
         "/v1/chat/completions": chat,
         "/v1/responses": responses,
         "/v1/messages": messages,
+        "/v1/messages/count_tokens": tokens.count,
         "/v1/embeddings": operations.embeddings,
         "/v1/requests/{request_id:path}/cancel": operations.cancel,
         "/tokenize": tokens.tokenize,

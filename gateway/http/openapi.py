@@ -195,10 +195,10 @@ def _generate(request: str, reply: str, summary: str, error: str = "Error", abou
     return {"post": {"summary": summary, "requestBody": body, "responses": {"200": answer, **errors}}}
 
 
-def _posted(request: str, reply: str, summary: str) -> Schema:
+def _posted(request: str, reply: str, summary: str, error: str = "Error") -> Schema:
     """A POST that is answered at once."""
     body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
-    errors = {status: _json("Error", _ERRORS[status]) for status in ("400", "404", "408", "413", "415", "429", "503")}
+    errors = {status: _json(error, _ERRORS[status]) for status in ("400", "404", "408", "413", "415", "429", "503")}
     return {
         "post": {"summary": summary, "requestBody": body, "responses": {"200": _json(reply, "The result."), **errors}}
     }
@@ -240,6 +240,9 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
         "/v1/responses": _generate("ResponsesRequest", "Response", "Answer, in OpenAI's responses API", about=_EVENTS),
         "/v1/messages": _generate(
             "MessagesRequest", "AnthropicMessage", "Answer, in Anthropic's messages API", "MessagesError", _EVENTS
+        ),
+        "/v1/messages/count_tokens": _posted(
+            "CountRequest", "TokenCount", "Count the tokens of a body of /v1/messages", "MessagesError"
         ),
         "/tokenize": _posted("TokenizeRequest", "Tokenized", "Count the tokens of a prompt or a conversation"),
         "/detokenize": _posted("DetokenizeRequest", "Detokenized", "Get the text of tokens, special ones included"),

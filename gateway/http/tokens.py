@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: the tokens that a prompt would have, and the text of tokens."""
+"""POST /tokenize, /detokenize and /v1/messages/count_tokens: the tokens that a prompt has, and the text of tokens."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from alignedserve.errors import InvalidRequestError
+from alignedserve.errors import AlignedServeError, InvalidRequestError
 from alignedserve.gateway.body.planning import ServedModel
 from alignedserve.gateway.body.token_requests import TokenizeRequest, parse_detokenize, parse_tokenize
 from alignedserve.gateway.body.tokenising import TooManyTokens, in_turn, tokenise
+from alignedserve.gateway.body.truncation import MOST
+from alignedserve.gateway.failures import error_object
 from alignedserve.gateway.http.asgi import (
     ClientGoneError,
     DisconnectWatch,
@@ -22,9 +24,9 @@ from alignedserve.gateway.http.asgi import (
     send_json,
 )
 from alignedserve.gateway.http.body_reader import BodyReader
+from alignedserve.gateway.translated.messages_reply import messages_error
+from alignedserve.gateway.translated.messages_request import count_tokens
 from alignedserve.text import Prompt, PromptEncoder, Tokenizer
-
-MOST = 1 << 17  # tokens of a text, if the model has fewer positions
 
 
 class TokenEndpoints:
@@ -40,8 +42,16 @@ class TokenEndpoints:
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._answer(scope, receive, send, self._text)
 
+    async def count(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._answer(scope, receive, send, partial(count_tokens, self._model), messages_error)
+
     async def _answer(
-        self, scope: Scope, receive: Receive, send: Send, work: Callable[[Any], Awaitable[dict[str, Any]]]
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        work: Callable[[Any], Awaitable[dict[str, Any]]],
+        error_body: Callable[[AlignedServeError], dict[str, Any]] = error_object,
     ) -> None:
         async def of(body: bytes) -> dict[str, Any]:
             return await work(parse_json(body))
@@ -53,7 +63,7 @@ class TokenEndpoints:
         except ClientGoneError:
             return
         except Exception as error:
-            await send_error(send, report(error))
+            await send_error(send, report(error), body=error_body)
             return
         await send_json(send, answer)
 

@@ -70,8 +70,10 @@ def translated_requests() -> dict[str, Schema]:
         "output_config": _or_null("object", description="format (json_schema), and effort."),
     }
     needed = ["model", "messages", "max_tokens"]
+    counted = {name: field for name, field in message.items() if name not in ("max_tokens", "stream")}
     return {
         "ResponsesRequest": {"type": "object", "properties": response, "required": ["input"], "description": _SAME},
+        "CountRequest": {"type": "object", "properties": counted, "required": ["model", "messages"]},
         "MessagesRequest": {"type": "object", "properties": message, "required": needed, "description": _SAME},
     }
 
@@ -101,5 +103,6 @@ def translated_replies() -> dict[str, Schema]:
     return {
         "Response": {"type": "object", "properties": response, "required": list(response)},
         "AnthropicMessage": {"type": "object", "properties": message, "required": list(message)},
+        "TokenCount": {"type": "object", "properties": {"input_tokens": _INTEGER}, "required": ["input_tokens"]},
         "MessagesError": {"type": "object", "properties": about, "required": list(about)},
     }

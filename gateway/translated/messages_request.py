@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
-from pydantic import PrivateAttr
 
 from alignedserve.errors import InvalidRequestError
-from alignedserve.gateway.body.planning import CallPlan, ServedModel, plan_chat
+from alignedserve.gateway.body.planning import CallPlan, ServedModel, chat_tokens, plan_chat
 from alignedserve.gateway.body.requests import ChatRequest, checked
+from alignedserve.gateway.body.tokenising import TooManyTokens
+from alignedserve.gateway.body.truncation import MOST
 from alignedserve.gateway.body.validation_errors import wrong_type
 from alignedserve.gateway.translated.fields import Fields, part_text, renamed, text_of, unsupported
 
@@ -36,20 +37,12 @@ _TEXT = ("text",)
 class MessagesChat(ChatRequest):
     """A chat request that was sent to /v1/messages."""
 
-    _thinking: bool = PrivateAttr(default=True)
 
-    @property
-    def thinking(self) -> bool:
-        """Whether the client is to see the reasoning."""
-        return self._thinking
-
-
-def parse_messages(body: Any, *, counted: bool = False) -> MessagesChat:
-    """`counted`: a body of count_tokens. Raises InvalidRequestError, or a subclass of it, that names the field."""
+def parse_messages(body: Any) -> MessagesChat:
+    """Raises InvalidRequestError, or a subclass of it, that names the field."""
     fields = Fields(body, "")
-    if not counted:
-        fields.text("model")
-        fields.required("max_tokens")
+    fields.text("model")
+    fields.required("max_tokens")
     chat = _chat_body(fields)
     with renamed(_NAMES):
         return checked(MessagesChat, chat)
@@ -58,7 +51,28 @@ def parse_messages(body: Any, *, counted: bool = False) -> MessagesChat:
 async def plan_message(model: ServedModel, request: MessagesChat) -> CallPlan:
     """`plan_chat`, whose errors name the fields that the client sent."""
     with renamed(_NAMES):
-        return await plan_chat(model, request)
+        return await plan_chat(model, _for_template(model, request))
+
+
+async def count_tokens(model: ServedModel, body: Any) -> dict[str, Any]:
+    """The answer of /v1/messages/count_tokens. Raises InvalidRequestError (or one of its kinds), ModelNotFoundError."""
+    request = parse_messages({"max_tokens": 1, **body} if isinstance(body, dict) else body)
+    model.require(request.model)
+    most = max(MOST, model.limit[0])
+    with renamed(_NAMES):
+        try:
+            _, tokens = await chat_tokens(model, _for_template(model, request), most)
+        except TooManyTokens:
+            message = f"messages have too many tokens: at most {most} are counted"
+            raise InvalidRequestError(message, param="messages") from None
+    return {"input_tokens": len(tokens)}
+
+
+def _for_template(model: ServedModel, request: MessagesChat) -> MessagesChat:
+    """Thinking is switched only where the template has a switch: a model that never thinks has none."""
+    if model.template is not None and not model.template.mentions("enable_thinking"):
+        request.enable_thinking = None
+    return request
 
 
 def _chat_body(fields: Fields) -> dict[str, Any]:

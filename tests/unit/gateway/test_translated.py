@@ -228,6 +228,17 @@ async def test_a_message_that_is_cut_says_so(claude: anthropic.AsyncAnthropic, c
     assert answer.stop_reason == "max_tokens"
 
 
+async def test_tokens_are_counted_as_the_prompt_has_them(
+    claude: anthropic.AsyncAnthropic, cluster: FakeCluster
+) -> None:
+    tool = {"name": "f", "description": "d", "input_schema": SCHEMA}
+    asked: Any = {"model": "tiny", "messages": [USER], "system": "Be short.", "tools": [tool]}
+    counted = await claude.messages.count_tokens(**asked)
+    cluster.script = playing(ids(" value"))
+    answer = await claude.messages.create(max_tokens=1, thinking={"type": "disabled"}, **asked)
+    assert counted.input_tokens == answer.usage.input_tokens == len(cluster.submitted[0].prompt_token_ids)
+
+
 async def test_errors_have_anthropics_shape(
     claude: anthropic.AsyncAnthropic, cluster: FakeCluster, http: httpx.AsyncClient
 ) -> None:
