@@ -20,7 +20,9 @@ class StructuredOutputs(Body):
     regex: str | None = Field(None, description="A regular expression that the whole answer matches.")
     choice: list[str] | None = Field(None, description="The answer is one of these strings.")
     grammar: str | None = Field(None, description="A context-free grammar, in Lark or GBNF.")
-    structural_tag: Any = Field(None, description="Structures (begin, schema, end) and their triggers; or a format, as xgrammar has.")
+    structural_tag: Any = Field(
+        None, description="Structures (begin, schema, end) and their triggers; or a format, as xgrammar has."
+    )
     json_object: bool = Field(False, description="The answer is a JSON object of any kind.")
     whitespace_pattern: str | None = Field(
         None, description="Pattern between the tokens of JSON; by default at most one space."
