@@ -205,6 +205,16 @@ def ascii_classes(pattern: str) -> str:
     return "".join(found)
 
 
+def negations(pattern: str) -> bool:
+    """Whether the pattern takes characters that it does not name: `.`, a negated class, `\\D`, `\\S`, `\\W`."""
+    within = False
+    for piece in _PIECE.findall(pattern):
+        if piece in ("\\D", "\\S", "\\W") or (not within and (piece == "." or piece.startswith("[^"))):
+            return True
+        within = piece.startswith("[") or (within and piece != "]")
+    return False
+
+
 _COUNT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 
 

@@ -134,6 +134,7 @@ _BY_TYPE = {
     "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
 }
+_CHARACTER = "[ !#-\\[\\]-~\u00a1-\ud7ff]"  # of a string with a length: no control character, no surrogate
 _WHOLE = ("$ref", "const", "enum", "anyOf")  # xgrammar reads nothing else of a schema that has one of them
 _ASSERTIONS = {keyword for keywords in _BY_TYPE.values() for keyword in keywords} | {*_WHOLE, "type"}
 _PYTHON = {"string": str, "object": dict, "array": list, "boolean": bool, "null": type(None)}
@@ -189,7 +190,7 @@ def _pattern(node: rules.Node) -> str | None:
 
 
 def _length(node: rules.Node) -> str | None:
-    """`minLength`, `maxLength`: as a pattern, since xgrammar lets strings of a length contain control characters."""
+    """`minLength`, `maxLength`: as a pattern of well-formed characters, which xgrammar's own lengths do not ask for."""
     if "pattern" in node or "format" in node:
         return "{library} does not check a pattern or a format beside it"
     least, most = node.pop("minLength", 0), node.pop("maxLength", "")
@@ -197,7 +198,7 @@ def _length(node: rules.Node) -> str | None:
         return "it must be a number, at least 0"
     if isinstance(most, int) and not least <= most:
         return "no string has these lengths"
-    node["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{least},{most}}}$'
+    node["pattern"] = f"^{_CHARACTER}{{{least},{most}}}$"
     return None
 
 
@@ -251,8 +252,8 @@ def checked_schema(schema: Any, place: str = "") -> dict[str, Any]:
 def _regex_trouble(pattern: str) -> str | None:
     if trouble := rules.pattern_trouble(pattern):
         return trouble
-    if "\\S" in pattern:
-        return f"{NAME} takes other spaces than ECMAScript for \\S"
+    if rules.negations(pattern):
+        return f"{NAME} takes ill-formed text for '.', negated classes and \\D, \\S, \\W"
     inner = pattern.removeprefix("^").removesuffix("$")
     return rules.anchor_trouble(inner) or rules.copies_trouble(pattern, MOST_COPIES)
 

@@ -114,7 +114,7 @@ def right_grammar(library: str, text: str, meaning: str, seed: int) -> bool | No
 def test_answers_of_regular_expressions_and_grammars_are_right(library: str) -> None:
     found = [right_regex(library, pattern, seed) for seed, pattern in enumerate(regexes(200)[::9])]
     assert False not in found
-    assert found.count(True) > len(found) / 2
+    assert found.count(True) > 5  # xgrammar is not asked for most of the others
     found = [right_grammar(library, text, meaning, seed) for seed, (text, meaning) in enumerate(grammars(50)[::6])]
     assert set(found) <= {True, None}
     assert found.count(True) > len(found) / 2
@@ -136,6 +136,7 @@ WRONG = [
     ({"type": "object", "patternProperties": {"^a": {"type": "integer"}}}, ['{"\\u0061c":"x"}']),
     ({"type": "string", "pattern": "^\\S+$"}, ['"\u00a0"']),
     ({"type": "string", "maxLength": 3}, ['"\x01"', '"abcd"']),
+    ({"type": "string", "pattern": "^[^a]$"}, ['"a"', '"bb"']),
     ({"type": "string", "enum": ["a", 1]}, ["1"]),
     ({"enum": [1, 5], "minimum": 3}, ["1"]),
     ({"anyOf": [{"type": "string"}, {"type": "integer"}], "minLength": 2}, ['"a"']),
