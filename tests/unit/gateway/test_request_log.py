@@ -37,7 +37,7 @@ def answer(number: int, tokens: int = 3) -> Any:
         call=SimpleNamespace(
             arrival_ns=time.time_ns(),
             arrival_s=now_s,
-            sent_id="",
+            sent_id="mine",
             plan=SimpleNamespace(resume=(), wait_objective_s=None, priority=0),
             error=None,
         ),
