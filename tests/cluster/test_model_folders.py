@@ -103,6 +103,7 @@ def test_a_known_model_is_loaded_without_the_code_beside_it(folder: Path, marker
     assert not marker.exists()
 
 
+@pytest.mark.slow
 def test_trusted_code_serves_shards_behind_links(hub: Mapping[str, str | None], folder: Path, marker: Path) -> None:
     snapshot = Path(str(hub["HF_HOME"]), "hub", "models--org--own", "snapshots", REVISION)
     plain = folder.with_name("plain")

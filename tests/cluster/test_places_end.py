@@ -129,6 +129,7 @@ def test_nor_one_whose_supervisor_is_killed_when_it_is_deleted(head: RayHead) ->
     eventually(lambda: not any(map(is_alive, pids.values())))
 
 
+@pytest.mark.slow
 def test_nor_one_whose_supervisor_is_killed_while_it_ends_the_cluster(head: RayHead) -> None:
     pids = deploy(head, "ending", orphan_after_s=ORPHAN_S, FAKE_PREFILL="end=3600")  # it is waited for
     delete(head)

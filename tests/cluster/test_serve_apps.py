@@ -123,6 +123,7 @@ async def test_what_is_wrong_is_told_at_once_and_everything_goes_on(head: RayHea
     assert pids(head, "chat") == before
 
 
+@pytest.mark.slow
 async def test_a_model_that_is_not_there_ends_nothing_and_a_right_file_brings_everything_back(head: RayHead) -> None:
     """The update fails, and Serve leaves the old version as it is: open requests and new ones are answered."""
     before = pids(head, "chat")

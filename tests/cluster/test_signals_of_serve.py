@@ -88,6 +88,7 @@ def test_ctrl_c_during_the_start_leaves_nothing_and_under_nohup_a_closed_termina
         server.stop()
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_ends_it_and_a_third_signal_kills_what_does_not_end() -> None:
     with Foreground("--device", "cpu", environment=ENDS_SLOWLY) as server:
         server.send(signal.SIGHUP)

@@ -86,6 +86,7 @@ async def served() -> AsyncIterator[Served]:
             yield served
 
 
+@pytest.mark.slow
 async def test_the_buffers_of_a_killed_prefill_instance_do_not_stay_with_the_node_agent(served: Served) -> None:
     segments = SegmentClient(served.cluster.agent_socket, served.cluster.token)
     before = len(segments.segments())
