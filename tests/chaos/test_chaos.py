@@ -60,6 +60,7 @@ def require_exact(rounds: list[Round]) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_whichever_process_is_killed_no_stream_loses_or_repeats_a_token() -> None:
     async def run(server: ServeProcess) -> list[Round]:
         async with Chaos(server.url, server.grpc_address, prompts(1), max_tokens=64, seed=1) as chaos:

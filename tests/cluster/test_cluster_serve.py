@@ -99,6 +99,7 @@ def test_a_cluster_comes_up_replaces_what_dies_and_leaves_nothing(
         assert [line for line in server.output.splitlines() if "WARN" in line or "Traceback" in line] == []
 
 
+@pytest.mark.slow
 def test_a_role_that_cannot_start_ends_the_command_with_its_reason(nothing_left: Descendants) -> None:
     server = FakeServeProcess("--device", "cpu", environment={"FAKE_PREFILL": "fail=model_error"})
     begun = time.monotonic()

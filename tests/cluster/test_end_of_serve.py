@@ -18,7 +18,7 @@ from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.proto import inference_pb2 as inf
 from support.leftovers import shared_files
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 DRAIN_S = 120
 
@@ -93,7 +93,6 @@ def test_a_signal_lets_what_is_open_finish_and_refuses_what_is_new_and_a_second_
     assert [file for file in shared if os.path.exists(file)] == []
 
 
-@pytest.mark.slow
 def test_one_signal_is_enough_when_what_is_open_has_finished() -> None:
     with ServeProcess("--model", "tiny", "--set", f"gateway.drain_s={DRAIN_S}") as server:
         pids = [role["pid"] for role in server.roles()]

@@ -16,7 +16,7 @@ import pytest
 from alignedserve.proc_stat import is_alive
 from support.ray_head import RayHead
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(240)]
 
 ORPHAN_S = 3.0
 WITHIN_S = 60.0
@@ -110,7 +110,6 @@ def test_an_application_that_is_deleted_leaves_no_group(head: RayHead) -> None:
     assert our_groups(head) == []
 
 
-@pytest.mark.slow
 def test_nor_one_that_is_deleted_while_its_supervisor_is_to_be_replaced(head: RayHead) -> None:
     pids = deploy(head, "due", orphan_after_s=60.0)
     done = head.command("python", "-c", _RESTART_AND_DELETE)
@@ -119,7 +118,6 @@ def test_nor_one_that_is_deleted_while_its_supervisor_is_to_be_replaced(head: Ra
     assert [name for name, pid in pids.items() if is_alive(pid)] == []
 
 
-@pytest.mark.slow
 def test_nor_one_whose_supervisor_is_killed_when_it_is_deleted(head: RayHead) -> None:
     pids = deploy(head, "killed", orphan_after_s=ORPHAN_S)
     os.kill(pids["supervisor-0"], signal.SIGKILL)
@@ -129,7 +127,6 @@ def test_nor_one_whose_supervisor_is_killed_when_it_is_deleted(head: RayHead) ->
     eventually(lambda: not any(map(is_alive, pids.values())))
 
 
-@pytest.mark.slow
 def test_nor_one_whose_supervisor_is_killed_while_it_ends_the_cluster(head: RayHead) -> None:
     pids = deploy(head, "ending", orphan_after_s=ORPHAN_S, FAKE_PREFILL="end=3600")  # it is waited for
     delete(head)

@@ -20,7 +20,7 @@ from alignedserve.cluster.records import fetch_status
 from support.endless_streams import EndlessStreams
 from support.ray_head import RayHead
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(300)]
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 STREAMS = 8
@@ -123,7 +123,6 @@ async def test_what_is_wrong_is_told_at_once_and_everything_goes_on(head: RayHea
     assert pids(head, "chat") == before
 
 
-@pytest.mark.slow
 async def test_a_model_that_is_not_there_ends_nothing_and_a_right_file_brings_everything_back(head: RayHead) -> None:
     """The update fails, and Serve leaves the old version as it is: open requests and new ones are answered."""
     before = pids(head, "chat")
@@ -146,7 +145,6 @@ async def test_a_model_that_is_not_there_ends_nothing_and_a_right_file_brings_ev
     }
 
 
-@pytest.mark.slow
 async def test_a_changed_configuration_and_a_rolling_restart_are_seen_by_no_client(head: RayHead) -> None:
     """Of one application; the other notices nothing at all."""
     chat, code = pids(head, "chat"), pids(head, "code")
@@ -174,7 +172,6 @@ async def test_a_changed_configuration_and_a_rolling_restart_are_seen_by_no_clie
     assert {name: pid for name, pid in pids(head, "code").items() if name in code} == code
 
 
-@pytest.mark.slow
 async def test_gateways_come_with_the_load_and_go_with_it(head: RayHead) -> None:
     def gateways() -> list[str]:
         deployment = head.applications()["code"]["deployments"]["Gateway"]
