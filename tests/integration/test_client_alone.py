@@ -179,6 +179,7 @@ def run_examples(environment: Environment, chosen: list[Example], addresses: dic
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.slow
 async def test_what_is_documented_runs_with_grpcio_and_protobuf_alone(
     environment: Environment, addresses: dict[str, str]
 ) -> None:

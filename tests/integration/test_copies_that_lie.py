@@ -105,6 +105,7 @@ async def test_whatever_a_copy_does_wrong_the_tokens_are_right(model: Model) -> 
     assert value(metrics, "alignedserve_decode_evictions_total") > 0
 
 
+@pytest.mark.slow
 async def test_a_copy_that_never_ends_costs_its_worker_and_no_request(model: Model) -> None:
     # The seventh copy of a prompt to the pool hangs.
     prompts = random_prompts([20] * 9, VOCAB_SIZE, seed=6)

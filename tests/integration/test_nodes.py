@@ -40,6 +40,7 @@ def pools_of(cluster: LocalCluster) -> dict[str, str]:
     return {shard.pool_id: shard.node_id for shard in cluster.view().pools}
 
 
+@pytest.mark.slow
 async def test_each_node_has_its_own_agent_shard_and_address() -> None:
     async with make_cluster(APART) as cluster:
         await cluster.wait_ready(30)

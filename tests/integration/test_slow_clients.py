@@ -189,6 +189,7 @@ async def one_that_waits_for_tokens_is_not_slow(gateway: RunningGateway) -> None
             group.create_task(call(front.grpc_address, stream=stream))
 
 
+@pytest.mark.slow
 async def test_slow_clients_end_and_keep_no_other_out(
     front: HaProxyFront, gateway: RunningGateway, most_half_open: int
 ) -> None:
