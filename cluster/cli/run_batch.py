@@ -65,7 +65,7 @@ def _own_server(folder: Path, given: Sequence[str]) -> Iterator[str]:
     """Encloses the run of a server whose store is in `folder`. Yields its URL."""
     log = folder / "serve.log"
     print(f"starting a server; its output is in {log}", file=sys.stderr)
-    # Nobody else waits: the server's load is what this command gives it.
+    # This command is the server's only client, so refusals for load would only slow it.
     keys = {
         "batches.folder": str(folder.resolve() / "store"),
         "batches.max_file_mib": 1 << 20,

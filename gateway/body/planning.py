@@ -63,7 +63,7 @@ class CallPlan:
     spent_s: float = 0.0
     probe: bool = False  # a probe of this gateway (`pulse.py`), not a client's call: it is not counted
     priority: int = 0  # a lower number goes first among what waits
-    offline: bool = False  # a line of a batch: nobody waits for it, so its latencies are not counted
+    offline: bool = False  # a line of a batch: no client waits, so its latencies are not counted
     internal_id: str = ""
     reading: Reading | None = None  # how answers are divided; None: their text is their content
     resume: tuple[Delivered, ...] = ()  # one entry for each answer if the call resumes an earlier call; else empty

@@ -33,7 +33,7 @@ class MessagesReply(TranslatedReply):
         return [{"type": "message_start", "message": {**self._message(), "content": []}}]
 
     def step(self, step: Step) -> list[dict[str, Any]]:
-        block, self.sent = step.block, self.sent + 1
+        block = step.block
         match step.op:
             case Op.OPEN:
                 return [

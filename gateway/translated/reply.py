@@ -23,7 +23,8 @@ class TranslatedReply(ChatReply):
     ) -> None:
         super().__init__(call, model, end, request)
         self.blocks = Blocks()
-        self.sent = 0  # events
+        self.sent = 0  # events that are numbered
+        self._opened = False
 
     # ---- implemented by each API
 
@@ -46,7 +47,8 @@ class TranslatedReply(ChatReply):
     # ---- in chunks
 
     def frames(self, deltas: Iterable[Delta]) -> list[bytes]:
-        events = [] if self.sent else self.opening()
+        events = [] if self._opened else self.opening()
+        self._opened = True
         for step in self._steps(deltas):
             events += self.step(step)
         return [_named(one) for one in events]

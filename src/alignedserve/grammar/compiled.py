@@ -250,6 +250,6 @@ def _key(spec: GrammarSpec, eos_token_ids: tuple[int, ...]) -> _Key:
 
 
 def _ignore(waiting: asyncio.Future[Grammar]) -> None:
-    """Retrieve an error that nobody waits for any more."""
+    """Retrieve the error of a compilation whose requests have ended, so that asyncio does not log it."""
     if not waiting.cancelled():
         waiting.exception()

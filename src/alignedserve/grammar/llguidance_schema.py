@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from alignedserve.errors import GrammarError
 from alignedserve.grammar import schema as rules
 
 ONE_SPACE = " ?"  # between the tokens of JSON: whitespace without limit would let a model go on for ever
@@ -36,13 +35,7 @@ _KEYWORDS: Mapping[str, rules.Rule] = {
 
 def checked_schema(schema: Any, place: str = "") -> dict[str, Any]:
     """The schema as an object without what has no effect. Raises GrammarError for what cannot be followed exactly."""
-    if not isinstance(schema, dict | bool):
-        raise GrammarError(f"a schema is an object, true or false, not {json.dumps(schema)[:50]}")
-    if schema is False:
-        raise GrammarError("no value satisfies the schema false")
-    found: dict[str, Any] = {} if schema is True else schema
-    rules.check_schema(found, _KEYWORDS, NAME, place)
-    return found
+    return rules.checked_schema(schema, _KEYWORDS, NAME, place)
 
 
 def json_text(schema: Any, whitespace: str | None = None, place: str = "") -> str:

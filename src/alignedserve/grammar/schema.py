@@ -35,6 +35,17 @@ def parsed_schema(text: str, kind: str) -> Any:
         raise GrammarError(f"{kind}: it is nested too deeply") from None
 
 
+def checked_schema(schema: Any, keywords: Mapping[str, Rule], library: str, place: str = "") -> dict[str, Any]:
+    """The schema as an object. Raises GrammarError for what `library` cannot follow by its `keywords`."""
+    if not isinstance(schema, dict | bool):
+        raise GrammarError(f"a schema is an object, true or false, not {json.dumps(schema)[:50]}")
+    if schema is False:
+        raise GrammarError("no value satisfies the schema false")
+    found: dict[str, Any] = {} if schema is True else schema
+    check_schema(found, keywords, library, place)
+    return found
+
+
 def check_schema(schema: Any, rules: Mapping[str, Rule], library: str, place: str = "") -> None:
     """Raises GrammarError, which names the keyword and its place, for what `library` cannot follow by its `rules`.
 

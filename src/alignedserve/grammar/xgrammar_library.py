@@ -6,7 +6,6 @@ known to be checked is refused. It can neither be interrupted nor bounded while 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from threading import Lock
 from typing import Any, cast
@@ -237,13 +236,7 @@ _KEYWORDS: Mapping[str, rules.Rule] = {
 
 def checked_schema(schema: Any, place: str = "") -> dict[str, Any]:
     """The schema without what has no effect. Raises GrammarError for what xgrammar does not check."""
-    if not isinstance(schema, dict | bool):
-        raise GrammarError(f"a schema is an object, true or false, not {json.dumps(schema)[:50]}")
-    if schema is False:
-        raise GrammarError("no value satisfies the schema false")
-    found: dict[str, Any] = {} if schema is True else schema
-    rules.check_schema(found, _KEYWORDS, NAME, place)
-    return found
+    return rules.checked_schema(schema, _KEYWORDS, NAME, place)
 
 
 # ---- regular expressions and formats

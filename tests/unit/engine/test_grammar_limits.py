@@ -1,4 +1,4 @@
-"""Limits of grammars: size, time, and threads; and that one bad grammar costs nobody else anything."""
+"""Limits of grammars: size, time, and threads; and that one bad grammar affects no other request."""
 
 from __future__ import annotations
 

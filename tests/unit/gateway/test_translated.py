@@ -222,6 +222,16 @@ async def test_a_streamed_message_is_the_whole_one(claude: anthropic.AsyncAnthro
     assert answer.usage.output_tokens == len(ids(" value of it"))
 
 
+async def test_a_stream_begins_once_whatever_its_first_tokens_show(
+    http: httpx.AsyncClient, cluster: FakeCluster
+) -> None:
+    first, rest = ids(" \u20ac")[:1], ids(" \u20ac")[1:]
+    cluster.script = playing(first, rest, ids(" it"), pause_s=0.02)
+    body = {"model": "tiny", "max_tokens": 9, "messages": [USER], "stop_sequences": [" \u20ac\u20ac"], "stream": True}
+    text = (await http.post("/v1/messages", json=body)).text
+    assert text.count("event: message_start") == text.count("event: message_stop") == 1
+
+
 async def test_a_message_that_is_cut_says_so(claude: anthropic.AsyncAnthropic, cluster: FakeCluster) -> None:
     cluster.script = playing(ids(" value"))
     answer = await claude.messages.create(model="tiny", max_tokens=1, messages=[USER])  # type: ignore[list-item]

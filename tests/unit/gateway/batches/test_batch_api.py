@@ -126,7 +126,7 @@ async def test_a_batch_is_answered_and_its_files_are_read_and_deleted(
     assert value(page, "alignedserve_gateway_batch_lines_total", outcome="answered") == 3
     assert value(page, "alignedserve_gateway_batch_lines_total", outcome="failed") == 2
     assert value(page, "alignedserve_gateway_batches_total", status="completed") == 1
-    assert value(page, "alignedserve_gateway_ttft_seconds_count") == 0  # nobody waited
+    assert value(page, "alignedserve_gateway_ttft_seconds_count") == 0  # lines of batches are not counted
 
 
 async def test_chat_lines_are_answered(client: openai.AsyncOpenAI) -> None:

@@ -81,7 +81,7 @@ def test_what_waits_without_hurry_loses_its_kv_to_a_prompt_that_finds_the_pool_f
     for name in range(4):
         cell.wait(name, 16, priority=BATCH_PRIORITY)
     blocks = cell.core._state.ledger.free
-    cell.do(ev.PoolReported("pool", 40, blocks - 10))  # somebody else has taken what was left
+    cell.do(ev.PoolReported("pool", 40, blocks - 10))  # another writer has taken what was left
     lost, begun = [], []
     for name in ("x", "y", "z"):
         actions = cell.submit(name, tokens=16, most=20)
