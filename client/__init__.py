@@ -22,6 +22,11 @@ It needs only `grpcio` and `protobuf`. It does not import ray, torch or transfor
     ├── CancelledError          the request was cancelled by id, or closed by this client
     ├── UnavailableError        no server answers, or a required process is missing
     ├── IncompleteAnswerError   an answer that was to be parsed was cut before its end
+    ├── ToolError               a call of a function by the model cannot be made: `call`, `messages`
+    │   ├── UnknownToolError        there is no function of this name
+    │   ├── ToolArgumentsError      the arguments are not those of the function
+    │   ├── ToolFailedError         the function raised an exception, which is the cause
+    │   └── ToolRoundsError         the model still calls functions in the last round
     ├── BatchError              requests of a batch failed; `results` has the answers and the errors
     └── ConfigError             an argument of the client itself is invalid
 
@@ -33,6 +38,8 @@ from alignedserve.client.attempts import Backoff
 from alignedserve.client.options import BatchItem, ChatItem, ChatTurn, Options, Progress, Request
 from alignedserve.client.structured import ResponseFormat
 from alignedserve.client.sync import ChunkStream, Client
+from alignedserve.client.tool_loop import AsyncToolStream, ToolResult, ToolRun, ToolStream
+from alignedserve.client.tools import Tool
 from alignedserve.client.types import (
     Choice,
     Chunk,
@@ -42,6 +49,8 @@ from alignedserve.client.types import (
     Message,
     ModelCard,
     Timings,
+    ToolCall,
+    ToolCallPart,
     Usage,
 )
 from alignedserve.errors import (
@@ -57,13 +66,19 @@ from alignedserve.errors import (
     OverloadedError,
     RequestError,
     TooLargeError,
+    ToolArgumentsError,
+    ToolError,
+    ToolFailedError,
+    ToolRoundsError,
     UnavailableError,
+    UnknownToolError,
 )
 
 __all__ = [
     "AlignedServeError",
     "AsyncChunkStream",
     "AsyncClient",
+    "AsyncToolStream",
     "AuthenticationError",
     "Backoff",
     "BatchError",
@@ -93,6 +108,17 @@ __all__ = [
     "ResponseFormat",
     "Timings",
     "TooLargeError",
+    "Tool",
+    "ToolArgumentsError",
+    "ToolCall",
+    "ToolCallPart",
+    "ToolError",
+    "ToolFailedError",
+    "ToolResult",
+    "ToolRoundsError",
+    "ToolRun",
+    "ToolStream",
     "UnavailableError",
+    "UnknownToolError",
     "Usage",
 ]
