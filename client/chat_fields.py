@@ -58,7 +58,9 @@ def turn_json(turn: object, number: int) -> dict[str, Any]:
         raise InvalidRequestError(f"{where} must have role and content, and may have {allowed}", param="messages")
     found = {name: value for name, value in turn.items() if value is not None}
     calls = found.get("tool_calls")
-    if not isinstance(found.get("role"), str) or not isinstance(found.get("content", "" if calls else None), str | list):
+    if not isinstance(found.get("role"), str) or not isinstance(
+        found.get("content", "" if calls else None), str | list
+    ):
         raise InvalidRequestError(f"{where}: role and content must be strings", param="messages")
     if isinstance(calls, list | tuple):
         found["tool_calls"] = [_call(call) if isinstance(call, ToolCall) else call for call in calls]

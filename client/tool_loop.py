@@ -172,9 +172,7 @@ class ToolLoop:
             sum(usage.completion_tokens for usage in usages),
             sum(thoughts) if thoughts else None,
         )
-        return ToolRun(
-            self._answers[-1], tuple(self.messages), tuple(self._results), len(self._answers), usage
-        )
+        return ToolRun(self._answers[-1], tuple(self.messages), tuple(self._results), len(self._answers), usage)
 
 
 def _functions(options: Options, *, tasks: bool) -> dict[str, Tool]:

@@ -130,9 +130,7 @@ def test_an_argument_of_another_type_is_named(annotation: Any, written: Any) -> 
     assert caught.value.code == "invalid_tool_arguments"
 
 
-def look(
-    city: str, days: int = 1, *, unit: Unit = Unit.C, where: Annotated[Optional[Point], "a place"] = None
-) -> str:
+def look(city: str, days: int = 1, *, unit: Unit = Unit.C, where: Annotated[Point | None, "a place"] = None) -> str:
     """Get the weather
     of a city.
 
