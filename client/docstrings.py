@@ -1,4 +1,4 @@
-"""Descriptions of a function and its parameters from its docstring: Google's, NumPy's or Sphinx's style, or plain text."""
+"""Descriptions of a function and its parameters from its docstring, in Google's, NumPy's or Sphinx's style."""
 
 from __future__ import annotations
 

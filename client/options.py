@@ -10,7 +10,7 @@ from alignedserve.client.tools import ToolChoice, ToolLike
 from alignedserve.client.types import Message
 
 ChatTurn: TypeAlias = Message | Mapping[str, Any]
-"""A turn as `Message("user", "Hello")` or as `{"role": "user", "content": "Hello"}`, with the fields of the HTTP API."""
+"""A turn as `Message("user", "Hello")` or as `{"role": "user", "content": "Hello"}`, with the HTTP API's fields."""
 
 
 class Options(TypedDict, total=False):

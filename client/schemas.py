@@ -1,6 +1,6 @@
 """JSON schemas of Python's types, and objects of these types from JSON.
 
-pydantic is not needed. Where the program uses it, it describes and reads its own models, and types that are unknown here.
+pydantic is not needed. Where the program uses it, it describes and reads its own models and types unknown here.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def closed(schema: Any) -> Any:
         return [closed(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _MEMBERS and isinstance(value, dict):
             found[name] = {member: closed(one) for member, one in value.items()}

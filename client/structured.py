@@ -1,4 +1,4 @@
-"""Structured output in the client: a schema from a pydantic model, a dataclass or a dict, and the parsed answer back."""
+"""Structured output in the client: a schema from a pydantic model, a dataclass or a dict, and the parsed answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from alignedserve.client.schemas import NoSchemaError, Shapes, closed
 from alignedserve.errors import InvalidRequestError
@@ -132,7 +132,7 @@ def _as_text(value: Any, param: str) -> str:
 def reader(options: Mapping[str, Any]) -> Callable[[str], Any] | None:
     """What makes the parsed object of an answer's text; None without structured output."""
     found = asked(options)
-    return None if found is None else cast(Callable[[str], Any] | None, found.read)
+    return None if found is None else found.read
 
 
 def _refusal(problem: str, param: str = FORMAT) -> InvalidRequestError:

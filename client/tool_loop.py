@@ -49,8 +49,8 @@ class ToolResult:
 class ToolRun:
     """A conversation with tools that has ended with an answer.
 
-    `completion` is the answer. `messages` is the whole conversation with it. `results` are those of all calls, in order.
-    `usage` is the sum over all `rounds`.
+    `completion` is the answer. `messages` is the whole conversation with it. `results` are those of all calls, in
+    order. `usage` is the sum over all `rounds`.
     """
 
     completion: Completion

@@ -47,8 +47,8 @@ class ToolMethods:
         Args:
             messages: as for `chat`.
             max_rounds: maximum number of requests.
-            on_error: what a call does that is wrong, or whose function raises: "raise" ends with the error, "tell" gives
-                the error to the model as the result of the call.
+            on_error: what happens if a call is wrong or its function raises. "raise": the error ends the loop. "tell":
+                the model gets the error as the result of the call.
             options: as for `chat`, for each request; `tools` are functions or `Tool`s. A call that `tool_choice` forces
                 is forced in the first request only.
 

@@ -1,4 +1,4 @@
-"""A script of a fake cluster that waits for the test every few tokens, so that a connection can be cut at known places."""
+"""A script of a fake cluster that waits every few tokens, so that a connection can be cut at known places."""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ async def gateway(cluster: FakeCluster, tmp_path: Path) -> AsyncIterator[Running
     folder = tmp_path / "thinks"
     shutil.copytree(TINY, folder)
     template = folder / "chat_template.jinja"
-    more = "{%- if enable_thinking is defined and not enable_thinking -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}"
+    closed = "{{- '<think>\\n\\n</think>\\n\\n' -}}"
+    more = f"{{%- if enable_thinking is defined and not enable_thinking -%}}{closed}{{%- endif -%}}"
     template.write_text(template.read_text() + more)
     async with running_gateway(cluster, model_path=folder) as gateway:
         yield gateway

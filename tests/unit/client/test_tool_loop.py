@@ -1,4 +1,4 @@
-"""Conversations with tools: calls and results over a real gateway, errors, bounds; sync and async, whole and streamed."""
+"""Conversations with tools: calls and results over a real gateway, errors, bounds; sync, async and streamed."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_a_call_that_fails_is_a_typed_error_or_is_told(wrong: tuple[str, str], e
     assert caught.value.call == ToolCall("call_0", *wrong)
     assert caught.value.messages[0] == HI[0]
     assert isinstance(caught.value.__cause__, KeyError) is (error is ToolFailedError)
-    again = pickle.loads(pickle.dumps(caught.value))
+    again = pickle.loads(pickle.dumps(caught.value))  # noqa: S301
     assert (type(again), again.call, again.code) == (error, caught.value.call, error.code)
 
     run = converse(answered(wrong, ("look", '{"place": "Chur"}')), DONE, on_error="tell")

@@ -83,7 +83,7 @@ VALUES: list[tuple[Any, Any, Any]] = [
     (None, None, None),
     (Any, {"a": [1]}, {"a": [1]}),
     (City, "Bern", "Bern"),
-    (Optional[int], None, None),
+    (Optional[int], None, None),  # noqa: UP045
     (int | str, "x", "x"),
     (list[int], [1, 2], [1, 2]),
     (Sequence[str], ["a"], ["a"]),
