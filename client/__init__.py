@@ -9,7 +9,8 @@ It needs only `grpcio` and `protobuf`. It does not import ray, torch or transfor
         for chunk in client.stream("Return the", max_tokens=32):
             print(chunk.text, end="", flush=True)
 
-`AsyncClient` has the same methods for asyncio. Errors form one hierarchy:
+`AsyncClient` has the same methods for asyncio. `BatchClient` and `AsyncBatchClient` run offline batches over HTTP, and
+need httpx. Errors form one hierarchy:
 
     AlignedServeError           base class: `code`, `request_id`, `retry_after_s` (None if unknown), `details`
     ├── RequestError            the server refuses this request; `param` names the invalid argument
@@ -35,6 +36,8 @@ An AlignedServeError of none of these classes is an internal error of the server
 
 from alignedserve.client.aio import AsyncChunkStream, AsyncClient
 from alignedserve.client.attempts import Backoff
+from alignedserve.client.batch_client import AsyncBatchClient, BatchClient
+from alignedserve.client.jobs import BatchJob, BatchResult, LineProblem
 from alignedserve.client.options import BatchItem, ChatItem, ChatTurn, Options, Progress, Request
 from alignedserve.client.structured import ResponseFormat
 from alignedserve.client.sync import ChunkStream, Client
@@ -76,13 +79,17 @@ from alignedserve.errors import (
 
 __all__ = [
     "AlignedServeError",
+    "AsyncBatchClient",
     "AsyncChunkStream",
     "AsyncClient",
     "AsyncToolStream",
     "AuthenticationError",
     "Backoff",
+    "BatchClient",
     "BatchError",
     "BatchItem",
+    "BatchJob",
+    "BatchResult",
     "CancelledError",
     "ChatItem",
     "ChatTurn",
@@ -96,6 +103,7 @@ __all__ = [
     "DeadlineError",
     "IncompleteAnswerError",
     "InvalidRequestError",
+    "LineProblem",
     "Logprob",
     "Message",
     "ModelCard",
