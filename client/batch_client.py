@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from alignedserve.client import job_steps as steps
 from alignedserve.client.batch import checked_items
+from alignedserve.client.bodies import error_of
 from alignedserve.client.calls import CallPlanner
 from alignedserve.client.job_steps import Answer, Ask, LostError, Patience, Steps
 from alignedserve.client.jobs import BatchJob, BatchResult, LineReader, Lines, result_of
@@ -77,7 +78,7 @@ class _Settings:
     def wait_s(self, response: httpx.Response, patience: Patience) -> float:
         """Seconds until a file that was refused is asked for again. Raises the error of a refusal."""
         answer = self.answer(response)
-        error = steps.error_of(answer.status, answer.body, answer.retry_after_s)
+        error = error_of(answer.status, answer.body, answer.retry_after_s)
         if answer.status not in steps.AGAIN:
             raise error
         return patience.wait_s(error, answer.retry_after_s)

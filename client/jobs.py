@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from alignedserve.client.batch import load_bar
 from alignedserve.client.bodies import CHAT, COMPLETIONS, body_of, completion_of, error_of
@@ -103,7 +103,7 @@ class Lines:
 
     def _plan(self, item: Any) -> Any:
         if isinstance(item, str | Mapping):
-            return self._planner.generate_item(item, self._options).message
+            return self._planner.generate_item(cast(BatchItem, item), self._options).message
         turns = list(item)
         if turns and not isinstance(turns[0], int):
             return self._planner.chat(turns, self._options).message
@@ -138,7 +138,7 @@ def result_of(line: bytes, read: Read | None) -> BatchResult:
     """The result in a line of an output or error file."""
     row = json.loads(line)
     response = row.get("response") or {}
-    body = response.get("body")
+    body = response.get("body") or {}
     if row.get("error") is not None:
         return BatchResult(row["custom_id"], None, error_of(500, row), body)
     if response["status_code"] != 200:
