@@ -14,6 +14,7 @@ from alignedserve.control.supervisor_client import ORDERS, Order
 from alignedserve.gateway.api_keys import OPEN_PATHS
 from alignedserve.gateway.batches.description import batch_paths, batch_schemas
 from alignedserve.gateway.http.chunk_schemas import chunk_schemas
+from alignedserve.gateway.http.reply_fields import with_all_fields
 from alignedserve.gateway.http.request_schemas import request_schemas
 from alignedserve.gateway.http.translated_schemas import translated_replies, translated_requests
 from alignedserve.request import Stage
@@ -319,9 +320,8 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
             "schemas": {
                 **request_schemas(),
                 **translated_requests(),
-                **replies,
+                **with_all_fields({**replies, **_operation_schemas()}),
                 **chunk_schemas(replies),
-                **_operation_schemas(),
                 **batch_schemas(),
             },
             "securitySchemes": {
