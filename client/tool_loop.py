@@ -123,7 +123,7 @@ class ToolLoop:
         if not answer.tool_calls:
             return []
         if answer.choices[0].finish_reason != "tool_calls":
-            message = f"the answer ended by {answer.choices[0].finish_reason!r} in a call: raise max_tokens"
+            message = f"{answer.choices[0].finish_reason!r} ended the answer in a call: raise max_tokens, or stop later"
             raise IncompleteAnswerError(message, text=answer.text)
         if len(self._answers) == self._left:
             message = f"the model still calls functions after {self._left} rounds: raise max_rounds"
