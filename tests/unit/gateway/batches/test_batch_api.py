@@ -14,6 +14,7 @@ import pytest
 
 from alignedserve.control.samples import value
 from alignedserve.errors import AlignedServeError, OverloadedError, UnavailableError
+from alignedserve.gateway.batches import files as files_module
 from alignedserve.gateway.batches import gate as gate_module
 from alignedserve.gateway.batches import lines as lines_module
 from alignedserve.gateway.batches import service as service_module
@@ -254,6 +255,43 @@ async def test_another_gateway_goes_on_with_what_a_dead_one_ran(
     for runner in service._runners.values():
         runner.lose()
     await until(lambda: not service._runners)
+
+
+async def test_lines_of_batches_are_no_open_requests(
+    client: openai.AsyncOpenAI, cluster: FakeCluster, gateway: RunningGateway
+) -> None:
+    """`wait-idle` does not wait for lines: another gateway goes on with them."""
+    cluster.script = silent_script
+    await begin(client, rows([BODY] * 5))
+    await until(lambda: cluster.submitted)
+    call = asyncio.create_task(client.completions.create(model="tiny", prompt=[1], max_tokens=2, n=2))
+    await until(lambda: gateway.server.ledger.interactive)
+    assert len(gateway.server.ledger) > 2
+    assert value(gateway.server._own_metrics(), "alignedserve_gateway_open_requests") == 2
+    assert gateway.server.describe().gauges["open_requests"] == 2
+    call.cancel()
+
+
+async def test_a_download_whose_client_leaves_reads_no_more(
+    gateway: RunningGateway, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "PART_BYTES", 1 << 16)
+    file = await client.files.create(file=("in", b"x" * (32 << 20)), purpose="batch")
+    read, reads = gateway.server.batches.files.read, list[int]()
+
+    def counted(stored: Any, cursor: int) -> Any:
+        reads.append(cursor)
+        return read(stored, cursor)
+
+    monkeypatch.setattr(gateway.server.batches.files, "read", counted)
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
+        async with http.stream("GET", f"/v1/files/{file.id}/content") as answer:
+            await anext(answer.aiter_raw())
+    seen = -1
+    while seen != len(reads):
+        seen = len(reads)
+        await asyncio.sleep(0.2)
+    assert seen < 500
 
 
 async def test_a_drain_gives_batches_away_at_once(
