@@ -36,10 +36,11 @@ SHOW_EVERY_S = 30.0
 SETTLE_S = 20.0  # after the last kill: the cluster is whole again
 
 
-def write_lines(path: Path, lines: int, prompt_tokens: int, new_tokens: int) -> None:
+def write_lines(path: Path, lines: int, prompt_tokens: int, new_tokens: int, spread: int = 64) -> None:
+    """Prompts have from `prompt_tokens` to `prompt_tokens + spread - 1` tokens."""
     with path.open("w") as file:
         for number in range(lines):
-            prompt = [10 + (number * 7 + k) % 1900 for k in range(prompt_tokens + number % 64)]
+            prompt = [10 + (number * 7 + k) % 1900 for k in range(prompt_tokens + number % spread)]
             body = {"prompt": prompt, "max_tokens": new_tokens, "ignore_eos": True, "temperature": 0}
             row = {"custom_id": str(number), "method": "POST", "url": ENDPOINT, "body": body}
             file.write(json.dumps(row) + "\n")
@@ -159,7 +160,7 @@ async def kill_in_turn(server: ServeProcess, kills: list[str], every_s: float) -
 
 async def killed(server: ServeProcess, client: Client, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     path = folder / "killed.jsonl"
-    write_lines(path, options.lines, 8, options.line_tokens)
+    write_lines(path, options.lines, 8, options.line_tokens, options.line_spread)
     begun_s, kills = time.monotonic(), list[str]()
     batch_id = await client.begin(path)
     killing = asyncio.create_task(kill_in_turn(server, kills, options.kill_every)) if options.kill_every else None
@@ -218,6 +219,7 @@ def main() -> int:
     )
     parser.add_argument("--lines", type=int, default=2000, help="lines of the batch under kills; 0: no such part")
     parser.add_argument("--line-tokens", type=int, default=4, help="tokens of each of its answers")
+    parser.add_argument("--line-spread", type=int, default=24, help="how many lengths, from 8 tokens on, its prompts have")
     parser.add_argument("--kill-every", type=float, default=8.0, help="seconds between two kills; 0: none")
     parser.add_argument("--most-s", type=float, default=7200.0, help="time limit of the batch under kills")
     parser.add_argument("--json", type=Path)

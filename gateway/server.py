@@ -217,7 +217,9 @@ class GatewayServer(RoleServer):
 
     def describe(self) -> sv.Heartbeat:
         self.progress += 1
-        return sv.Heartbeat(holds=self._holds(), gauges={OPEN_GAUGE: self.ledger.interactive}, metrics=self._own_metrics())
+        return sv.Heartbeat(
+            holds=self._holds(), gauges={OPEN_GAUGE: self.ledger.interactive}, metrics=self._own_metrics()
+        )
 
     async def check_integrity(self) -> list[sv.BookCheck]:
         return [check_books("calls", self.process.id, self.ledger.check_integrity)]

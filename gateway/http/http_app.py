@@ -38,7 +38,6 @@ from alignedserve.gateway.translated.messages_reply import MessagesReply, messag
 from alignedserve.gateway.translated.messages_request import parse_messages, plan_message
 from alignedserve.gateway.translated.responses_endpoints import ResponsesEndpoint, StoredResponses
 
-
 _ANTHROPICS = "/v1/messages"
 
 

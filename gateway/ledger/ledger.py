@@ -83,7 +83,8 @@ class Ledger:
 
     @property
     def interactive(self) -> int:
-        """Number of open requests whose clients wait. Lines of batches go on at another gateway, so they do not count."""
+        """Number of open requests whose clients wait. Lines of batches do not count: another gateway goes on with them.
+        """
         plans = (answer.call.plan for answer in self._open.values())
         return sum(not (plan.offline or plan.probe) for plan in plans)
 

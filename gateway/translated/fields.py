@@ -98,7 +98,7 @@ def refuse(fields: Fields, refusals: Mapping[str, Refusal]) -> None:
 
 
 def refusals(*groups: tuple[str, str], one: tuple[str, ...] = ()) -> dict[str, Refusal]:
-    """Refusals by name. Each group has names, separated by spaces, and a reason. `one`: fields in which 1 is harmless."""
+    """Refusals by name. Each group: names, separated by spaces, and a reason. `one`: fields in which 1 is harmless."""
     found = {name: reason for names, reason in groups for name in names.split()}
     of_one = dict.fromkeys(one, (1,))
     return {name: Refusal(name, why, (*NOTHING, *of_one.get(name, ()))) for name, why in found.items()}

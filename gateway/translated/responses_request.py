@@ -187,7 +187,7 @@ def _messages(fields: Fields, earlier: Sequence[dict[str, Any]]) -> list[dict[st
             turn = None
             messages.append(_message(item, kind))
             continue
-        if turn is None or (kind == "message" and turn["content"]) or (kind == "reasoning" and (len(turn) > 2 or turn["content"])):
+        if turn is None or _begins_turn(turn, kind):
             turn = {"role": "assistant", "content": None}
             messages.append(turn)
         _add_to_turn(turn, item, kind)
@@ -195,6 +195,13 @@ def _messages(fields: Fields, earlier: Sequence[dict[str, Any]]) -> list[dict[st
         if message["content"] is None and "tool_calls" not in message:
             message["content"] = ""
     return messages
+
+
+def _begins_turn(turn: dict[str, Any], kind: str) -> bool:
+    """Whether an item of the assistant begins a new turn. In a turn, reasoning comes first, and there is one text."""
+    if kind == "reasoning":
+        return len(turn) > 2 or bool(turn["content"])
+    return kind == "message" and bool(turn["content"])
 
 
 def _add_to_turn(turn: dict[str, Any], item: Fields, kind: str) -> None:

@@ -284,9 +284,9 @@ async def test_a_download_whose_client_leaves_reads_no_more(
         return read(stored, cursor)
 
     monkeypatch.setattr(gateway.server.batches.files, "read", counted)
-    async with httpx.AsyncClient(base_url=gateway.url) as http:
-        async with http.stream("GET", f"/v1/files/{file.id}/content") as answer:
-            await anext(answer.aiter_raw())
+    path = f"{gateway.url}/v1/files/{file.id}/content"
+    async with httpx.AsyncClient() as http, http.stream("GET", path) as answer:
+        await anext(answer.aiter_raw())
     seen = -1
     while seen != len(reads):
         seen = len(reads)
