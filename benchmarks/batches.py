@@ -37,7 +37,7 @@ SETTLE_S = 20.0  # after the last kill: the cluster is whole again
 
 
 def write_lines(path: Path, lines: int, prompt_tokens: int, new_tokens: int, spread: int = 64) -> None:
-    """Prompts have from `prompt_tokens` to `prompt_tokens + spread - 1` tokens."""
+    """Prompts have from `prompt_tokens` to, but not with, `prompt_tokens + spread` tokens."""
     with path.open("w") as file:
         for number in range(lines):
             prompt = [10 + (number * 7 + k) % 1900 for k in range(prompt_tokens + number % spread)]
@@ -219,7 +219,7 @@ def main() -> int:
     )
     parser.add_argument("--lines", type=int, default=2000, help="lines of the batch under kills; 0: no such part")
     parser.add_argument("--line-tokens", type=int, default=4, help="tokens of each of its answers")
-    parser.add_argument("--line-spread", type=int, default=24, help="how many lengths, from 8 tokens on, its prompts have")
+    parser.add_argument("--line-spread", type=int, default=24, help="its prompts have 8 tokens to so many more")
     parser.add_argument("--kill-every", type=float, default=8.0, help="seconds between two kills; 0: none")
     parser.add_argument("--most-s", type=float, default=7200.0, help="time limit of the batch under kills")
     parser.add_argument("--json", type=Path)
