@@ -107,7 +107,8 @@ class BatchService:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """Ends all runs, and releases their leases."""
+        """Ends all runs, and releases their leases. Responses are not stored any more."""
+        self._responses = None
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -83,8 +83,7 @@ class Ledger:
 
     @property
     def interactive(self) -> int:
-        """Number of open requests whose clients wait. Lines of batches do not count: another gateway goes on with them.
-        """
+        """Number of open requests whose clients wait. Lines of batches are not among them: they go on elsewhere."""
         plans = (answer.call.plan for answer in self._open.values())
         return sum(not (plan.offline or plan.probe) for plan in plans)
 

@@ -124,8 +124,9 @@ def renamed(names: Mapping[str, str], schema: str = "parameters") -> Iterator[No
         if field == "tools":  # the client's tools have no `function` around their fields
             theirs = param.replace(".function", "").replace(".parameters", f".{schema}")
         else:
-            param, theirs = field, names.get(field, error.param)
-        if theirs != error.param:
-            error.message = error.message.replace(param, str(theirs), 1)
+            theirs = names.get(field, param)
+            param = field if field in names else param
+        if theirs != param:
+            error.message = error.message.replace(param, theirs, 1)
             error.param = theirs
         raise

@@ -54,8 +54,10 @@ class ResponsesEndpoint(GenerateEndpoint):
     async def before_end(self, reply: Reply) -> None:
         """Stores the response. If the store fails, the response says that it is not stored."""
         assert isinstance(reply, ResponsesReply)
-        store = self._service.responses
-        if store is None or not reply.stored:
+        if not reply.stored:
+            return
+        if (store := self._service.responses) is None:  # it was closed meanwhile
+            reply.stored = False
             return
         items = [_whole(item) for item in reply.request.items]
         try:

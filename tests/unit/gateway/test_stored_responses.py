@@ -15,7 +15,7 @@ import pytest
 from alignedserve.gateway.batches import service as service_module
 from alignedserve.gateway.batches.database import StoreError
 from alignedserve.model import resolve_model
-from alignedserve.request import FinishReason
+from alignedserve.request import FinishReason, RequestSpec
 from alignedserve.text import Tokenizer
 from support.fake_cluster import FakeCluster, playing
 from support.gateway import RunningGateway, running_gateway
@@ -129,6 +129,20 @@ async def test_a_store_that_fails_costs_no_answer(
     monkeypatch.setattr(type(store), "put", full)
     answer = await client.responses.create(**ASKED)
     assert (answer.output_text, answer.to_dict()["store"]) == (" value", False)
+
+
+async def test_a_store_that_was_closed_costs_no_answer(cluster: FakeCluster, tmp_path: Path) -> None:
+    async with running_gateway(cluster, batches={"folder": str(tmp_path / "store")}) as gateway:
+        service = gateway.server.batches
+
+        async def closing(cluster: FakeCluster, spec: RequestSpec) -> None:
+            await service.close()
+            await playing(ids(" value"), finish=FinishReason.STOP)(cluster, spec)
+
+        cluster.script = closing
+        async with httpx.AsyncClient(base_url=gateway.url) as http:
+            answer = (await http.post("/v1/responses", json=ASKED)).json()
+    assert (answer["status"], answer["store"]) == ("completed", False)
 
 
 async def test_without_a_folder_nothing_is_stored_and_nothing_fails(cluster: FakeCluster) -> None:

@@ -18,6 +18,7 @@ from alignedserve.gateway.batches import files as files_module
 from alignedserve.gateway.batches import gate as gate_module
 from alignedserve.gateway.batches import lines as lines_module
 from alignedserve.gateway.batches import service as service_module
+from alignedserve.gateway.batches.database import StoreError
 from alignedserve.request import RequestSpec
 from support.fake_cluster import FakeCluster, counting_script, silent_script
 from support.gateway import RunningGateway, running_gateway
@@ -304,6 +305,27 @@ async def test_a_drain_gives_batches_away_at_once(
     await until(lambda: gateway.server.state == "drained")
     leases = gateway.server.batches.batches._db.rows("SELECT lease_s FROM batches")
     assert [row["lease_s"] for row in leases] == [0]
+
+
+async def test_a_full_disk_holds_up_no_drain(
+    client: openai.AsyncOpenAI, cluster: FakeCluster, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def full(*given: Any) -> int:
+        loop.call_soon_threadsafe(failed.set)
+        raise StoreError("the disk is full")
+
+    service = gateway.server.batches
+    with monkeypatch.context() as patch:
+        patch.setattr(service.batches, "record", full)
+        batch = await begin(client, rows([BODY] * 5))
+        await failed.wait()
+        gateway.server.drain(60.0)
+        await until(lambda: not service._runners)
+    assert (await client.batches.retrieve(batch.id)).status == "in_progress"
+    assert service._gate.lines == 0
 
 
 async def test_without_a_folder_both_are_refused(cluster: FakeCluster) -> None:
