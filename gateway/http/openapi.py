@@ -16,7 +16,7 @@ from alignedserve.gateway.batches.description import batch_paths, batch_schemas
 from alignedserve.gateway.http.chunk_schemas import chunk_schemas
 from alignedserve.gateway.http.reply_fields import with_all_fields
 from alignedserve.gateway.http.request_schemas import request_schemas
-from alignedserve.gateway.http.translated_schemas import translated_replies, translated_requests
+from alignedserve.gateway.http.translated_schemas import stored_paths, translated_replies, translated_requests
 from alignedserve.request import Stage
 
 Schema = dict[str, Any]
@@ -277,6 +277,7 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
             "parameters": [request_id],
         },
         **batch_paths(),
+        **stored_paths(_ref("Error")),
         "/v1/models": _get("List models", ("200", _json("ModelList", "All served models."))),
         "/v1/models/{model_id}": {
             **_get(
