@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from alignedserve.client import job_steps as steps
 from alignedserve.client.bodies import body_of, error_of
 from alignedserve.client.calls import CallPlanner
 from alignedserve.client.job_steps import Answer, Ask, LostError
-from alignedserve.client.jobs import LineReader
+from alignedserve.client.jobs import Lines
 from alignedserve.gateway import grpc_service
 from alignedserve.gateway.batches import service as service_module
 from alignedserve.gateway.body.requests import parse_chat, parse_completion
@@ -350,10 +351,42 @@ def test_results_go_on_after_any_byte(step: int, monkeypatch: pytest.MonkeyPatch
         assert cuts == []
 
 
-def test_a_reader_keeps_one_line_at_most() -> None:
-    reader = LineReader()
-    lines = sum(len(list(reader.feed(CONTENT))) for _ in range(1000))
-    assert (lines, len(reader._rest)) == (3000, 0)
+class Long(httpx.SyncByteStream):
+    """Many long lines, each in parts."""
+
+    LINES, BYTES = 300, 100_000
+
+    def __iter__(self) -> Iterator[bytes]:
+        line = answer(1).replace(b"Z", b"Z" * self.BYTES)
+        for _ in range(self.LINES):
+            for begin in range(0, len(line), 16_384):
+                yield line[begin : begin + 16_384]
+
+
+def test_memory_does_not_grow_with_the_lines(tmp_path: Path) -> None:
+    def respond(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST" and request.url.path == "/v1/files":
+            sizes.append(len(request.read()))
+            return httpx.Response(200, json={"id": "file-1"})
+        return httpx.Response(200, json=JOB) if request.method == "POST" else httpx.Response(200, stream=Long())
+
+    sizes: list[int] = []
+    with BatchClient("http://gateway") as client:
+        client._http = httpx.Client(transport=httpx.MockTransport(respond), base_url="http://gateway")
+        tracemalloc.start()
+        try:
+            results = client.results(BatchJob.of({**JOB, "error_file_id": None}))
+            count = sum(result.completion is not None for result in results)
+            lines = Lines(CallPlanner(), {"max_tokens": 4})
+            with (tmp_path / "lines").open("wb") as file:
+                file.writelines(map(lines.of, ("x" * Long.BYTES for _ in range(Long.LINES))))
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert client.create_from_file(tmp_path / "lines").id == "batch_1"
+    assert count == lines.count == Long.LINES
+    assert sizes[0] > Long.LINES * Long.BYTES
+    assert peak < 3 << 20
 
 
 def test_a_refusal_for_load_is_tried_again_after_a_pause() -> None:
