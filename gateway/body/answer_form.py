@@ -41,11 +41,11 @@ async def chat_form(model: ServedModel, request: ChatRequest, use: ToolUse, prom
     grammar = await _grammar(model, request, use, bound=bound, begun=begun)
     reading = None
     separate = request.separate_reasoning is not False
-    if use.any or (dialects.reads_reasoning and separate):
+    if use.any or (dialects.reads_reasoning and (separate or dialects.template is None)):
         include = request.include_reasoning is not False
         reading = Reading(
-            dialects, prompt[-_PROMPT_END:], use.tools, use.most, bound, include_reasoning=include,
-            separate_reasoning=separate,
+            dialects, prompt[-_PROMPT_END:], use.tools, use.most, bound, free=grammar is None,
+            include_reasoning=include, separate_reasoning=separate,
         )  # fmt: skip
     return ChatForm(grammar, reading, _limit(dialects, request, model.tokenizer, begun=begun))
 
@@ -99,6 +99,8 @@ async def _compiled(model: ServedModel, form: AnswerForm) -> GrammarSpec:
 
 def _loosened(tool: Tool) -> Tool:
     """The same function with the names and types of its parameters only: all that a tool without `strict` promises."""
+    if "properties" not in tool.parameters:
+        return replace(tool, parameters={})
     properties: dict[str, Any] = {}
     for name, inner in tool.parameters.get("properties", {}).items():
         kind = inner.get("type") if isinstance(inner, dict) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BaseModel, Field
@@ -16,6 +17,7 @@ from alignedserve.text import CallArguments
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 256
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class TextPart(TypedDict):
@@ -45,7 +47,7 @@ class CalledFunction(TypedDict):
     __pydantic_config__ = STRICT  # type: ignore[misc]
 
     name: Annotated[str, Field(max_length=256)]
-    arguments: NotRequired[str]
+    arguments: NotRequired[str | None]
 
 
 class EarlierCall(TypedDict):
@@ -104,10 +106,12 @@ class Message(BaseModel):
 def _call(call: EarlierCall) -> dict[str, Any]:
     """Arguments become a mapping, as templates expect them; text that is no JSON object stays text."""
     function = call["function"]
-    text = function.get("arguments", "")
+    text = function.get("arguments") or ""
     arguments: Any = text
     try:
         value = json.loads(text) if text.strip() else {}
+        if "\\u" in text:  # an escape may be half of a pair, which is no character
+            value = json.loads(_HALF_PAIR.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
         value = None
     if isinstance(value, dict):

@@ -17,7 +17,7 @@ from alignedserve.gateway.failures import MissingFieldError, UnsupportedFeatureE
 
 MAX_TOOLS = 256
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_FUNCTION_KEYS = ("name", "description", "parameters", "strict")
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}  # what a function without parameters has
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def _tool(entry: dict[str, Any], where: str) -> Tool:
         raise WrongTypeError(f"{where}.strict must be true or false", param=f"{where}.strict")
     _check_parameters(parameters, f"{where}.parameters")
     check_depth(entry, where)
-    return Tool(name, parameters or {}, bool(strict))
+    return Tool(name, _NO_PARAMETERS if parameters is None else parameters, bool(strict))
 
 
 def _check_parameters(parameters: Any, where: str) -> None:

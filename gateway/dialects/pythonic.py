@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import json
-import warnings
 from collections.abc import Sequence
 
 from alignedserve.errors import GrammarError
 from alignedserve.gateway.dialects.base import ToolDialect
 from alignedserve.gateway.dialects.lark import CallRules, Lark
 from alignedserve.gateway.dialects.machine import CallMachine, Reading, Tool
-from alignedserve.gateway.dialects.parameters import ArgumentsWriter, escaped, with_commas
+from alignedserve.gateway.dialects.parameters import ArgumentsWriter, escaped, python_as_json, with_commas
 from alignedserve.gateway.dialects.pieces import MakeId, Parser
 
 START, END = "<|python_start|>", "<|python_end|>"
@@ -39,7 +36,7 @@ class _Parser(CallMachine):
         while True:
             yield from self.spaces()
             name = yield from self.name("(")
-            if not name:
+            if not name or not (yield from self._arguments_begin()):
                 return False
             self.begin(name)
             yield from self.char()
@@ -59,9 +56,27 @@ class _Parser(CallMachine):
         if not (yield from self.literal(",")):
             return
         yield from self.spaces()
-        if name := (yield from self.name("(")):
+        if (name := (yield from self.name("("))) and (yield from self._arguments_begin()):
             self.commit()
             self.back(name)
+
+    def _arguments_begin(self) -> Reading[bool]:
+        """Whether `(` and then `key=` or `)` follow. Passes nothing."""
+        read = (yield from self.char()) + (yield from self.spaces())
+        key = yield from self._key()
+        space = yield from self.spaces()
+        character = yield from self.peek()
+        self.back(read + key + space)
+        return character == ("=" if key else ")")
+
+    def _key(self) -> Reading[str]:
+        key = ""
+        while (character := (yield from self.char())).isidentifier() or (key and character.isdecimal()):
+            key += character
+            if len(key) > _LONGEST_KEY:
+                return key
+        self.back(character)
+        return key
 
     def _arguments(self) -> Reading[bool]:
         """Reads `key=value, …)`. False if something else follows."""
@@ -78,13 +93,7 @@ class _Parser(CallMachine):
                 yield from self.spaces()
                 if (yield from self.peek()) == ")":
                     continue
-            key = ""
-            while (character := (yield from self.char())).isidentifier() or (key and character.isdecimal()):
-                key += character
-                if len(key) > _LONGEST_KEY:
-                    break
-            space = ""
-            self.back(character)
+            key = yield from self._key()
             space = yield from self.spaces()
             if not key or arguments.has(key) or not (yield from self.literal("=")):
                 self.back(key + space)
@@ -92,7 +101,7 @@ class _Parser(CallMachine):
             arguments.key(key)
             raw = yield from self._value()
             ended = bool((yield from self.peek()))
-            self.argue(_as_json(raw) if ended else escaped(raw, quotes=True)[:-1])
+            self.argue(python_as_json(raw) if ended else escaped(raw, quotes=True)[:-1])
             if not ended:
                 return False
             first = False
@@ -156,13 +165,3 @@ def _literal_rule(lark: Lark, tool: Tool, key: str, inner: object) -> str:
     if tool.strict and (other := sorted(schema.keys() - _PLAIN)):
         raise GrammarError(f"tool {tool.name}, {key}: {other[0]} cannot be followed in this model's format of calls")
     return _SCALARS[kind]
-
-
-def _as_json(raw: str) -> str:
-    """A Python literal as JSON; its text as a string if it is none."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
-            return json.dumps(ast.literal_eval(raw.strip()), ensure_ascii=False, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return escaped(raw, quotes=True)
