@@ -65,11 +65,12 @@ class Message(BaseModel):
 
     model_config = STRICT  # not a Body: its validator runs Python code for each of possibly thousands of messages
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str, Sent(_Content, _joined)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[EarlierCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    function_call: CalledFunction | None = Field(None, description="Older form of tool_calls.")
     reasoning_content: str | None = Field(None, description="An earlier answer's reasoning.")
     reasoning: str | None = Field(None, description="Alias of reasoning_content.")
 
@@ -77,7 +78,7 @@ class Message(BaseModel):
         """Raises MissingFieldError without content, UnsupportedFeatureError for a field that the chat template would
         not receive.
         """
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.content is None and not (self.role == "assistant" and self.calls):
             raise MissingFieldError(f"{where}.content is required", param=f"{where}.content")
         for name, value in (self.model_extra or {}).items():
             if value is not None and name in refused.MESSAGE:
@@ -89,15 +90,22 @@ class Message(BaseModel):
         return self.content is not None and not self.model_extra
 
     @property
+    def calls(self) -> list[EarlierCall]:
+        if self.function_call is not None and not self.tool_calls:
+            return [{"type": "function", "function": self.function_call}]
+        return self.tool_calls or []
+
+    @property
     def turn(self) -> dict[str, Any]:
         """The message in the form that the chat template expects."""
-        turn: dict[str, Any] = {"role": self.role, "content": self.content}
+        role = "tool" if self.role == "function" else self.role
+        turn: dict[str, Any] = {"role": role, "content": self.content}
         if self.name is not None:
             turn["name"] = self.name
         if self.tool_call_id is not None:
             turn["tool_call_id"] = self.tool_call_id
-        if self.tool_calls:
-            turn["tool_calls"] = [_call(call) for call in self.tool_calls]
+        if self.calls:
+            turn["tool_calls"] = [_call(call) for call in self.calls]
         if (thought := self.reasoning_content or self.reasoning) is not None:
             turn["reasoning_content"] = thought
         return turn

@@ -36,12 +36,22 @@ class _Parser(CallMachine):
         if not (yield from self.literal(_HEAD)):
             return False
         name = yield from self.name("{")
-        if not name:
+        if not name or not (yield from self._arguments_begin()):
             return False
         self.begin(name)
         if (yield from self._value(0)):
             yield from self.close(self._close)
         return True
+
+    def _arguments_begin(self) -> Reading[bool]:
+        """Whether `{` and then `key:` or `}` follow. Passes nothing."""
+        read = (yield from self.char()) + (yield from self.spaces())
+        if (yield from self.peek()) == "}":
+            self.back(read)
+            return True
+        passed, key = yield from self._read_key()
+        self.back(read + passed)
+        return bool(key)
 
     def _value(self, depth: int) -> Reading[bool]:
         """Reads a value and writes it as JSON. False if it is none from here on."""
@@ -86,16 +96,27 @@ class _Parser(CallMachine):
 
     def _key(self) -> Reading[bool]:
         yield from self.spaces()
+        passed, key = yield from self._read_key()
+        if not key:
+            self.back(passed)
+            return False
+        self.argue(f"{escaped(key, quotes=True)}: ")
+        return True
+
+    def _read_key(self) -> Reading[tuple[str, str]]:
+        """Passes `key:`. Returns the text that was passed, and the key: "" if this is none."""
         quote = yield from self.one_of((self._quote, '"'))
         key = ""
         while (character := (yield from self.char())) and character not in ':"<{}\n' and len(key) < _LONGEST_WORD:
             key += character
         self.back(character)
-        if key.strip() and (not quote or (yield from self.literal(quote))) and (yield from self.literal(":")):
-            self.argue(f"{escaped(key.strip(), quotes=True)}: ")
-            return True
-        self.back(quote + key)
-        return False
+        passed = quote + key
+        if not key.strip() or (quote and not (yield from self.literal(quote))):
+            return passed, ""
+        passed += quote
+        if not (yield from self.literal(":")):
+            return passed, ""
+        return passed + ":", key.strip()
 
     def _quoted(self, quote: str) -> Reading[bool]:
         yield from self.literal(quote)

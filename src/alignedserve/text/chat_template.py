@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -44,6 +43,9 @@ class ChatTemplate:
         self._turns = TurnsFor(source)
         self._template = _compile(source, origin)
         self._with_tools = ChatTemplate(with_tools, special_tokens, origin) if with_tools else None
+        self._reads = _variables_of(self._template, source)
+        if self._with_tools is not None:
+            self._reads |= self._with_tools._reads
 
     @classmethod
     def from_folder(
@@ -63,8 +65,8 @@ class ChatTemplate:
         return self._source
 
     def mentions(self, variable: str) -> bool:
-        """Whether the template's source has this word, so that it may read a variable of this name."""
-        return re.search(rf"\b{re.escape(variable)}\b", self._source) is not None
+        """Whether the template reads a variable of this name."""
+        return variable in self._reads
 
     def render_marked(
         self,
@@ -175,6 +177,12 @@ def _own_sources(folder: Path) -> tuple[str | None, str, str]:
             if isinstance(value, str):
                 return value, with_tools if with_tools != value else "", str(file)
     return None, "", ""
+
+
+def _variables_of(template: Any, source: str) -> frozenset[str]:
+    from jinja2 import meta
+
+    return frozenset(meta.find_undeclared_variables(template.environment.parse(source)))
 
 
 def _compile(source: str, origin: str) -> Any:
