@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, cast
 
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict  # pydantic needs this class before Python 3.12
@@ -92,7 +92,7 @@ class Message(BaseModel):
     @property
     def calls(self) -> list[EarlierCall]:
         if self.function_call is not None and not self.tool_calls:
-            return [{"type": "function", "function": self.function_call}]
+            return [cast(EarlierCall, {"type": "function", "function": self.function_call})]
         return self.tool_calls or []
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 from alignedserve.errors import GrammarError
 from alignedserve.gateway.dialects.lark import Lark
 from alignedserve.gateway.dialects.machine import CallMachine, Reading, Tool
-from alignedserve.gateway.dialects.schema_types import Types, parameter_schema, parameter_types, type_of
+from alignedserve.gateway.dialects.schema_types import TEXT, Types, parameter_schema, parameter_types, type_of
 
 _KEY = re.compile(r"[^\s<>{}()\[\]:=\"',|]{1,200}")
 _COMBINED = {"anyOf", "oneOf", "allOf", "not", "if", "$ref"}
@@ -21,7 +21,7 @@ _TEXT_KEYS = {"type", "description", "title", "default", "examples", "enum", "co
 
 def is_text(tool: Tool, parameter: str) -> bool:
     """Whether the value is a string, so that it is taken as it is written. Without a schema it is."""
-    return parameter_types(tool.parameters, parameter) == {"string"}
+    return parameter_types(tool.parameters, parameter) == TEXT
 
 
 def as_json(raw: str, types: Types = None) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _MOST_DEPTH = 16
-_TEXT = frozenset({"string"})
+_NAMES: dict[type[Any], str] = {str: "string", list: "array", dict: "object"}
+TEXT = frozenset({"string"})
 Types = frozenset[str] | None
 """Names of JSON's types, with "number" for integers; None: any type."""
 
@@ -17,8 +18,7 @@ def type_of(value: Any) -> str:
         return "boolean"
     if isinstance(value, int | float):
         return "number"
-    names = {str: "string", list: "array", dict: "object"}
-    return names.get(type(value), "null")
+    return _NAMES.get(type(value), "null")
 
 
 def parameter_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any] | None:
@@ -38,7 +38,7 @@ def parameter_types(schema: Mapping[str, Any], name: str) -> Types:
     """The types that a parameter may have. One that the schema does not describe is text."""
     properties = schema.get("properties")
     if not isinstance(properties, dict) or not isinstance(properties.get(name), dict):
-        return _TEXT
+        return TEXT
     return _types(properties[name], schema, _MOST_DEPTH)
 
 

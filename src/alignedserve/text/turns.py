@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from alignedserve.text.user_text import unmarked
+
 _TESTS_FOR_NONE = re.compile(r"content['\"]?\]?\)?\s+is\s+(?:not\s+)?none\b", re.IGNORECASE)
 _READS_THINKING = re.compile(r"\.thinking\b|\[['\"]thinking['\"]\]|get\(['\"]thinking['\"]")
 _READS_ONE_CALL = re.compile(r"tool_calls(?:['\"]\])?\[0\]")
+_SHORT_IDS = re.compile(r"\|\s*length\s*(?:!=|<)\s*9\b")  # Mistral's: a call's id has nine letters and digits
+_ID_LENGTH = 9
+_ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 Turn = dict[str, Any]
@@ -22,14 +28,17 @@ class TurnsFor:
         self._none = _TESTS_FOR_NONE.search(source) is not None
         self._thinking = _READS_THINKING.search(source) is not None
         self._one_call = _READS_ONE_CALL.search(source) is not None
+        self._short_ids = _SHORT_IDS.search(source) is not None
 
     def adapted(self, messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
-        """The messages, with OpenAI's newer role `developer`, an answer without content, its reasoning, and several
-        calls in one answer written as the template reads them.
+        """The messages, with OpenAI's newer role `developer`, an answer without content, its reasoning, several calls
+        in one answer, and the ids of calls written as the template reads them.
         """
         turns = [dict(message) for message in messages]
         if self._one_call:
             turns = _one_call_each(turns)
+        if self._short_ids:
+            turns = _with_short_ids(turns)
         for turn in turns:
             if turn["role"] == "developer" and not self._developer:
                 turn["role"] = "system"
@@ -83,3 +92,29 @@ def _one_call_each(turns: Sequence[Turn]) -> list[Turn]:
             results = [result for result in results if not any(result is one for one in own)]
         found += results
     return found
+
+
+def _with_short_ids(turns: Sequence[Turn]) -> list[Turn]:
+    """Each call with an id of nine letters and digits, which its result has, too. Others are hashed, or made."""
+    found: list[Turn] = []
+    waiting: list[str] = []  # ids of calls without a result
+    for at, turn in enumerate(map(dict, turns)):
+        if calls := turn.get("tool_calls"):
+            turn["tool_calls"] = [
+                {**call, "id": _short(call.get("id") or f"{at}/{number}")} for number, call in enumerate(calls)
+            ]
+            waiting = [call["id"] for call in turn["tool_calls"]]
+        elif turn["role"] == "tool":
+            given = turn.get("tool_call_id")
+            own = _short(given) if given else next(iter(waiting), "")
+            waiting = [one for one in waiting if one != own]
+            turn["tool_call_id"] = own
+        found.append(turn)
+    return found
+
+
+def _short(call_id: str) -> str:
+    if len(call_id) == _ID_LENGTH and call_id.isalnum():
+        return call_id
+    digest = hashlib.blake2b(unmarked(call_id).encode(errors="replace")).digest()
+    return "".join(_ID_LETTERS[byte % len(_ID_LETTERS)] for byte in digest[:_ID_LENGTH])

@@ -183,6 +183,35 @@ def test_content_of_a_form_or_calls() -> None:
     assert any(read(text, dialects, (NOW,)).calls for text in texts)
 
 
+NAMED = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "allowed", "refused"),
+    [
+        (NAMED, '{"a": 1}', '{"a": 1, "b": 2}'),
+        ({"type": "object", "properties": {}}, "{}", '{"b": 2}'),
+        ({**NAMED, "additionalProperties": True}, '{"a": 1, "b": 2}', "{}"),
+        ({**NAMED, "patternProperties": {"^b": {}}}, '{"a": 1, "b": 2}', "{}"),
+        ({**NAMED, "required": ["a", "b"]}, '{"a": 1, "b": 2}', '{"a": 1}'),
+        ({}, '{"b": {"c": [2]}}', "[]"),
+    ],
+)
+def test_arguments_are_those_that_the_schema_names(parameters: dict[str, Any], allowed: str, refused: str) -> None:
+    dialects, known = dialects_of("hermes", "", special=False)
+    compiled = Grammars.of(known, VOCAB_SIZE)
+    assert compiled is not None
+    grammar = compiled.compile(grammar_of(AnswerForm(None, (Tool("f", parameters),), True), dialects), (EOS,))
+
+    def write(arguments: str) -> None:
+        text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        grammar.matcher().accept([*known.encode(text), EOS])
+
+    write(allowed)
+    with pytest.raises(GrammarError):
+        write(refused)
+
+
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "gemma4", "pythonic"])
 def test_what_a_format_cannot_hold_is_refused_where_it_must_be_exact(name: str) -> None:
     dialects, _ = dialects_of(name, "", special=False)

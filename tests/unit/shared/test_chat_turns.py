@@ -79,6 +79,26 @@ def test_several_calls_are_answers_of_their_own_where_a_template_writes_one() ->
     assert rendered(ONE, {**unnamed, "tool_calls": [call("now")]}, results[0]) == "assistant:now{}|tool:B|"
 
 
+SHORT = (
+    "{% for m in messages %}{{ m.role }}:{% for call in m.tool_calls or [] %}"
+    "{% if call.id is not defined or call.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}{{ call.id }},"
+    "{% endfor %}{% if m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
+    "{{ m.tool_call_id }}{% endif %}|{% endfor %}"
+)
+
+
+def test_ids_of_other_servers_are_as_long_as_the_template_wants_them() -> None:
+    calls = [call("look", "abcdefgh1"), call("now", "call_0123456789"), call("look"), call("now", "é")]
+    results = [{"role": "tool", "tool_call_id": at, "content": ""} for at in ("call_0123456789", "abcdefgh1", "é")]
+    turns = [{"role": "assistant", "content": "", "tool_calls": calls}, *results, {"role": "tool", "content": ""}]
+    written = rendered(SHORT, *turns)
+    first, second, third, fourth = written.partition("assistant:")[2].partition(",|")[0].split(",")
+    assert first == "abcdefgh1"
+    assert written.endswith(f"tool:{second}|tool:{first}|tool:{fourth}|tool:{third}|")
+    assert len({first, second, third, fourth}) == 4
+    assert all(one.isascii() and one.isalnum() and len(one) == 9 for one in (second, third, fourth))
+
+
 def test_a_template_that_reads_thinking_gets_the_reasoning() -> None:
     turn = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call("look")]}
     assert rendered(HARMONY, turn) == "assistant:(Hm.)|"
