@@ -12,8 +12,9 @@ from alignedserve.errors import GrammarError
 from alignedserve.gateway.dialects.base import ToolDialect
 from alignedserve.gateway.dialects.lark import CallRules, Lark
 from alignedserve.gateway.dialects.machine import CallMachine, Reading, Tool
-from alignedserve.gateway.dialects.parameters import as_json, escaped, parameter_rules, with_commas
+from alignedserve.gateway.dialects.parameters import as_json, check_key, escaped
 from alignedserve.gateway.dialects.pieces import MakeId, Parser
+from alignedserve.gateway.dialects.values import Values, Writing
 
 _HEAD = "call:"
 _MOST_DEPTH = 32
@@ -138,10 +139,11 @@ class Gemma4(ToolDialect):
         opening, closing, quote = self.marks
         forms = []
         for tool in tools:
-            _require_flat(tool)
-            values = parameter_rules(lark, tool, lambda key: f"{key}:", quotes=(quote, quote))
+            writing = _writing(tool, quote)
+            properties = tool.parameters.get("properties", {})
+            values = Values(lark, tool, writing).named(properties, tool.parameters, "")
             head, tail = lark.literal(f"{_HEAD}{tool.name}{{"), lark.literal("}" + closing)
-            forms.append(f"{head} {with_commas(lark, values, ',')} {tail}")
+            forms.append(f"{head} {values} {tail}")
         return CallRules(lark.rule(" | ".join(forms)), between=lark.literal(opening), trigger=opening)
 
 
@@ -151,15 +153,21 @@ class FunctionGemma(Gemma4):
     markers = marks
 
 
-def _require_flat(tool: Tool) -> None:
-    """Raises GrammarError for a parameter that is a list or an object: within them, JSON is not this format."""
-    for name, inner in tool.parameters.get("properties", {}).items():
-        kind = inner.get("type") if isinstance(inner, dict) else None
-        if kind not in ("string", "integer", "number", "boolean", "null") and not _only_scalars(inner):
-            message = f"tool {tool.name}, {name}: lists and objects cannot be followed in this model's format of calls"
-            raise GrammarError(message)
+def _writing(tool: Tool, quote: str) -> Writing:
+    def text(value: str) -> str:
+        if quote in value:
+            raise GrammarError(f"tool {tool.name}: a string with {quote} has no form in this model's format of calls")
+        return f"{quote}{value}{quote}"
 
+    def key(name: str) -> str:
+        check_key(tool, name)
+        return f"{name}:"
 
-def _only_scalars(inner: object) -> bool:
-    options = inner.get("enum") if isinstance(inner, dict) else None
-    return isinstance(options, list) and all(isinstance(option, str) for option in options)
+    return Writing(
+        words={"true": "true", "false": "false", "null": "null"},
+        comma=",",
+        string=lambda lark: f"({lark.literal(quote)} {lark.text_until(quote)})",
+        text=text,
+        key=key,
+        any_key=lambda lark: f"/[A-Za-z_][A-Za-z0-9_]{{0,31}}/ {lark.literal(':')}",
+    )

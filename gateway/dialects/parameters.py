@@ -15,7 +15,8 @@ from alignedserve.gateway.dialects.machine import CallMachine, Reading, Tool
 from alignedserve.gateway.dialects.schema_types import TEXT, Types, parameter_schema, parameter_types, type_of
 
 _KEY = re.compile(r"[^\s<>{}()\[\]:=\"',|]{1,200}")
-_COMBINED = {"anyOf", "oneOf", "allOf", "not", "if", "$ref"}
+_OBJECT_KEYS = {"type", "properties", "required", "additionalProperties", "description", "title", "default",
+                "examples", "$defs", "definitions", "$schema"}  # fmt: skip
 _TEXT_KEYS = {"type", "description", "title", "default", "examples", "enum", "const"}
 
 
@@ -123,24 +124,25 @@ def parameter_rules(
     written: Callable[[str], str],
     end: str = "",
     *,
-    quotes: tuple[str, str] = ("", ""),
     json_end: str = "",
 ) -> list[tuple[str, bool]]:
     """An expression for each parameter of the schema, in its order, and whether the parameter is required.
 
-    `written`: what comes before a value. `end`: what comes after it. `quotes`: what else comes around a string.
-    `json_end`: what comes after other values, if not `end`. Raises GrammarError for a name that the format cannot hold,
-    and for a strict schema that says more than it can.
+    `written`: what comes before a value. `end`: what comes after it. `json_end`: what comes
+    after one that is no string, if not `end`. Raises GrammarError for a name that the format cannot hold, and for a
+    strict schema that says more than it can.
     """
     schema = tool.parameters
-    if tool.strict and (found := sorted(set(schema) & _COMBINED)):
-        raise GrammarError(f"tool {tool.name}: {found[0]} cannot be followed in this model's format of calls")
     required = schema.get("required", [])
+    if tool.strict and (found := sorted(schema.keys() - _OBJECT_KEYS)):
+        raise GrammarError(f"tool {tool.name}: {found[0]} cannot be followed in this model's format of calls")
+    if tool.strict and (unknown := sorted(set(required) - _properties(tool).keys())):
+        raise GrammarError(f"tool {tool.name}: required: {unknown[0][:60]!r} is not among the properties")
     rules = []
     for name, inner in _properties(tool).items():
         check_key(tool, name)
         if is_text(tool, name):
-            body = f"{lark.literal(written(name) + quotes[0])} {_text_rule(lark, tool, name, quotes[1] + end)}"
+            body = f"{lark.literal(written(name))} {_text_rule(lark, tool, name, end)}"
         else:
             shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
             value = lark.json({**shared, **(inner if isinstance(inner, dict) else {})})

@@ -30,7 +30,7 @@ def parameter_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any] | N
             return None
         if "$ref" not in inner:
             return inner
-        inner = _target(inner["$ref"], schema)
+        inner = target_of(inner["$ref"], schema)
     return None
 
 
@@ -39,10 +39,11 @@ def parameter_types(schema: Mapping[str, Any], name: str) -> Types:
     properties = schema.get("properties")
     if not isinstance(properties, dict) or not isinstance(properties.get(name), dict):
         return TEXT
-    return _types(properties[name], schema, _MOST_DEPTH)
+    return types_of(properties[name], schema)
 
 
-def _types(inner: Any, schema: Mapping[str, Any], depth: int) -> Types:
+def types_of(inner: Any, schema: Mapping[str, Any], depth: int = _MOST_DEPTH) -> Types:
+    """The types that a schema within `schema` allows."""
     if not isinstance(inner, dict) or depth == 0:
         return None
     kind = inner.get("type")
@@ -51,11 +52,11 @@ def _types(inner: Any, schema: Mapping[str, Any], depth: int) -> Types:
     options = inner.get("enum", [inner["const"]] if "const" in inner else None)
     if isinstance(options, list):
         allowed.append(frozenset(map(type_of, options)))
-    branches: list[Types] = [_types(_target(inner["$ref"], schema), schema, depth - 1)] if "$ref" in inner else []
+    branches: list[Types] = [types_of(target_of(inner["$ref"], schema), schema, depth - 1)] if "$ref" in inner else []
     unions = [inner[key] for key in ("anyOf", "oneOf") if isinstance(inner.get(key), list)]
-    branches += [_union(_types(one, schema, depth - 1) for one in union) for union in unions]
+    branches += [_union(types_of(one, schema, depth - 1) for one in union) for union in unions]
     if isinstance(inner.get("allOf"), list):
-        branches += [_types(one, schema, depth - 1) for one in inner["allOf"]]
+        branches += [types_of(one, schema, depth - 1) for one in inner["allOf"]]
     allowed += [types for types in branches if types is not None]
     return frozenset.intersection(*allowed) if allowed else None
 
@@ -69,7 +70,7 @@ def _union(branches: Iterable[Types]) -> Types:
     return found
 
 
-def _target(reference: Any, schema: Mapping[str, Any]) -> Any:
+def target_of(reference: Any, schema: Mapping[str, Any]) -> Any:
     """What a reference within the schema (`#/$defs/NAME`) refers to; None if it is another one."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
