@@ -75,9 +75,11 @@ class Message(BaseModel):
     reasoning: str | None = Field(None, description="Alias of reasoning_content.")
 
     def check(self, where: str) -> None:
-        """Raises MissingFieldError without content, UnsupportedFeatureError for a field that the chat template would
-        not receive.
+        """Raises MissingFieldError without content, or a function's result without its name; UnsupportedFeatureError for
+        a field that the chat template would not receive.
         """
+        if self.role == "function" and self.name is None:
+            raise MissingFieldError(f"{where}.name is required: the function's", param=f"{where}.name")
         if self.content is None and not (self.role == "assistant" and self.calls):
             raise MissingFieldError(f"{where}.content is required", param=f"{where}.content")
         for name, value in (self.model_extra or {}).items():
@@ -87,7 +89,7 @@ class Message(BaseModel):
     @property
     def plain(self) -> bool:
         """Whether there is nothing to check."""
-        return self.content is not None and not self.model_extra
+        return self.content is not None and not self.model_extra and self.role != "function"
 
     @property
     def calls(self) -> list[EarlierCall]:
