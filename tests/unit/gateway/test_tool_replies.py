@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from alignedserve.control.convert import sampling_from_proto, sampling_to_proto
 from alignedserve.gateway.body.requests import parse_chat
 from alignedserve.gateway.dialects.families import REASONING, TOOLS
 from alignedserve.gateway.dialects.model_dialects import ModelDialects
@@ -191,6 +192,7 @@ async def test_white_space_may_come_before_reasoning_that_has_a_budget() -> None
     limit = spec.sampling.thinking
     assert limit is not None
     assert ids("\n")[0] in limit.before
+    assert sampling_from_proto(sampling_to_proto(spec.sampling)) == spec.sampling
     begun = [*ids("\n"), *limit.open, 70, 71]
     assert limit.forced(begun) == limit.forced(begun[1:]) == limit.close[0]
     assert all(limit.near(len(begun) + more) for more in range(-2, len(limit.close)))
