@@ -75,8 +75,8 @@ class Message(BaseModel):
     reasoning: str | None = Field(None, description="Alias of reasoning_content.")
 
     def check(self, where: str) -> None:
-        """Raises MissingFieldError without content, or for a function's result without its name; UnsupportedFeatureError
-        for a field that the chat template would not receive.
+        """Raises MissingFieldError without content, or without the name of a function whose result it is;
+        UnsupportedFeatureError for a field that the chat template would not receive.
         """
         if self.role == "function" and self.name is None:
             raise MissingFieldError(f"{where}.name is required: the function's", param=f"{where}.name")
