@@ -33,8 +33,6 @@ _ONE = (1, 1.0)
 _ZERO = (0, 0.0)
 
 _BOTH = (
-    Refusal("functions", "there are no function calls", ([],)),
-    Refusal("function_call", "there are no function calls", _OFF),
     Refusal("lora", "there are no LoRA adapters"),
     Refusal("lora_path", "there are no LoRA adapters"),
     Refusal("lora_request", "there are no LoRA adapters"),
@@ -71,6 +69,8 @@ _BOTH = (
 
 _COMPLETION = (
     *_BOTH,
+    Refusal("functions", "tools belong to /v1/chat/completions", ([],)),
+    Refusal("function_call", "tools belong to /v1/chat/completions", _OFF),
     Refusal("tools", "tools belong to /v1/chat/completions", ([],)),
     Refusal("tool_choice", "tools belong to /v1/chat/completions", _OFF),
     Refusal("parallel_tool_calls", "tools belong to /v1/chat/completions", (True, False)),  # both have no effect
@@ -104,7 +104,6 @@ _CHAT = (
 
 # Fields of a message that the chat template would not receive.
 _MESSAGE = (
-    Refusal("function_call", "there are no tool calls"),
     Refusal("refusal", "only the content of a message is read"),
     Refusal("audio", "this server reads text only"),
 )
