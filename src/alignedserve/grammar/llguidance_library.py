@@ -8,11 +8,13 @@ from threading import Lock
 from typing import Any, cast
 
 import llguidance
+import numpy as np
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from alignedserve.errors import GrammarError
 from alignedserve.grammar import schema as rules
 from alignedserve.grammar.base import Bits, Grammar, GrammarLibrary, Matcher
+from alignedserve.grammar.client_grammars import lark_of
 from alignedserve.grammar.llguidance_schema import json_text
 from alignedserve.grammar.llguidance_tags import LarkText, tags_grammar
 from alignedserve.request import GrammarKind, GrammarSpec
@@ -52,12 +54,24 @@ class LlguidanceLibrary(GrammarLibrary):
     def compile(self, spec: GrammarSpec, eos_token_ids: tuple[int, ...]) -> Grammar:
         tokenizer = self._tokenizer_of(eos_token_ids)
         if spec.kind is GrammarKind.JSON:
-            return LlguidanceGrammar(_compiled_schema(tokenizer, spec))
+            return self._begun(_compiled_schema(tokenizer, spec), spec.kind)
         text = grammar_text(spec, self._tokenizer)
         matcher, error = _compiled(tokenizer, text)
         if error:
-            raise GrammarError(f"{spec.kind}: {error}")
-        return LlguidanceGrammar(matcher)
+            raise GrammarError(f"{spec.kind}: {_in_pattern(error) if spec.kind is GrammarKind.REGEX else error}")
+        return self._begun(matcher, spec.kind)
+
+    def _begun(self, first: llguidance.LLMatcher, kind: GrammarKind) -> Grammar:
+        """The grammar, if an answer to it can begin. Raises GrammarError."""
+        bits = np.zeros((1, -(-self._vocab_size // 32)), dtype=np.int32)
+        grammar = LlguidanceGrammar(first)
+        try:
+            self.fill([grammar.matcher()], bits)
+        except GrammarError as error:
+            raise GrammarError(f"{kind}: {error.message}") from None
+        if not bits.any():
+            raise GrammarError(f"{kind}: no answer can begin: nothing satisfies it, or this vocabulary cannot write it")
+        return grammar
 
     def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
         inner = [cast(LlguidanceMatcher, matcher).inner for matcher in matchers]
@@ -153,12 +167,13 @@ def _of_choice(spec: GrammarSpec) -> str:
 def _of_regex(spec: GrammarSpec) -> str:
     if trouble := rules.pattern_trouble(spec.text, flags=True):
         raise GrammarError(f"regex: {trouble}")
-    return llguidance.LLMatcher.grammar_from_regex(rules.ascii_classes(spec.text))
+    return llguidance.LLMatcher.grammar_from_regex(rules.common_classes(spec.text))
 
 
 def _of_grammar(spec: GrammarSpec) -> str:
     """Lark, or GBNF, which has `::=`."""
-    return llguidance.LLMatcher.grammar_from_lark(LarkText.of(spec.text))
+    lark = lark_of(spec.text, spec.whitespace, json_text)
+    return json.dumps({"grammars": [{"lark_grammar": lark}]})  # by itself it could be llguidance's JSON, not checked
 
 
 def _of_composed(spec: GrammarSpec) -> str:
@@ -190,6 +205,12 @@ _FORMS: dict[GrammarKind, Callable[[GrammarSpec], str]] = {
     GrammarKind.GRAMMAR: _of_grammar,
     GrammarKind.COMPOSED: _of_composed,
 }
+
+
+def _in_pattern(error: str) -> str:
+    """The message about a regular expression without the grammar that we wrote around it."""
+    found = error.partition("(in regex): ")[2] or error
+    return found.partition(" 1 | start: ")[0][:300]
 
 
 def _line(message: str) -> str:

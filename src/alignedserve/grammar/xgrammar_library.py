@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from threading import Lock
 from typing import Any, cast
 
+import numpy as np
 import xgrammar
 
 from alignedserve.errors import GrammarError
 from alignedserve.grammar import schema as rules
 from alignedserve.grammar.base import Bits, Grammar, GrammarLibrary, Matcher
+from alignedserve.grammar.client_grammars import is_gbnf
 from alignedserve.grammar.tags import Format, check_triggers, format_of
 from alignedserve.request import GrammarKind, GrammarSpec
 from alignedserve.text import Tokenizer
@@ -58,12 +60,22 @@ class XgrammarLibrary(GrammarLibrary):
             raise GrammarError(f"{spec.kind}: {len(spec.text)} characters are more than {MOST_CHARACTERS} for {NAME}")
         compiler = self._compiler_of(eos_token_ids)
         try:
-            return XgrammarGrammar(_compiled(compiler, spec), eos_token_ids)
+            return self._begun(XgrammarGrammar(_compiled(compiler, spec), eos_token_ids))
         except GrammarError as error:
             kind = f"{spec.kind}: "
             raise GrammarError(error.message if error.message.startswith(kind) else kind + error.message) from None
         except (RuntimeError, ValueError, TypeError) as error:
             raise GrammarError(f"{spec.kind}: {_line(str(error))}") from error
+
+    def _begun(self, grammar: Grammar) -> Grammar:
+        """The grammar, if an answer to it can begin. Raises GrammarError."""
+        bits = np.zeros((1, -(-self._vocab_size // 32)), dtype=np.int32)
+        xgrammar.BatchGrammarMatcher(max_threads=1).batch_fill_next_token_bitmask(
+            [cast(XgrammarMatcher, grammar.matcher()).inner], bits
+        )
+        if not bits.any():
+            raise GrammarError("no answer can begin: nothing satisfies it, or this vocabulary cannot write it")
+        return grammar
 
     def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
         inner = [cast(XgrammarMatcher, matcher).inner for matcher in matchers]
@@ -100,8 +112,7 @@ def _compiled(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> xgrammar
     if spec.kind is GrammarKind.CHOICE:
         return compiler.compile_structural_tag(_tag({"type": "or", "elements": _choices(spec)}))
     if spec.kind is GrammarKind.GRAMMAR:
-        write = compiler.compile_grammar if "::=" in spec.text else compiler.compile_lark
-        return write(spec.text)
+        return _of_grammar(compiler, spec.text)
     if spec.kind is GrammarKind.COMPOSED:
         raise GrammarError(f"{NAME} has no grammars of tool calls and reasoning; engine.grammar llguidance has")
     found = format_of(spec)
@@ -109,6 +120,14 @@ def _compiled(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> xgrammar
         raise GrammarError("/format must be an object with a type")
     _check_format(found, "/format", 0)
     return compiler.compile_structural_tag(_tag(found))
+
+
+def _of_grammar(compiler: xgrammar.GrammarCompiler, text: str) -> xgrammar.CompiledGrammar:
+    if is_gbnf(text):
+        return compiler.compile_grammar(text)
+    if "%json" in text:
+        raise GrammarError(f"%json: {NAME} does not check its schemas; send the schema by itself, or a structural tag")
+    return compiler.compile_lark(text)
 
 
 def _tag(found: Format) -> dict[str, Any]:
