@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 import orjson
 from pydantic import Field, model_validator
@@ -23,7 +24,7 @@ _REFUSED = (
 
 
 class StructuredOutputs(Body):
-    refused = {entry.field: entry for entry in _REFUSED}
+    refused: ClassVar[Mapping[str, Refusal]] = {entry.field: entry for entry in _REFUSED}
 
     json_: Any = Field(None, alias="json", description="A JSON schema, as an object or as its text.")
     regex: str | None = Field(None, description="A regular expression that the whole answer matches.")

@@ -13,7 +13,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 
 from alignedserve.errors import GrammarError
 from alignedserve.grammar import schema as rules
-from alignedserve.grammar.base import Bits, Grammar, GrammarLibrary, Matcher
+from alignedserve.grammar.base import Bits, Grammar, GrammarLibrary, Matcher, require_pieces
 from alignedserve.grammar.client_grammars import lark_of
 from alignedserve.grammar.llguidance_schema import json_text
 from alignedserve.grammar.llguidance_tags import LarkText, tags_grammar
@@ -83,11 +83,15 @@ class LlguidanceLibrary(GrammarLibrary):
     def _tokenizer_of(self, eos_token_ids: tuple[int, ...]) -> llguidance.LLTokenizer:
         if not eos_token_ids:
             raise GrammarError("structured output needs a model with an end token")
+        require_pieces(self._tokenizer)
         with self._lock:
             found = self._tokenizers.get(eos_token_ids)
             if found is None:
                 spelling, ends = self._tokenizer.backend.to_str(), list(eos_token_ids)
-                found = llguidance.LLTokenizer(spelling, n_vocab=self._vocab_size, eos_token=ends)
+                try:
+                    found = llguidance.LLTokenizer(spelling, n_vocab=self._vocab_size, eos_token=ends)
+                except ValueError as error:
+                    raise GrammarError(f"llguidance cannot use this model's tokenizer: {_line(str(error))}") from error
                 self._tokenizers[eos_token_ids] = found
             return found
 

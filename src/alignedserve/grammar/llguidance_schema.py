@@ -15,8 +15,9 @@ NAME = "llguidance"
 
 _YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
 _LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
-_DAY = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP}-02-29)"
+_MONTHS = ("(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])", "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)",
+           "02-(?:0[1-9]|1[0-9]|2[0-8])")  # fmt: skip
+_DATE = f"(?:{_YEAR}-(?:{'|'.join(_MONTHS)})|{_LEAP}-02-29)"
 _HOUR = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = f"{_HOUR}:[0-5][0-9](?:\\.[0-9]+)?(?:Z|[+-]{_HOUR})"
 _TIMES = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
@@ -51,7 +52,9 @@ def _pattern_keys(node: rules.Node) -> str | None:
         own = node["patternProperties"]
         differing = [key for key in own if rules.has_classes(key)] if isinstance(own, dict) else []
         if differing:
-            return f"the pattern {differing[0][:80]!r} has a class such as \\d beside free keys; write [0-9] or the like"
+            return (
+                f"the pattern {differing[0][:80]!r} has a class such as \\d beside free keys; write [0-9] or the like"
+            )
     return trouble
 
 

@@ -18,7 +18,7 @@ _ONE = ("additionalItems", "additionalProperties", "contains", "else", "if", "it
         "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _MAPS = ("dependentSchemas", "patternProperties", "properties")
-_DEFINITIONS = ("$defs", "definitions")
+_IDLE: dict[str, tuple[Node, ...]] = {"propertyNames": ({}, {"type": "string"})}
 MOST_DEPTH = 64  # of a schema's subschemas, references not counted
 _FORMATS = {"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6",
             "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer",
@@ -81,7 +81,9 @@ def reachable(schema: Any, place: str = "") -> Iterator[tuple[str, Node]]:
         if not isinstance(node, dict) or id(node) in seen:
             continue
         if node is not schema and _address(node, key) and _refers(node):
-            raise GrammarError(f"{key} at {found}: references within a schema with an address of its own are not followed")
+            raise GrammarError(
+                f"{key} at {found}: references within a schema with an address of its own are not followed"
+            )
         if depth > MOST_DEPTH:
             raise GrammarError(f"{found[:200]}: schemas are nested more than {MOST_DEPTH} deep")
         seen.add(id(node))
@@ -155,13 +157,11 @@ def _remove_idle(node: Node) -> None:
         for name in ("if", "then", "else"):
             node.pop(name, None)
     for name in ("unevaluatedProperties", "unevaluatedItems", "propertyNames", "contentSchema"):
-        if node.get(name, 0) is True or node.get(name) == {}:
+        if node.get(name, 0) is True or node.get(name) in _IDLE.get(name, ({},)):
             del node[name]
     for name in ("dependencies", "dependentRequired", "dependentSchemas"):
         if node.get(name) == {}:
             del node[name]
-    if node.get("propertyNames") == {"type": "string"}:
-        del node["propertyNames"]
     if node.get("not", 0) is False:
         del node["not"]
     if isinstance(node.get("format"), str) and node["format"] not in _FORMATS:

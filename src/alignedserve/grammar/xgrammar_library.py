@@ -15,7 +15,7 @@ import xgrammar
 
 from alignedserve.errors import GrammarError
 from alignedserve.grammar import schema as rules
-from alignedserve.grammar.base import Bits, Grammar, GrammarLibrary, Matcher
+from alignedserve.grammar.base import Bits, Grammar, GrammarLibrary, Matcher, require_pieces
 from alignedserve.grammar.client_grammars import is_gbnf
 from alignedserve.grammar.tags import Format, check_triggers, format_of
 from alignedserve.request import GrammarKind, GrammarSpec
@@ -50,7 +50,7 @@ class XgrammarLibrary(GrammarLibrary):
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, threads: int = 1) -> None:
         special = tokenizer.special_ids  # they have no text, so xgrammar allows them nowhere but by name
         vocabulary = [b"" if token in special else tokenizer.piece(token) for token in range(vocab_size)]
-        self._vocabulary, self._vocab_size = vocabulary, vocab_size
+        self._tokenizer, self._vocabulary, self._vocab_size = tokenizer, vocabulary, vocab_size
         self._compilers: dict[tuple[int, ...], xgrammar.GrammarCompiler] = {}
         self._lock = Lock()  # of the dict
         self._filler = xgrammar.BatchGrammarMatcher(max_threads=threads)
@@ -70,23 +70,27 @@ class XgrammarLibrary(GrammarLibrary):
     def _begun(self, grammar: Grammar) -> Grammar:
         """The grammar, if an answer to it can begin. Raises GrammarError."""
         bits = np.zeros((1, -(-self._vocab_size // 32)), dtype=np.int32)
-        xgrammar.BatchGrammarMatcher(max_threads=1).batch_fill_next_token_bitmask(
-            [cast(XgrammarMatcher, grammar.matcher()).inner], bits
-        )
+        self._fill(xgrammar.BatchGrammarMatcher(max_threads=1), [grammar.matcher()], bits)
         if not bits.any():
             raise GrammarError("no answer can begin: nothing satisfies it, or this vocabulary cannot write it")
         return grammar
 
     def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
+        self._fill(self._filler, matchers, bits)
+
+    def _fill(self, filler: xgrammar.BatchGrammarMatcher, matchers: Sequence[Matcher], bits: Bits) -> None:
         inner = [cast(XgrammarMatcher, matcher).inner for matcher in matchers]
         try:
-            self._filler.batch_fill_next_token_bitmask(inner, bits)
+            filler.batch_fill_next_token_bitmask(inner, bits)
         except RuntimeError as error:
             raise GrammarError(f"the grammar cannot be followed: {_line(str(error))}") from error
+        if over := self._vocab_size % 32:  # xgrammar sets the bits beyond the vocabulary
+            bits[:, -1] &= np.int32((1 << over) - 1)
 
     def _compiler_of(self, eos_token_ids: tuple[int, ...]) -> xgrammar.GrammarCompiler:
         if not eos_token_ids:
             raise GrammarError("structured output needs a model with an end token")
+        require_pieces(self._tokenizer)
         with self._lock:
             found = self._compilers.get(eos_token_ids)
             if found is None:
@@ -116,6 +120,8 @@ def _compiled(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> xgrammar
     if spec.kind is GrammarKind.COMPOSED:
         raise GrammarError(f"{NAME} has no grammars of tool calls and reasoning; engine.grammar llguidance has")
     found = format_of(spec)
+    if spec.whitespace is not None:
+        raise GrammarError(f"whitespace_pattern: {NAME} has only its default in structural tags")
     if not isinstance(found.get("type"), str):
         raise GrammarError("/format must be an object with a type")
     _check_format(found, "/format", 0)
