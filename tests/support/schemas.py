@@ -12,6 +12,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator, FormatChecker
+from jsonschema.validators import validator_for
 
 Schema = dict[str, Any]
 
@@ -274,7 +275,8 @@ def problem(schema: Schema, answer: str) -> str | None:
         value = exact(answer)
     except ValueError as error:
         return f"not JSON: {error}"
-    errors = Draft202012Validator(exact(json.dumps(schema)), format_checker=_CHECKER).iter_errors(value)
+    known = validator_for(schema, default=Draft202012Validator)
+    errors = known(exact(json.dumps(schema)), format_checker=_CHECKER).iter_errors(value)
     return next((error.message for error in errors), None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import unquote
 
 from alignedserve.errors import GrammarError
@@ -184,7 +184,7 @@ def _limit_numbers(node: Node, place: str) -> None:
             raise GrammarError(f"{keyword} at {place or '/'}: numbers beyond ±{MOST_NUMBER} are not written exactly")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -273,6 +273,20 @@ def common_classes(pattern: str) -> str:
         elif within and piece == "]":
             within = ""
         found.append(known.get(piece, piece))
+    return "".join(found)
+
+
+def optional_as_empty(pattern: str) -> str:
+    """The pattern with `(…)?` as `(…|)`."""
+    found, within = [], False
+    for piece in _PIECE.findall(pattern):
+        optional = piece == "?" and not within and found[-1:] == [")"]
+        lazy = piece == "?" and not within and found[-1:] == ["|)"]
+        within = (piece.startswith("[") and not within) or (within and piece != "]")
+        if optional:
+            found[-1] = "|)"
+        elif not lazy:
+            found.append(piece)
     return "".join(found)
 
 

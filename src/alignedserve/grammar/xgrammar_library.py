@@ -210,6 +210,7 @@ def _pattern(node: rules.Node) -> str | None:
         return "it must be a string"
     if not pattern.startswith("^") or not pattern.endswith("$") or pattern.endswith("\\$"):
         return "{library} needs a pattern of the whole string, ^…$"
+    node["pattern"] = rules.optional_as_empty(pattern)  # a group's ? after a repetition at its end is not followed
     return _regex_trouble(pattern)
 
 

@@ -135,6 +135,16 @@ def test_patterns_mean_what_they_mean_to_all_engines(pattern: str, text: str, ri
         assert found(JSON, schema, json.dumps(text, ensure_ascii=False)) is True
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(("pattern", "right", "wrong"), [
+    ("^[A-Z]{2}(-[0-9]+)?$", "AB-12", "AB1"), ("^(x(-8*)?)??y$", "x-8y", "x8y"), ("^(?:a|b{1,2})?[)?]$", "bb)", "b"),
+])  # fmt: skip
+def test_a_group_that_may_be_left_out_is_left_out_whole(library: str, pattern: str, right: str, wrong: str) -> None:
+    schema = {"type": "string", "pattern": pattern}
+    assert found(JSON, schema, f'"{right}"', library) is True
+    assert found(JSON, schema, f'"{wrong}"', library) is False
+
+
 def test_keys_that_a_pattern_may_or_may_not_mean_are_not_free() -> None:
     numbers = {"type": "object", "patternProperties": {"^\\d+$": {"type": "integer"}}}
     assert refused(found(JSON, numbers, '{"٣":"x"}'), "patternProperties at /: the pattern '^\\\\d+$'")
