@@ -53,6 +53,12 @@ def lark_of(text: str, whitespace: str | None, json_text: JsonText) -> str:
 # ---- Lark
 
 
+def lark_pieces(text: str) -> Iterator[tuple[str, str]]:
+    """The text in pieces, each with its kind: text, comment, regex, special, schema, other, name, bad, rest."""
+    for found in _LARK_PIECE.finditer(text):
+        yield found.lastgroup or "", found.group()
+
+
 def _checked_lark(text: str, whitespace: str | None, json_text: JsonText) -> str:
     parts: list[str] = []
     rules: dict[str, set[str]] = {}

@@ -278,7 +278,8 @@ def common_classes(pattern: str) -> str:
 
 def optional_as_empty(pattern: str) -> str:
     """The pattern with `(…)?` as `(…|)`."""
-    found, within = [], False
+    found: list[str] = []
+    within = False
     for piece in _PIECE.findall(pattern):
         optional = piece == "?" and not within and found[-1:] == [")"]
         lazy = piece == "?" and not within and found[-1:] == ["|)"]
