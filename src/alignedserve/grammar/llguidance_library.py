@@ -138,6 +138,8 @@ def _compiled_schema(tokenizer: llguidance.LLTokenizer, spec: GrammarSpec) -> ll
 def _own_words(error: str) -> str:
     if error.startswith("oneOf constraints"):
         return "oneOf: more than one of its alternatives may match a value"
+    if error.startswith("Unknown format"):
+        return f"format: llguidance cannot follow this one ({error.partition(': ')[2]})"
     return error
 
 

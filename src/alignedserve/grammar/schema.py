@@ -147,7 +147,8 @@ def _at(schema: Any, reference: str, place: str) -> Any:
 
 
 def _remove_idle(node: Node) -> None:
-    """Remove keywords that change nothing."""
+    """Remove keywords that change nothing, and `$schema`: a keyword asserts what it says in each draft that has it."""
+    node.pop("$schema", None)
     if node.get("uniqueItems") is False:
         del node["uniqueItems"]
     if "contains" not in node:

@@ -28,9 +28,9 @@ JsonGrammar = Callable[[Any], xgrammar.Grammar]
 
 def composed_lark(
     text: str, answer: xgrammar.Grammar | None, json_grammar: JsonGrammar
-) -> tuple[str, dict[str, xgrammar.Grammar]]:
+) -> tuple[str, dict[str, xgrammar.Grammar | str]]:
     """The Lark, and the grammars that it refers to by name. Raises GrammarError."""
-    named: dict[str, xgrammar.Grammar] = {} if answer is None else {"answer": answer}
+    named: dict[str, xgrammar.Grammar | str] = {} if answer is None else {"answer": answer}
     lines = []
     for line in filter(None, text.split("\n")):
         found = _LINE.fullmatch(line)

@@ -93,8 +93,8 @@ class XgrammarLibrary(GrammarLibrary):
             filler.batch_fill_next_token_bitmask(inner, bits)
         except RuntimeError as error:
             raise GrammarError(f"the grammar cannot be followed: {_line(str(error))}") from error
-        for row, matcher in zip(bits, matchers, strict=True):
-            row &= cast(XgrammarMatcher, matcher).allowed
+        for row, matcher in enumerate(matchers):
+            bits[row] &= cast(XgrammarMatcher, matcher).allowed
 
     def _allowed(self, named: set[int]) -> Bits:
         """Bits of all tokens, but of special ones only those that are named; none beyond the vocabulary."""

@@ -9,6 +9,7 @@ import pytest
 
 from support.grammars import LIBRARIES
 from support.schema_categories import CATEGORIES, of_folder, outcome, table
+from support.schema_suite import suite_outcome
 
 NAMES = {"Glaiveai2K", "JsonSchemaStore", "Kubernetes", "Snowplow", "WashingtonPost"} | {
     f"Github_{size}" for size in ("trivial", "easy", "medium", "hard", "ultra")
@@ -50,3 +51,18 @@ def test_a_folder_of_the_dataset_is_read(tmp_path: Path) -> None:
     found = outcome("llguidance", categories["Github_easy"], seeds=1)
     assert (found.supported, dict(found.refused), found.wrong) == (1, {"not": 1}, [])
     assert "| x | 1 | 1 | 0 | 2 | not 1 |" in table({"x": found})
+
+
+def test_a_draft_of_the_test_suite_is_read(tmp_path: Path) -> None:
+    tests = [{"description": text, "data": text, "valid": text == "a"} for text in ("a", "b")]
+    numbers = [{"description": str(number), "data": number, "valid": number == 3} for number in (2, 3)]
+    minimum = {"description": "m", "schema": {"minimum": 2, "exclusiveMinimum": True}, "tests": numbers}
+    cases = [{"description": "c", "schema": {"const": "a"}, "tests": tests}, minimum,
+             {"description": "n", "schema": {"not": {}}, "tests": tests}]  # fmt: skip
+    folder = tmp_path / "draft4"
+    folder.mkdir()
+    (folder / "some.json").write_text(json.dumps(cases), encoding="utf-8")
+    assert suite_outcome("llguidance", folder) == ({"right": 4, "refused": 1}, [])
+    tests[1]["valid"], tests[0]["valid"] = True, False
+    (folder / "some.json").write_text(json.dumps(cases[:1]), encoding="utf-8")
+    assert suite_outcome("llguidance", folder) == ({"wrong": 1, "stricter": 1}, ['some.json: c: a: "a"'])

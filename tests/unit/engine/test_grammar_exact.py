@@ -171,6 +171,7 @@ def test_known_wrong_answers_are_not_given(library: str, schema: Schema, answers
         ({"properties": {"a": {"oneOf": [{}, {"type": "integer"}]}}}, "may match a value (at /properties/a)"),
         ({"properties": {"a": {"type": "string", "pattern": "("}}}, "(at /properties/a)"),
         ({"properties": {"a": {"$ref": "#/nothing"}}}, "$ref at /properties/a: the schema has nothing at #/nothing"),
+        ({"properties": {"a": {"format": "iri"}}}, "format: llguidance cannot follow this one (iri) (at /properties/a"),
         ({"const": "\x1b"}, "const at /: it contains control characters"),
     ],
 )  # fmt: skip

@@ -116,6 +116,15 @@ def test_a_grammar_in_llguidance_s_own_json_is_not_followed() -> None:
     assert isinstance(found(GRAMMAR, {"grammars": [{"json_schema": TWO}]}, TWICE), str)
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    "draft", ["http://json-schema.org/draft-04/schema#", "http://iglucentral.com/schemas/a/1-0-0#"]
+)
+def test_keywords_are_followed_whatever_the_draft(library: str, draft: str) -> None:
+    for answer, right in (('"a"', True), ('"b"', False)):
+        assert found(JSON, {"$schema": draft, "const": "a"}, answer, library) is right
+
+
 # ---- what was inexact
 
 

@@ -73,7 +73,7 @@ def test_every_format_of_reasoning(name: str, special: bool) -> None:
 
 @pytest.mark.parametrize("end", ["a", "ab", "aab", "aaa", "abab", "abcabd"])
 def test_text_up_to_a_marker_ends_at_the_first_one(end: str) -> None:
-    grammars, letters = tiny_grammars("xgrammar"), sorted(set(end)) + ["\n"]
+    grammars, letters = tiny_grammars("xgrammar"), [*sorted(set(end)), "\n"]
     until, without = (GrammarSpec(GRAMMAR, text_until(end, without=absent)) for absent in (False, True))
     texts = ["".join(text) for size in range(5) for text in itertools.product(letters, repeat=size)][::3]
     for text in [*texts, end, f"{end[:-1]}{end}", f"é{end}", f"{end}\n", f"{end}{end}"]:
