@@ -17,7 +17,7 @@ JsonText = Callable[[object, str | None, str], str]
 
 _GBNF_RULE = re.compile(r"^[ \t]*([\w-]+)[ \t]*::=", re.MULTILINE)
 _GBNF_DEFINED = re.compile(r"[ \t]*::=")
-_LARK_DEFINED = re.compile(r"(?:\.\d+)?[ \t]*(?:\[[^\]\n]*\][ \t]*)?:")
+_LARK_DEFINED = re.compile(r"(?:\.\d+)?[ \t]*(?:\[[^\]\n]{0,500}\][ \t]*)?:")
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _LARK_PIECE = re.compile(
     r'(?P<text>"(?:\\["\\/bfnrt]|\\u[a-fA-F0-9]{4}|[^"\\\x00-\x1f\x7f])*")'
@@ -32,10 +32,10 @@ _LARK_PIECE = re.compile(
     re.DOTALL,
 )
 _GBNF_PIECE = re.compile(
-    r'(?P<text>"(?:\\.|[^"\\\n])*")|(?P<set>\[(?:\\.|[^\]\\\n])*\])|(?P<comment>#[^\n]*)|(?P<name>[\w-]+)|(?P<rest>.)',
+    r'(?P<text>"(?:\\.|[^"\\\n])*")|(?P<set>\[(?:\\.|[^\]\\\n])*\])|(?P<comment>#[^\n]*)|(?P<name>[\w-]+)'
+    r'|(?P<bad>["\[])|(?P<rest>.)',
     re.DOTALL,
 )
-_BEFORE_BAR = re.compile(r"((?:[ \t]*(?:#[^\n]*)?\r?\n)+[ \t]*)\|")
 _CHARACTER = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL)
 _SHORT = {"n": "\n", "r": "\r", "t": "\t"}
 
@@ -107,17 +107,27 @@ def _where(text: str, position: int) -> str:
 def _from_gbnf(text: str) -> str:
     from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-    plain = _BEFORE_BAR.sub(r"|\1", "".join(_gbnf_pieces(text)))
+    plain = "".join(_bars_moved(_gbnf_pieces(text)))
     try:
         return gbnf_to_lark(plain)
     except GbnfToLarkError as error:
         raise GrammarError(f"grammar: {' '.join(str(error).split())[:500]}") from error
     except RecursionError:
         raise GrammarError("grammar: it is nested too deeply") from None
-    except IndexError:
-        raise GrammarError("grammar: it ends within an escape") from None
     except Exception as error:  # the converter's own, without a place
         raise GrammarError(f"grammar: {error}{_place_of_name(plain, str(error))}") from error
+
+
+def _bars_moved(pieces: Iterator[str]) -> Iterator[str]:
+    """Each `|` before the blanks and line breaks that come before it: the converter ends a rule at a line break."""
+    blanks: list[str] = []
+    for piece in pieces:
+        if piece.isspace():
+            blanks.append(piece)
+            continue
+        yield from ("|", *blanks) if piece == "|" else (*blanks, piece)
+        blanks = []
+    yield from blanks
 
 
 def _gbnf_pieces(text: str) -> Iterator[str]:
@@ -129,6 +139,8 @@ def _gbnf_pieces(text: str) -> Iterator[str]:
     rule = ""
     for found in _GBNF_PIECE.finditer(text):
         kind, piece = found.lastgroup, found.group()
+        if kind == "bad":
+            raise GrammarError(f"grammar: {_where(text, found.start())}: a text or a class that does not end")
         if kind == "text":
             yield _gbnf_text(text, found.start(), piece[1:-1])
         elif kind == "set":

@@ -45,9 +45,9 @@ def checked_schema(schema: Any, keywords: Mapping[str, Rule], library: str, plac
         raise GrammarError("no value satisfies the schema false")
     try:
         found: dict[str, Any] = {} if schema is True else json.loads(json.dumps(schema))
+        check_schema(found, keywords, library, place)
     except RecursionError:
         raise GrammarError("a schema is nested too deeply") from None
-    check_schema(found, keywords, library, place)
     return found
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
+import time
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from alignedserve.errors import GrammarError
+from alignedserve.grammar.client_grammars import lark_of
 from alignedserve.grammar.compiled import Grammars, grammar_library
+from alignedserve.grammar.llguidance_schema import json_text
 from alignedserve.request import GrammarKind, GrammarSpec
 from alignedserve.text import IncrementalDetokenizer, Tokenizer
 from support.grammars import LIBRARIES, allows, tiny_grammars
@@ -52,6 +56,23 @@ def test_a_long_chain_of_references_does_not_end_the_process() -> None:
 ])  # fmt: skip
 def test_long_chains_of_rules_are_refused(text: str) -> None:
     assert refused(found(GRAMMAR, text, "b"), "rules refer to rules more than 500 deep")
+
+
+@pytest.mark.parametrize("text", ["root ::= a" + "\n" * 200_000, "root ::= " + "[" * 200_000, "start: " + "a[" * 100_000,
+                                  "start: " + "<a" * 100_000, "start: " + '"a" ' * 50_000 + "//"])  # fmt: skip
+def test_long_texts_are_read_in_time_that_grows_with_their_length(text: str) -> None:
+    began_s = time.thread_time()
+    with contextlib.suppress(GrammarError):
+        lark_of(text, None, json_text)
+    assert time.thread_time() - began_s < 5
+
+
+def test_values_that_are_nested_deeply_are_refused() -> None:
+    deep: Any = 1
+    for _ in range(3000):
+        deep = [deep]
+    with pytest.raises(GrammarError, match="nested too deeply"):
+        json_text({"const": deep})
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -200,10 +221,10 @@ def test_gbnf_as_llama_cpp_reads_it(text: str, answers: list[str], others: list[
 
 @pytest.mark.parametrize(("text", "says"), [
     ('root ::= "a"\nx ::= nothing', "Rule 'nothing' not found (at line 2, column 7)"),
-    ('root ::= "a"\nx ::= "b', "line 2"),
+    ('root ::= "a"\nx ::= "b', "line 2, column 7: a text or a class that does not end"),
     ('root ::= "a"\nx ::= "\\ud800"', "line 2, column 7: \\ud800 is not a character"),
     ('root ::= "\\q"', "line 1, column 10: '\\\\q' is not an escape"),
-    ('root ::= "a\\', "it ends within an escape"),
+    ('root ::= "a\\', "line 1, column 10: a text or a class that does not end"),
     ('start: "a"\nx: "b', "line 2, column 4: a text or a pattern that does not end"),
     ('start: "a"\n  %json {', "line 2, column 9: no JSON"),
     ('start: "x ::= y" z', 'unknown name: "z"'),
