@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import llguidance
 import numpy as np
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from alignedserve.errors import GrammarError
 from alignedserve.grammar import schema as rules
@@ -64,14 +64,13 @@ class LlguidanceLibrary(GrammarLibrary):
     def _begun(self, first: llguidance.LLMatcher, kind: GrammarKind) -> Grammar:
         """The grammar, if an answer to it can begin. Raises GrammarError."""
         bits = np.zeros((1, -(-self._vocab_size // 32)), dtype=np.int32)
-        grammar = LlguidanceGrammar(first)
-        try:
-            self.fill([grammar.matcher()], bits)
-        except GrammarError as error:
-            raise GrammarError(f"{kind}: {error.message}") from None
+        matcher = first.deep_copy()
+        fill_next_token_bitmask(matcher, bits)  # on this thread: a batch does not wait for it
+        if matcher.is_error():
+            raise GrammarError(f"{kind}: no answer can begin: {_line(matcher.get_error())}")
         if not bits.any():
             raise GrammarError(f"{kind}: no answer can begin: nothing satisfies it, or this vocabulary cannot write it")
-        return grammar
+        return LlguidanceGrammar(first)
 
     def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
         inner = [cast(LlguidanceMatcher, matcher).inner for matcher in matchers]
