@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body.refused import Refusal
-from alignedserve.gateway.body.values import Body
+from alignedserve.gateway.body.values import STRICT, Body
 from alignedserve.request import GrammarKind, GrammarSpec
 
 _OLDER = "Older spelling of structured_outputs.{}."
@@ -24,6 +24,7 @@ _REFUSED = (
 
 
 class StructuredOutputs(Body):
+    model_config = {**STRICT, "json_schema_extra": {"additionalProperties": False}}
     refused: ClassVar[Mapping[str, Refusal]] = {entry.field: entry for entry in _REFUSED}
 
     json_: Any = Field(None, alias="json", description="A JSON schema, as an object or as its text.")

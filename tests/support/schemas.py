@@ -7,7 +7,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, InvalidOperation, localcontext
 from typing import Any
 
 from hypothesis import strategies as st
@@ -276,8 +276,9 @@ def problem(schema: Schema, answer: str) -> str | None:
     except ValueError as error:
         return f"not JSON: {error}"
     known = validator_for(schema, default=Draft202012Validator)
-    errors = known(exact(json.dumps(schema)), format_checker=_CHECKER).iter_errors(value)
-    return next((error.message for error in errors), None)
+    with localcontext(prec=1000):  # a remainder has as many digits as the number
+        errors = known(exact(json.dumps(schema)), format_checker=_CHECKER).iter_errors(value)
+        return next((error.message for error in errors), None)
 
 
 def keywords_of(schema: Any) -> set[str]:
