@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import orjson
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body.refused import Refusal
@@ -24,7 +24,7 @@ _REFUSED = (
 
 
 class StructuredOutputs(Body):
-    model_config = {**STRICT, "json_schema_extra": {"additionalProperties": False}}
+    model_config = ConfigDict(**STRICT, json_schema_extra={"additionalProperties": False})
     refused: ClassVar[Mapping[str, Refusal]] = {entry.field: entry for entry in _REFUSED}
 
     json_: Any = Field(None, alias="json", description="A JSON schema, as an object or as its text.")
