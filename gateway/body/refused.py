@@ -59,7 +59,7 @@ _BOTH = (
     Refusal("cache_salt", "different prompts share no KV cache, so a salt has no use", ("",)),
     Refusal("stop_regex", "there are no regular expressions as stop conditions; use stop", ("", [])),
     Refusal("input_ids", "token ids are given as the prompt of /v1/completions", ()),
-    Refusal("guided_decoding_backend", "there is no structured output", ("", "auto")),
+    Refusal("guided_decoding_backend", "the server's engine.grammar chooses the library", ("", "auto")),
     Refusal("max_length", "use max_tokens", ()),
     Refusal("mirostat_mode", "there is no mirostat sampling", _ZERO),
     Refusal("thinking", "there are no options for reasoning", ({"type": "disabled"},)),
