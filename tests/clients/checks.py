@@ -1,0 +1,45 @@
+"""The checks of a client's program: they run one after the other, and each says as a line of JSON whether it held.
+
+Only Python's own library, since every program runs in an environment of its own: `python NAME_checks.py URL [CHECK ...]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+Check = Callable[[str], Any]
+CHECKS: list[Check] = []
+MODEL = "tiny"
+
+
+def check(function: Check) -> Check:
+    """A check gets the server's URL, and may be a coroutine function."""
+    CHECKS.append(function)
+    return function
+
+
+def main() -> None:
+    url, *chosen = sys.argv[1:]
+    for function in CHECKS:
+        if chosen and function.__name__ not in chosen:
+            continue
+        begun, failed = time.monotonic(), ""
+        try:
+            found = function(url)
+            if inspect.isawaitable(found):
+                asyncio.run(_wait(found))
+        except Exception:
+            failed = traceback.format_exc()
+        line = {"check": function.__name__, "failed": failed, "seconds": round(time.monotonic() - begun, 2)}
+        print(json.dumps(line), flush=True)
+
+
+async def _wait(found: Any) -> None:
+    await found
