@@ -8,6 +8,7 @@ import openai
 from agents import (
     Agent,
     AgentOutputSchema,
+    MaxTurnsExceeded,
     Model,
     ModelSettings,
     OpenAIChatCompletionsModel,
@@ -34,13 +35,14 @@ def models(url: str) -> list[Model]:
 
 
 class Looks:
-    """A tool that remembers its calls."""
+    """A tool that remembers its calls. `once`: it is offered until it was called."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, once: bool = False) -> None:
+        self.once = once
         self.calls: list[tuple[str, int]] = []
 
     def tool(self) -> Any:
-        @function_tool
+        @function_tool(is_enabled=lambda _, __: not (self.once and self.calls))
         def look(place: Literal["Bern", "Oslo"], days: Literal[1, 2, 3]) -> str:
             """Look at the weather.
 
@@ -126,17 +128,36 @@ async def a_loop_of_calls_and_an_answer(url: str) -> None:
 
 
 @check
-async def a_run_of_several_turns(url: str) -> None:
-    """What follows the call is the model's own choice: an answer, or further calls up to the limit of turns."""
-    settings = SETTINGS.resolve(
-        ModelSettings(tool_choice="look", parallel_tool_calls=False, extra_body={"stop": ["."]}, max_tokens=400)
-    )
+async def a_run_of_two_turns(url: str) -> None:
+    """The tool is offered until it was called, so the second turn is the answer."""
+    settings = SETTINGS.resolve(ModelSettings(tool_choice="look", parallel_tool_calls=False))
+    for model in models(url):
+        for streamed in (False, True):
+            looks = Looks(once=True)
+            agent = Agent(name="one", model=model, model_settings=settings, tools=[looks.tool()], output_type=Place)
+            if streamed:
+                result: Any = Runner.run_streamed(agent, "How warm is it?", max_turns=2)
+                assert [event async for event in result.stream_events()]
+            else:
+                result = await Runner.run(agent, "How warm is it?", max_turns=2)
+            assert len(looks.calls) == 1
+            assert isinstance(result.final_output, Place), type(model)
+
+
+@check
+async def a_loop_is_bounded_by_its_turns(url: str) -> None:
+    """The tools stay offered, and tool_choice is auto from the second turn on: every call that comes is valid."""
+    settings = SETTINGS.resolve(ModelSettings(tool_choice="look", parallel_tool_calls=False))
     for model in models(url):
         looks = Looks()
         agent = Agent(name="one", model=model, model_settings=settings, tools=[looks.tool()], output_type=Place)
-        result = await Runner.run(agent, "How warm is it?", max_turns=4, error_handlers={"max_turns": lambda _: None})
-        assert looks.calls
-        assert isinstance(result.final_output, Place), type(model)
+        try:
+            result = await Runner.run(agent, "How warm is it?", max_turns=3)
+        except MaxTurnsExceeded:
+            assert len(looks.calls) == 3
+        else:
+            assert isinstance(result.final_output, Place), type(model)
+            assert looks.calls
 
 
 @check

@@ -27,18 +27,19 @@ def check(function: Check) -> Check:
 
 def main() -> None:
     url, *chosen = sys.argv[1:]
-    for function in CHECKS:
-        if chosen and function.__name__ not in chosen:
-            continue
-        begun, failed = time.monotonic(), ""
-        try:
-            found = function(url)
-            if inspect.isawaitable(found):
-                asyncio.run(_wait(found))
-        except Exception:
-            failed = traceback.format_exc()
-        line = {"check": function.__name__, "failed": failed, "seconds": round(time.monotonic() - begun, 2)}
-        print(json.dumps(line), flush=True)
+    with asyncio.Runner() as runner:  # one loop for all: clients keep connections
+        for function in CHECKS:
+            if chosen and function.__name__ not in chosen:
+                continue
+            begun, failed = time.monotonic(), ""
+            try:
+                found = function(url)
+                if inspect.isawaitable(found):
+                    runner.run(_wait(found))
+            except Exception:
+                failed = traceback.format_exc()
+            line = {"check": function.__name__, "failed": failed, "seconds": round(time.monotonic() - begun, 2)}
+            print(json.dumps(line), flush=True)
 
 
 async def _wait(found: Any) -> None:

@@ -17,8 +17,6 @@ GIVEN: dict[str, Any] = {"model": MODEL, "messages": ASKED, "temperature": 0, "m
 class Place(BaseModel):
     """A place."""
 
-    model_config = ConfigDict(extra="forbid")
-
     name: Literal["Bern", "Oslo", "Quito"]
     people: int = Field(ge=0, le=999)
 
@@ -55,7 +53,7 @@ async def an_object_by_each_mode(url: str) -> None:
         assert isinstance(place, Place), mode
         assert raw.usage.completion_tokens > 1
         again = await later(url, mode).chat.completions.create(response_model=Place, **GIVEN, **options)
-        assert again == place, mode
+        assert again.model_dump() == place.model_dump(), mode
 
 
 @check
@@ -65,8 +63,7 @@ def strict_tools(url: str) -> None:
 
 @check
 def a_code_block_as_markdown_mode_asks_for_it(url: str) -> None:
-    form = r'```json\n\{"name": ?"(Bern|Oslo)", ?"people": ?[0-9]{1,3}\}\n```'
-    form = form.replace("[0-9]{1,3}", "(0|[1-9][0-9]{0,2})")
+    form = r'```json\n\{"name": ?"(Bern|Oslo)", ?"people": ?(0|[1-9][0-9]{0,2})\}\n```'
     options = {**GIVEN, "extra_body": {"structured_outputs": {"regex": form}}}
     assert isinstance(client(url, Mode.MD_JSON).create(response_model=Place, **options), Place)
 
@@ -86,15 +83,15 @@ def json_mode(url: str) -> None:
 
 @check
 async def partial_objects_as_a_stream(url: str) -> None:
+    """The last one is whole. It need not be the one that is not streamed: its type has another name in the prompt."""
     for mode, options in TOLD.items():
         asked = {name: value for name, value in GIVEN.items() if name != "max_retries"}
         parts = list(client(url, mode).create_partial(response_model=Place, **asked, **options))
         assert len(parts) > 1, mode
-        whole = client(url, mode).create(response_model=Place, **GIVEN, **options)
-        assert parts[-1].model_dump() == whole.model_dump(), mode
+        assert isinstance(Place.model_validate(parts[-1].model_dump()), Place), mode
         stream = later(url, mode).create_partial(response_model=Place, **asked, **options)
         *_, last = [part async for part in stream]
-        assert last.model_dump() == whole.model_dump(), mode
+        assert last.model_dump() == parts[-1].model_dump(), mode
 
 
 @check
