@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 FOLDER = os.environ["MODEL_FOLDER"]
 TOLERANCE = 2e-3  # of the logarithm of a probability
 QUESTIONS = [
-    {"text": "Return a list of", "choices": [" the", " strings", " zebras"], "answer": 0},
+    {"text": "Return a list of", "choices": [" all", " the", " zebras"], "answer": 0},
     {"text": "Raise a ValueError if", "choices": [" the", " purple", " value"], "answer": 0},
     {"text": "This function returns the number", "choices": [" of", " upon", " if the"], "answer": 0},
     {"text": "Open the file and", "choices": [" return it.", " read", " Q"], "answer": 1},
@@ -51,7 +51,8 @@ def tasks() -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
     measures = [{"metric": "acc"}, {"metric": "acc_norm"}]
     choices = task("choices", "questions", output_type="multiple_choice", doc_to_text="{{text}}",
-                   doc_to_choice="{{choices}}", doc_to_target="{{answer}}", metric_list=measures)  # fmt: skip
+                   doc_to_choice="{{choices}}", doc_to_target="{{answer}}", target_delimiter="",
+                   metric_list=measures)  # fmt: skip
     rolling = task("rolling", "texts", output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}",
                    metric_list=[{"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}])  # fmt: skip
     written = task("written", "questions", output_type="generate_until", doc_to_text="{{text}}", doc_to_target="",
@@ -86,21 +87,29 @@ def truth() -> dict[str, Any]:
 
 @check
 def the_numbers_are_those_of_its_own_model(url: str) -> None:
-    scored, _ = tasks()
+    choices, rolling = tasks()[0]
     expected = truth()
-    ways: list[dict[str, Any]] = [{}, {"num_concurrent": 4}, {"batch_size": 4}, {"tokenized_requests": False}]
-    for way in ways:
-        found = evaluate("local-completions", through_the_server(url, **way), scored)
-        for task in ("choices", "rolling"):
+    ways: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+        ({}, [choices, rolling]),
+        ({"num_concurrent": 2, "batch_size": 4}, [choices, rolling]),
+        ({"tokenized_requests": False}, [choices]),  # rolling begins with a special token, spelled: that is text here
+    ]
+    for way, wanted in ways:
+        found = evaluate("local-completions", through_the_server(url, **way), wanted)
+        for task in (one["task"] for one in wanted):
             for name, value in expected["results"][task].items():
                 if isinstance(value, float):
                     assert math.isclose(found["results"][task][name], value, abs_tol=TOLERANCE), (way, task, name)
-            for said, right in zip(answers(found, task), answers(expected, task), strict=True):
-                pairs = [(said, right)] if isinstance(said, float) else [(said[0], right[0])]
-                assert all(math.isclose(float(a), float(b), abs_tol=TOLERANCE * 20) for a, b in pairs), (way, task)
+            pairs = zip(answers(found, task), answers(expected, task), strict=True)
+            assert all(math.isclose(_sum(a), _sum(b), abs_tol=TOLERANCE) for a, b in pairs), (way, task)
         greedy = [str(said[1]) for said in answers(found, "choices")]
         assert greedy == [str(said[1]) for said in answers(expected, "choices")], way
-        assert "True" in greedy, "no choice is the likeliest: the comparison says little"
+        assert {"True", "False"} == set(greedy), "the comparison says little"
+
+
+def _sum(said: Any) -> float:
+    """The log-likelihood that an answer has: alone, or with whether its tokens are the likeliest."""
+    return float(said if isinstance(said, float | str) else said[0])
 
 
 @check
@@ -108,7 +117,7 @@ def generated_text_is_that_of_its_own_model(url: str) -> None:
     _, written = tasks()
     expected = answers(truth(), "written")
     assert any(expected)
-    for way in ({}, {"num_concurrent": 4}, {"batch_size": 3}):
+    for way in ({}, {"num_concurrent": 2, "batch_size": 3}):
         found = evaluate("local-completions", through_the_server(url, **way), [written])
         assert answers(found, "written") == expected, way
 
