@@ -117,7 +117,11 @@ async def a_loop_of_calls_and_an_answer(url: str) -> None:
     for model in models(url):
         looks = Looks()
         first = Agent(
-            name="one", model=model, model_settings=settings, tools=[looks.tool()], tool_use_behavior="stop_on_first_tool"
+            name="one",
+            model=model,
+            model_settings=settings,
+            tools=[looks.tool()],
+            tool_use_behavior="stop_on_first_tool",
         )
         called = await Runner.run(first, "How warm is it?")
         second = Agent(name="two", model=model, model_settings=SETTINGS, output_type=Place)

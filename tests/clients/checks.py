@@ -1,6 +1,6 @@
 """The checks of a client's program: they run one after the other, and each says as a line of JSON whether it held.
 
-Only Python's own library, since every program runs in an environment of its own: `python NAME_checks.py URL [CHECK ...]`.
+Only Python's own library: every program runs in an environment of its own, by `python NAME_checks.py URL [CHECK ...]`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 Check = Callable[[str], Any]
@@ -23,6 +25,24 @@ def check(function: Check) -> Check:
     """A check gets the server's URL, and may be a coroutine function."""
     CHECKS.append(function)
     return function
+
+
+@dataclass(slots=True)
+class Raised:
+    """`error` is there after the `with` block."""
+
+    error: Any = None
+
+
+@contextmanager
+def raises(kind: type[Exception]) -> Iterator[Raised]:
+    found = Raised()
+    try:
+        yield found
+    except kind as error:
+        found.error = error
+    else:
+        raise AssertionError(f"{kind.__name__} was not raised")
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""langchain-openai: text, structured output by every method, tools and their results, streams, both of OpenAI's APIs."""
+"""langchain-openai: text, structured output by every method, tools and their results, streams, both APIs of OpenAI."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
 import openai
-from checks import MODEL, check, main
+from checks import MODEL, check, main, raises
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
@@ -216,12 +216,9 @@ async def the_responses_api(url: str) -> None:
 
 @check
 def errors_are_openais(url: str) -> None:
-    try:
+    with raises(openai.NotFoundError) as raised:
         chat(url, model="another").invoke(ASKED)
-    except openai.NotFoundError as error:
-        assert error.code == "model_not_found"
-    else:
-        raise AssertionError("another model answered")
+    assert raised.error.code == "model_not_found"
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class Heard:
     finish: str = ""
 
     def take(self, choice: Any) -> None:
-        """`choice`: of a GenerateChunk. Raises AssertionError if a part of a call belongs to none, or begins one twice."""
+        """`choice`: of a GenerateChunk. Raises AssertionError if it begins a call out of turn or without an id."""
         self.tokens += choice.token_ids
         self.text += choice.text
         self.finish = choice.finish_reason or self.finish
@@ -162,7 +162,9 @@ class ToolCall(Ask):
 def mixed(prompts: Sequence[Sequence[int]]) -> list[Ask]:
     """One ask for each prompt; each third one is under a grammar, or for a call."""
     kinds: list[Callable[[Sequence[int]], Ask]] = [Json, _call_of_any, Regex, _call_of_one]
-    return [kinds[number // 3 % 4](prompt) if number % 3 == 0 else Plain(prompt) for number, prompt in enumerate(prompts)]
+    return [
+        kinds[number // 3 % 4](prompt) if number % 3 == 0 else Plain(prompt) for number, prompt in enumerate(prompts)
+    ]
 
 
 def _call_of_any(prompt: Sequence[int]) -> Ask:

@@ -1,6 +1,6 @@
 """Virtual environments for clients of other projects, and programs that run in them.
 
-An environment has exactly the versions that `tests/clients/NAME.txt` pins. It is made once, and kept in `build/clients`.
+An environment has the versions that `tests/clients/NAME.txt` pins. It is made once, and kept in `build/clients`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from support.requirements import need
@@ -81,5 +82,5 @@ def run_checks(name: str, url: str, *, timeout_s: float, **environ: str) -> list
 def checks_of(name: str) -> list[str]:
     """The names of a program's checks, in their order, as its text has them."""
     lines = (PROGRAMS / f"{name}_checks.py").read_text(encoding="utf-8").splitlines()
-    after = [line for before, line in zip(lines, lines[1:], strict=False) if before == "@check"]
+    after = [line for before, line in pairwise(lines) if before == "@check"]
     return [line.removeprefix("async ").removeprefix("def ").partition("(")[0] for line in after]

@@ -71,7 +71,7 @@ def test_objects_that_name_their_properties_are_closed_where_nothing_else_applie
 def objects(children: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
     named = st.dictionaries(st.sampled_from("abc"), children, max_size=3)
     lists = st.lists(children, min_size=1, max_size=2)
-    some = st.fixed_dictionaries(
+    return st.fixed_dictionaries(
         {},
         optional={
             "properties": named,
@@ -85,11 +85,11 @@ def objects(children: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
             "$ref": st.sampled_from(["#", "#/$defs/d"]),
         },
     )
-    return some
 
 
 VALUES = st.recursive(
-    st.integers(0, 2), lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, max_size=3) | st.lists(inner, max_size=2)
+    st.integers(0, 2),
+    lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, max_size=3) | st.lists(inner, max_size=2),
 )
 
 
