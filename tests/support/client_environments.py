@@ -39,7 +39,7 @@ def index_refuses() -> str:
     """Why pip's index cannot be asked for a package; "" if it answers."""
     ask = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "1", "--timeout", "15")
     done = subprocess.run([*ask, "index", "versions", "pip"], capture_output=True, text=True, timeout=120, check=False)
-    return "" if done.returncode == 0 else f"pip's index cannot be reached: {done.stderr.strip()[-300:]}"
+    return "" if done.returncode == 0 else f"pip's index cannot be reached: {done.stderr.strip()[:300]}"
 
 
 def _environ(more: Mapping[str, str]) -> dict[str, str]:
