@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Literal
 
+import openai
 import pytest
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, ModelHTTPError, NativeOutput, PromptedOutput, ToolOutput
@@ -23,7 +24,6 @@ from alignedserve.request import FinishReason, RequestSpec
 from alignedserve.text import Tokenizer
 from support.fake_cluster import FakeCluster, playing
 from support.gateway import RunningGateway
-from support.gateway_front import CHAT, Front
 
 TOKENIZER = Tokenizer.from_folder(resolve_model("tiny"))
 assert TOKENIZER is not None
@@ -103,20 +103,21 @@ async def test_a_tool_is_called_and_its_result_is_in_the_next_prompt(model: Mode
     assert call("look", '{"place": "Oslo"}') in prompts[1]
 
 
-async def test_arguments_have_the_keys_that_the_tool_names_and_the_prompt_has_the_tool_as_sent() -> None:
+async def test_arguments_have_the_keys_that_the_tool_names_and_the_reply_has_the_tool_as_sent(
+    gateway: RunningGateway, cluster: FakeCluster
+) -> None:
     """Its schema says nothing of other keys; a model that may write them need not stop."""
-    parameters = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
-    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
-    sent = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool], "tool_choice": "required"}
-    (submitted,) = await Front().submit(CHAT, sent)
-    grammar = submitted.sampling.grammar
+    place = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    parameters = {"type": "object", "properties": {"place": place}, "required": ["place"]}
+    tool = {"type": "function", "name": "look", "parameters": parameters}
+    saying(cluster, call("look", '{"place": {"name": "Bern"}}'))
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none") as client:
+        answer = await client.responses.create(model="tiny", input="hi", tools=[tool], tool_choice="required")  # type: ignore[list-item]
+    grammar = cluster.submitted[0].sampling.grammar
     assert grammar is not None
     (arguments,) = [line for line in json.loads(grammar.text)["lark"].splitlines() if "%json" in line]
-    assert json.loads(arguments.partition("%json ")[2])["additionalProperties"] is False
-    assert TOKENIZER is not None
-    prompt = TOKENIZER.decode(list(submitted.prompt_token_ids))
-    assert '"required": ["place"]' in prompt
-    assert "additionalProperties" not in prompt
+    assert arguments.count('"additionalProperties": false') == 2
+    assert answer.tools[0].to_dict()["parameters"] == parameters
 
 
 async def test_text_and_its_stream(model: Model, cluster: FakeCluster) -> None:
