@@ -175,7 +175,8 @@ class Chaos:
 
     async def _follow(self, stream: Stream, streams: Sequence[Stream], watch: Any) -> None:
         try:
-            async for _ in stream.ask.stream(self._client, self._max_tokens, stream.heard):
+            async for chunk in stream.ask.stream(self._client, self._max_tokens):
+                stream.heard.take(chunk)
                 stream.times_s.append(time.monotonic())
                 if watch is not None:
                     watch(streams)

@@ -9,16 +9,12 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jsonschema
 
-from alignedserve.client import AsyncClient
-from alignedserve.client.aio import AsyncChunkStream
-from alignedserve.client.calls import Call
-from alignedserve.client.types import Chunk, ClientTimings
-from alignedserve.proto import inference_pb2 as pb
+from alignedserve.client import AsyncChunkStream, AsyncClient, Chunk
 
 MOST_TOKENS = 400  # of an answer under a grammar, each of which ends before
 ITEM: dict[str, Any] = {
@@ -54,12 +50,12 @@ class Heard:
     calls: list[list[str]] = field(default_factory=list)
     finish: str = ""
 
-    def take(self, choice: Any) -> None:
-        """`choice`: of a GenerateChunk. Raises AssertionError if it begins a call out of turn or without an id."""
-        self.tokens += choice.token_ids
-        self.text += choice.text
-        self.finish = choice.finish_reason or self.finish
-        for part in choice.tool_calls:
+    def take(self, chunk: Chunk) -> None:
+        """Raises AssertionError if the chunk begins a call out of turn or without an id."""
+        self.tokens += chunk.token_ids
+        self.text += chunk.text
+        self.finish = chunk.finish_reason or self.finish
+        for part in chunk.tool_calls:
             if part.name:
                 assert (part.index, bool(part.id)) == (len(self.calls), True), part
                 self.calls.append([part.name, ""])
@@ -74,23 +70,15 @@ class Heard:
 
 
 class Ask(ABC):
-    """One stream's request. `valid` is asked of answers that have ended."""
+    """One stream's request."""
 
     @abstractmethod
-    def call(self, client: AsyncClient, max_tokens: int) -> Call[Chunk]: ...
+    def stream(self, client: AsyncClient, max_tokens: int) -> AsyncChunkStream:
+        """`max_tokens`: of an answer that nothing else ends."""
 
     @abstractmethod
-    def valid(self, heard: Heard) -> bool: ...
-
-    def stream(self, client: AsyncClient, max_tokens: int, heard: Heard) -> AsyncChunkStream:
-        """Reading it fills `heard`."""
-        call = self.call(client, max_tokens)
-
-        def parse(message: pb.GenerateChunk, timings: ClientTimings) -> Chunk:
-            heard.take(message.choice)
-            return call.parse(message, timings)
-
-        return client._follow(replace(call, parse=parse))
+    def valid(self, heard: Heard) -> bool:
+        """Whether an answer that has ended well is what was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +87,11 @@ class Plain(Ask):
 
     prompt: Sequence[int]
 
-    def call(self, client: AsyncClient, max_tokens: int) -> Call[Chunk]:
-        options: Any = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-        return client._planner.stream(None, self.prompt, options)
+    def stream(self, client: AsyncClient, max_tokens: int) -> AsyncChunkStream:
+        return client.stream(prompt_token_ids=self.prompt, max_tokens=max_tokens, temperature=0, ignore_eos=True)
 
     def valid(self, heard: Heard) -> bool:
-        return not heard.calls
+        return heard.finish == "length" and not heard.calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +100,10 @@ class Json(Ask):
 
     prompt: Sequence[int]
 
-    def call(self, client: AsyncClient, max_tokens: int) -> Call[Chunk]:
-        options: Any = {"max_tokens": MOST_TOKENS, "temperature": 0, "response_format": SCHEMA}
-        return client._planner.stream(None, self.prompt, options)
+    def stream(self, client: AsyncClient, max_tokens: int) -> AsyncChunkStream:
+        return client.stream(
+            prompt_token_ids=self.prompt, max_tokens=MOST_TOKENS, temperature=0, response_format=SCHEMA
+        )
 
     def valid(self, heard: Heard) -> bool:
         return heard.finish == "stop" and not heard.calls and _follows(heard.text, SCHEMA)
@@ -127,11 +115,11 @@ class Regex(Ask):
 
     prompt: Sequence[int]
 
-    def call(self, client: AsyncClient, max_tokens: int) -> Call[Chunk]:
-        options: Any = {"max_tokens": MOST_TOKENS, "temperature": 0}
-        call = client._planner.stream(None, self.prompt, options)
-        call.message.grammar.kind, call.message.grammar.text = "regex", REGEX
-        return call
+    def stream(self, client: AsyncClient, max_tokens: int) -> AsyncChunkStream:
+        asked = {"regex": REGEX}
+        return client.stream(
+            prompt_token_ids=self.prompt, max_tokens=MOST_TOKENS, temperature=0, structured_outputs=asked
+        )
 
     def valid(self, heard: Heard) -> bool:
         return heard.finish == "stop" and re.fullmatch(REGEX, heard.text) is not None
@@ -144,13 +132,15 @@ class ToolCall(Ask):
     words: str
     named: bool
 
-    def call(self, client: AsyncClient, max_tokens: int) -> Call[Chunk]:
-        options: Any = {"max_tokens": MOST_TOKENS, "temperature": 0}
-        call = client._planner.chat_stream([], options)
-        choice = {"type": "function", "function": {"name": "look"}} if self.named else "required"
-        chat = {"messages": [{"role": "user", "content": self.words}], "tools": TOOLS, "tool_choice": choice}
-        call.message.chat_json = json.dumps({**chat, "parallel_tool_calls": False})
-        return call
+    def stream(self, client: AsyncClient, max_tokens: int) -> AsyncChunkStream:
+        return client.chat_stream(
+            [{"role": "user", "content": self.words}],
+            tools=TOOLS,
+            tool_choice="look" if self.named else "required",
+            parallel_tool_calls=False,
+            max_tokens=MOST_TOKENS,
+            temperature=0,
+        )
 
     def valid(self, heard: Heard) -> bool:
         if heard.finish not in ("stop", "tool_calls") or heard.text or len(heard.calls) != 1:
