@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from alignedserve.grammar import schema as rules
+from alignedserve.grammar.closing import close_objects
 
 ONE_SPACE = " ?"  # between the tokens of JSON: whitespace without limit would let a model go on for ever
 ESCAPES = '"\\bfnrt'  # of strings; with \u a key could be spelled so that it is not seen to be one of `properties`
@@ -79,9 +80,14 @@ def checked_schema(schema: Any, place: str = "") -> dict[str, Any]:
 
 
 def json_text(schema: Any, whitespace: str | None = None, place: str = "") -> str:
-    """A JSON schema with our options for the compiler in place of the client's. Raises GrammarError."""
+    """A JSON schema with our options for the compiler in place of the client's. It may be changed in place.
+
+    Raises GrammarError.
+    """
     options = {
         "whitespace_pattern": ONE_SPACE if whitespace is None else whitespace,
         "json_allowed_escapes": ESCAPES,
     }
-    return json.dumps({**checked_schema(schema, place), "x-guidance": options})
+    found = checked_schema(schema, place)
+    close_objects(found)
+    return json.dumps({**found, "x-guidance": options})
