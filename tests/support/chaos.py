@@ -147,7 +147,7 @@ class Chaos:
         share = self._draw.uniform(0.1, 0.7) if at is None else at
         repeated, reused = await self._counters(REPEATED), await self._counters(REUSED)
         victim = self._draw.choice(await self._living(role))
-        struck: list[tuple[int, int, float]] = []
+        struck: list[tuple[int, int, float, asyncio.Task[float]]] = []
 
         def watch(streams: Sequence[Stream]) -> None:
             delivered = sum(len(stream.tokens) for stream in streams)
@@ -155,13 +155,13 @@ class Chaos:
                 in_flight = sum(1 for stream in streams if stream.tokens and not stream.ended)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(victim["pid"], number)
-                    struck.append((delivered, in_flight, time.monotonic()))
+                    replaced = asyncio.ensure_future(self._wait_replaced(victim))
+                    struck.append((delivered, in_flight, time.monotonic(), replaced))
 
         streams = await self._run(watch)
         assert struck, f"{victim['id']} was gone before it was struck"
-        delivered, in_flight, at_s = struck[0]
-        await self._wait_replaced(victim)
-        restored_s = time.monotonic() - at_s
+        delivered, in_flight, at_s, replaced = struck[0]
+        restored_s = await replaced - at_s
         how = signal.Signals(number).name
         strike = Strike(role, victim["id"], how, delivered, in_flight, restored_s)
         return await self._judge(strike, streams, at_s, repeated, reused)
@@ -234,15 +234,15 @@ class Chaos:
                 return found
             await asyncio.sleep(0.1)
 
-    async def _wait_replaced(self, victim: dict[str, Any], timeout_s: float = 90.0) -> None:
-        """Wait until the victim is dead and as many processes of its role are ready as before."""
+    async def _wait_replaced(self, victim: dict[str, Any], timeout_s: float = 90.0) -> float:
+        """Wait until the victim is dead and as many processes of its role are ready as before. When that was."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             living = [r for r in await self._living(victim["role"]) if r["pid"] != victim["pid"]]
             same = [r for r in living if r["id"] == victim["id"] or victim["role"] == "gateway"]
             if same and not psutil.pid_exists(victim["pid"]):
                 await self._get("/health", deadline - time.monotonic())
-                return
+                return time.monotonic()
             await asyncio.sleep(0.1)
         raise TimeoutError(f"{victim['id']} was not replaced within {timeout_s:g} s")
 
