@@ -112,6 +112,12 @@ class PoolWriter:
         finally:
             self._on_waiting()
 
+    def take_now(self, count: int) -> list[int] | None:
+        """Take `count` leased blocks if so many are at hand and no caller waits; else None."""
+        taken = None if self._waiters else self._lease.take(count)
+        self._ask()
+        return taken
+
     def give(self, block_ids: Iterable[int]) -> None:
         """Put taken blocks back at hand. Blocks that were committed, or whose lease is void, are ignored."""
         self._lease.give(block_ids)

@@ -157,9 +157,7 @@ class PrefillLoop(ComputeThread[[]]):
         with self.meter.step(1.0):
             self._runner.warm_up()
 
-    def submit(
-        self, specs: Sequence[RequestSpec], base: Base | None = None, pin: RequestKey | None = None
-    ) -> None:
+    def submit(self, specs: Sequence[RequestSpec], base: Base | None = None, pin: RequestKey | None = None) -> None:
         """Queue the requests of one group. Only the first must have the prompt; the others get it from there.
 
         `pin`: the request that holds a cached `base`, if it is not the first.
@@ -432,7 +430,9 @@ class PrefillLoop(ComputeThread[[]]):
             self._chunks.release(job.lead)
             return
         blocks = self._chunks.blocks_of(job.lead)
-        outcome.prefilled.append(PrefilledJob(job.lead, job.pin, going_on, len(job.tokens), blocks, job.base, job.ahead))
+        outcome.prefilled.append(
+            PrefilledJob(job.lead, job.pin, going_on, len(job.tokens), blocks, job.base, job.ahead)
+        )
 
     def _choose(self, job: PromptJob, logits: torch.Tensor) -> dict[RequestKey, SampledToken]:
         """Sample a token for each member that may still generate (with `max_tokens` 0 only the prompt is computed)."""

@@ -11,14 +11,13 @@ import array
 import asyncio
 import hashlib
 import logging
-import sys
 from collections.abc import Iterable, Sequence
 
 from alignedserve.errors import AlignedServeError
+from alignedserve.kv_pool.prefixes import cached_prefix
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.metrics import Page
 from alignedserve.prefill_worker.loop import Base
-from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import RequestKey
 
 logger = logging.getLogger(__name__)
@@ -26,13 +25,6 @@ logger = logging.getLogger(__name__)
 LEAST_SHARED_BLOCKS = 8
 """A prompt waits for another one only if that computes at least this many blocks for it: a shorter part is computed
 again in less time than its copy to the pool takes."""
-
-
-def cached_prefix(tokens: Sequence[int], salt: bytes) -> kp.CachedPrefix:
-    packed = array.array("I", tokens)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return kp.CachedPrefix(token_ids=packed.tobytes(), salt=salt)
 
 
 class Prefixes:

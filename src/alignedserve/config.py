@@ -85,6 +85,9 @@ class KvPoolConfig:
     verify: bool = _key(
         False, "compare a checksum of every KV block after each copy; a block that differs is never used"
     )
+    prefix_cache: bool = _key(
+        True, "keep the KV of ended requests in free blocks, and compute only what a prompt does not share with them"
+    )
     copy_timeout_s: float = _key(
         10.0, "seconds after which a copy is stuck; its worker is fenced and replaced", low=0.1
     )
