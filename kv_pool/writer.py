@@ -153,10 +153,11 @@ class PoolWriter:
         if share_with is not None:
             commit.share_with.CopyFrom(key_to_proto(share_with))
         reply = await self._ask_shard(kp.PoolWriterMessage(commit=commit))
-        self._lease.committed(block_ids[kept_blocks:])
-        if not reply.committed.block_ids:
-            return Committed(list(block_ids), list(checksums))
-        return Committed(list(reply.committed.block_ids), list(reply.committed.checksums))
+        held = Committed(list(reply.committed.block_ids), list(reply.committed.checksums))
+        if not held.block_ids:
+            held = Committed(list(block_ids), list(checksums))
+        self._settle(block_ids[kept_blocks:], held.block_ids)
+        return held
 
     async def pin(self, key: RequestKey, prefix: kp.CachedPrefix) -> kp.Holding:
         """The request holds the cached blocks of its prompt's beginning from now on: none, if none are cached.
@@ -171,8 +172,13 @@ class PoolWriter:
     ) -> None:
         """Cache taken blocks that hold the KV of `prefix` from `first_block` on. Raises like `commit`."""
         cache = kp.CacheBlocks(prefix=prefix, first_block=first_block, block_ids=block_ids, checksums=checksums)
-        await self._ask_shard(kp.PoolWriterMessage(cache=cache))
-        self._lease.committed(block_ids)
+        reply = await self._ask_shard(kp.PoolWriterMessage(cache=cache))
+        self._settle(block_ids, reply.committed.block_ids)
+
+    def _settle(self, taken: Sequence[int], used: Iterable[int]) -> None:
+        """Of these taken blocks, those that the shard did not use are at hand again."""
+        self._lease.committed(set(taken).intersection(used))
+        self.give(set(taken).difference(used))
 
     async def _ask_shard(self, message: kp.PoolWriterMessage) -> kp.PoolWriterReply:
         """The shard's reply to a message that is sent again to its successor if need be. Raises like `commit`."""

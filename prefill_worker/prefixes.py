@@ -7,9 +7,7 @@ with several prompts at once is computed once.
 
 from __future__ import annotations
 
-import array
 import asyncio
-import hashlib
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -18,6 +16,7 @@ from alignedserve.kv_pool.prefixes import cached_prefix
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.metrics import Page
 from alignedserve.prefill_worker.loop import Base
+from alignedserve.prefix_chain import DIGEST_BYTES, Chain, root_digest
 from alignedserve.request import RequestKey
 
 logger = logging.getLogger(__name__)
@@ -102,11 +101,6 @@ class Prefixes:
 
     def _digests(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
         """A digest of each prefix of full blocks."""
-        packed = array.array("I", tokens).tobytes()
-        size = 4 * self._block_size
-        chain = hashlib.blake2b(salt, digest_size=16)
-        found = []
-        for begin in range(0, len(packed) - size + 1, size):
-            chain.update(packed[begin : begin + size])
-            found.append(chain.digest())
-        return found
+        chain = Chain(root_digest(salt.hex()), tokens, self._block_size)
+        digests = bytes(chain.digests(chain.blocks))
+        return [digests[begin : begin + DIGEST_BYTES] for begin in range(0, len(digests), DIGEST_BYTES)]

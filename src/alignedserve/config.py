@@ -88,6 +88,11 @@ class KvPoolConfig:
     prefix_cache: bool = _key(
         True, "keep the KV of ended requests in free blocks, and compute only what a prompt does not share with them"
     )
+    cache_policy: str = _key(
+        "value",
+        "which cached KV is given up first: value (by the time to compute it again, and uses), lru",
+        choices=("value", "lru"),
+    )
     copy_timeout_s: float = _key(
         10.0, "seconds after which a copy is stuck; its worker is fenced and replaced", low=0.1
     )
