@@ -21,8 +21,9 @@ from alignedserve.control.metrics import StoreCount, show_stores
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import AlignedServeError, StaleError
 from alignedserve.kv_pool.agent_handover import AgentHandover
+from alignedserve.kv_pool.counts import Grant
 from alignedserve.kv_pool.paired_service import PairedCopiesService
-from alignedserve.kv_pool.pool import Grant, KvPool
+from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.records import Holding, WriterKey, check_writer
 from alignedserve.kv_pool.stored import renewed, unpacked
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
@@ -80,7 +81,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self.set_state("loading")
         model, plan = await self._plan
         geometry = model.geometry(plan.block_size)
-        front = table_bytes(plan.pool)
+        front = table_bytes(plan.pool, plan.block_size)
         self._store = await asyncio.to_thread(
             HostBlockStore.create,
             self._segments,
