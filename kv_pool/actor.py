@@ -21,8 +21,8 @@ from alignedserve.control.metrics import StoreCount, show_stores
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import AlignedServeError, StaleError
 from alignedserve.kv_pool.agent_handover import AgentHandover
-from alignedserve.kv_pool.paired_service import PairedCopiesService
 from alignedserve.kv_pool.counts import Grant
+from alignedserve.kv_pool.paired_service import PairedCopiesService
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.prefix_index import PrefixIndex
 from alignedserve.kv_pool.prefixes import prefix_tokens, stored_tokens
@@ -87,7 +87,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self.set_state("loading")
         model, plan = await self._plan
         geometry = model.geometry(plan.block_size)
-        front = table_bytes(plan.pool)
+        front = table_bytes(plan.pool, plan.block_size)
         self._store = await asyncio.to_thread(
             HostBlockStore.create,
             self._segments,
@@ -307,7 +307,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             blocks = pool.match(self._root(request.salt), prefix_tokens(request))
         except AlignedServeError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
-        return kp.PrefixFound(tokens=blocks * pool.block_size)
+        return kp.PrefixFound(tokens=blocks * self._store.geometry.block_size)
 
     def _commit(self, writer: WriterKey, message: kp.PoolWriterMessage, outbox: Outbox[kp.PoolWriterReply]) -> None:
         assert self._pool is not None
