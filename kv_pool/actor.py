@@ -307,7 +307,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             blocks = pool.match(self._root(request.salt), prefix_tokens(request))
         except AlignedServeError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
-        return kp.PrefixFound(tokens=blocks * self._store.geometry.block_size)
+        return kp.PrefixFound(tokens=blocks * pool.block_size)
 
     def _commit(self, writer: WriterKey, message: kp.PoolWriterMessage, outbox: Outbox[kp.PoolWriterReply]) -> None:
         assert self._pool is not None

@@ -169,8 +169,8 @@ class KvPool(ShardBlocks):
         newer = before is not None and before.key.epoch > key.epoch
         if self._cache is None or newer or self._over.newest(key.request_id) >= key.epoch:
             return mine or Holding(key, 0, ()), []
-        found = self._cache.match(root, token_ids, min(most_tokens, len(token_ids) - 1) // self._block_size)
-        kv_tokens = len(found) * self._block_size
+        found = self._cache.match(root, token_ids, min(most_tokens, len(token_ids) - 1) // self.block_size)
+        kv_tokens = len(found) * self.block_size
         if not found or (mine is not None and (mine.payload is not None or mine.kv_tokens >= kv_tokens)):
             return mine or Holding(key, 0, ()), []
         holding = Holding(key, kv_tokens, tuple(found), self._cache.index.checksums(found))
@@ -264,7 +264,7 @@ class KvPool(ShardBlocks):
         self, holding: Holding, key: RequestKey, most_tokens: int, renew: Callable[[bytes], bytes] | None
     ) -> Holding:
         kv_tokens = min(holding.kv_tokens, most_tokens)
-        kept = holding.block_ids[: -(-kv_tokens // self._block_size)]
+        kept = holding.block_ids[: -(-kv_tokens // self.block_size)]
         try:
             payload = None
             if renew is not None and holding.payload is not None and kv_tokens == most_tokens:
@@ -359,10 +359,10 @@ class KvPool(ShardBlocks):
     def _require_sound(
         self, key: RequestKey, kv_tokens: int, block_ids: Sequence[int], checksums: Sequence[int]
     ) -> None:
-        if not 0 < kv_tokens <= len(block_ids) * self._block_size or len(set(block_ids)) != len(block_ids):
+        if not 0 < kv_tokens <= len(block_ids) * self.block_size or len(set(block_ids)) != len(block_ids):
             raise TransferError(
                 f"{self.store_id}: {kv_tokens} tokens of {key.request_id} are not in {len(block_ids)} different blocks "
-                f"of {self._block_size}",
+                f"of {self.block_size}",
                 request_id=key.request_id,
             )
         if checksums and len(checksums) != len(block_ids):

@@ -253,7 +253,8 @@ class PrefixIndex:
         ids = self.queue.take(count, np.frombuffer(cached, np.uint8))
         self.remove(ids)
         self.evicted_blocks += len(ids)
-        return ids.tolist()
+        evicted: list[int] = ids.tolist()
+        return evicted
 
     def use(self, block_ids: Sequence[int]) -> None:
         """One more request uses these blocks."""

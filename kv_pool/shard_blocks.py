@@ -20,7 +20,7 @@ class ShardBlocks:
     def __init__(self, store_id: str, table: AllocationTable, block_size: int, index: PrefixIndex | None) -> None:
         self.store_id = store_id  # names the shard's memory in errors
         self._table = table  # a successor continues from it: written before a change is reported
-        self._block_size = block_size  # tokens of a block
+        self.block_size = block_size  # tokens of a block
         self._cache: PrefixCache | None = None
         self._blocks = BlockAllocator(table.capacity_blocks, store_id)  # owners and leases of blocks
         if index is not None:

@@ -396,7 +396,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
             if gone:
                 self._report(pw.PrefillReport(finished=keys_to_proto(gone)))
         finally:
-            instance.prefix_ended([job.pin], committed=job.pin in committed)
+            pin = job.pin or job.lead
+            instance.prefix_ended([pin], committed=pin in committed)
             instance.compute.release(job.lead)
             self._follow_draining()
 

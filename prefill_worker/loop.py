@@ -103,12 +103,12 @@ class PrefilledJob:
     """A computed job. The prompt's KV is in `block_ids` of the instance's cache; `members` go on to decode."""
 
     lead: RequestKey
-    pin: RequestKey
     members: list[RequestSpec]
     kv_tokens: int
     block_ids: list[int]
     base: Base | None = None
     ahead: Ahead | None = None
+    pin: RequestKey | None = None  # the request that holds a cached base, if it is not the lead
 
 
 class PrefillLoop(ComputeThread[[]]):
@@ -430,9 +430,8 @@ class PrefillLoop(ComputeThread[[]]):
             self._chunks.release(job.lead)
             return
         blocks = self._chunks.blocks_of(job.lead)
-        outcome.prefilled.append(
-            PrefilledJob(job.lead, job.pin, going_on, len(job.tokens), blocks, job.base, job.ahead)
-        )
+        prefilled = PrefilledJob(job.lead, going_on, len(job.tokens), blocks, job.base, job.ahead, job.pin)
+        outcome.prefilled.append(prefilled)
 
     def _choose(self, job: PromptJob, logits: torch.Tensor) -> dict[RequestKey, SampledToken]:
         """Sample a token for each member that may still generate (with `max_tokens` 0 only the prompt is computed)."""

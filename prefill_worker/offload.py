@@ -177,7 +177,7 @@ class Offloader:
         found: list[pb.StoredRequest] = []
         lead = job.members[0].key
         cached = kept if job.base is not None and job.base.cached else 0
-        holder = job.pin if cached and job.pin != lead else None  # the request that pinned the base is gone
+        holder = job.pin if cached and job.pin != lead else None  # it holds the base, and is not among the members
         held = Committed(blocks, checksums)
         for spec in job.members:
             first = spec.key == lead

@@ -67,7 +67,7 @@ class Prefixes:
     async def _pin(self, lead: RequestKey, tokens: Sequence[int], salt: bytes) -> Base | None:
         self._pinned.add(lead)
         try:
-            held = await self._pool.pin(lead, cached_prefix(tokens[:-1], salt))
+            held = await self._pool.pin(lead, cached_prefix(tokens, salt))
         except AlignedServeError as error:
             logger.warning("the prefix cache could not be asked: %s", error, extra={"request_id": lead.request_id})
             return None
