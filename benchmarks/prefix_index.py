@@ -67,7 +67,7 @@ def timed(work: Callable[[], None]) -> float:
 class Filled:
     """An index of `capacity` blocks, filled with cached chains of `length` blocks."""
 
-    def __init__(self, capacity: int, length: int, policy: str) -> None:
+    def __init__(self, capacity: int, length: int, policy: str, *, scattered: bool) -> None:
         self.length = length
         self.memory = shared(capacity * entry_bytes(BLOCK))
         gc.collect()
@@ -75,7 +75,7 @@ class Filled:
         self.cached = bytearray(b"\1") * capacity
         chosen = cache_policy(policy, lambda tokens: 1e-3 + 1e-5 * tokens + 1e-10 * tokens**2, BLOCK)
         self.index = PrefixIndex(IndexEntries(self.memory, BLOCK), BLOCK, chosen)
-        self.order = np.random.default_rng(0).permutation(capacity)  # blocks of a chain lie anywhere
+        self.order = np.random.default_rng(0).permutation(capacity) if scattered else np.arange(capacity)
         self.chains = capacity // length
         self.free: list[int] = []
         for number in range(self.chains):
@@ -122,8 +122,8 @@ class Filled:
         return result
 
 
-def measure_index(capacity: int, length: int, policy: str, repetitions: int) -> dict[str, float]:
-    filled = Filled(capacity, length, policy)
+def measure_index(capacity: int, length: int, policy: str, repetitions: int, *, scattered: bool) -> dict[str, float]:
+    filled = Filled(capacity, length, policy, scattered=scattered)
     runs = [filled.repetition(max(1, 100_000 // length)) for _ in range(repetitions)]
     medians = {name: round(statistics.median(run[name] for run in runs), 3) for name in runs[0]}
     return {**medians, "bytes a block": round(filled.bytes_a_block, 1), "entry bytes": entry_bytes(BLOCK)}
@@ -171,13 +171,14 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--chains", default="4,64,2000")
     parser.add_argument("--policy", default="value", choices=("value", "lru"))
+    parser.add_argument("--scattered", action="store_true", help="the blocks of a chain lie anywhere in the store")
     parser.add_argument("--pool-blocks", type=int, default=100_000)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results: dict[str, dict[str, dict[str, float]]] = {"index, us a block": {}, "pool, us a block": {}}
     for length in map(int, args.chains.split(",")):
-        found = measure_index(args.blocks, length, args.policy, args.repetitions)
+        found = measure_index(args.blocks, length, args.policy, args.repetitions, scattered=args.scattered)
         results["index, us a block"][str(length)] = found
         print(f"index of {args.blocks} blocks, chains of {length}: {found}", flush=True)
         found = measure_pool(args.pool_blocks, length, args.repetitions)

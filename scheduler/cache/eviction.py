@@ -95,20 +95,19 @@ class _Class:
         first = chunks[0]
         return first.ranks[first.at], first.touches[first.at]
 
-    def take(self, most: int, below: float, blocks: array[int], touches: array[int]) -> int:
+    def take(self, most: int, below: float, blocks: array[int], touches: array[int]) -> float:
         """Move first entries to `blocks` and `touches`: at most `most` of the first touch, or of a rank under `below`.
 
-        Returns how many.
+        Returns the rank of the last one.
         """
         first = self.chunks[0]
         begin, end = first.at, min(first.at + most, len(first.blocks))
-        end = max(
-            bisect_left(first.ranks, below, begin, end), bisect_right(first.touches, first.touches[begin], begin, end)
-        )
+        of_first_touch = bisect_right(first.touches, first.touches[begin], begin, end)
+        end = max(bisect_left(first.ranks, below, begin, end), of_first_touch)
         blocks += first.blocks[begin:end]
         touches += first.touches[begin:end]
         first.at = end
-        return end - begin
+        return first.ranks[end - 1]
 
 
 class EvictionQueue:
@@ -217,10 +216,11 @@ class EvictionQueue:
         """
         taken: list[int] = []
         while count > 0:
-            found, touches, room = array("i"), array("q"), count
-            while room and (first := self._first()) is not None:
+            found, touches = array("i"), array("q")
+            while (room := count - len(found)) > 0 and (first := self._first()) is not None:
                 following = min(self._heads[1:3], default=NO_HEAD)[0]
-                room -= self._classes[first[2]].take(room, following, found, touches)
+                rank = self._classes[first[2]].take(room, following, found, touches)
+                self.inflation = max(self.inflation, rank)
             if not found:
                 break
             self.entries -= len(found)
@@ -234,8 +234,6 @@ class EvictionQueue:
                 live = ids[right].tolist()
             taken += live
             count -= len(live)
-        if taken:
-            self.inflation = max(self.inflation, self._rank_of[taken[-1]])
         return taken
 
     def in_order(self, children: Ids, parents: npt.NDArray[np.int64], cached: npt.NDArray[np.bool_]) -> bool:
@@ -247,7 +245,7 @@ class EvictionQueue:
         return bool(lower.all() and self._touched[cached].all())
 
     def _first(self) -> tuple[float, int, int] | None:
-        """Rank, touch and class of the run that goes first; None if there are no entries."""
+        """Rank, touch and class of the entry that goes first; None if there are no entries."""
         heads = self._heads
         while heads:
             rank, touch, number = heads[0]
