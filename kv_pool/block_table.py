@@ -5,7 +5,7 @@ Lists need no tombstones, so no insertion ever pauses for a rebuild. They take 4
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,15 +25,18 @@ class BlockTable:
         self.firsts = np.full(slots, NONE, np.int32)
         self.nexts = np.full(capacity, NONE, np.int32)
         # Single items are read faster through a memoryview.
-        self.first_of, self.next_of = memoryview(self.firsts), memoryview(self.nexts)
+        self.first_of, self.next_of = self.firsts.data, self.nexts.data
 
     def slots(self, hashes: Words) -> npt.NDArray[np.int64]:
         return (hashes & self._word_mask).astype(np.int64)
 
-    def add(self, block: int, hashed: int) -> None:
-        slot = hashed & self.mask
-        self.next_of[block] = self.first_of[slot]
-        self.first_of[slot] = block
+    def add_each(self, block_ids: Sequence[int], hashes: Sequence[int]) -> None:
+        """`add_all` with few blocks."""
+        firsts, nexts, mask = self.first_of, self.next_of, self.mask
+        for block, hashed in zip(block_ids, hashes, strict=True):
+            slot = hashed & mask
+            nexts[block] = firsts[slot]
+            firsts[slot] = block
 
     def add_all(self, ids: Ids, hashes: Words) -> None:
         """Add blocks that are in no list."""
@@ -46,24 +49,26 @@ class BlockTable:
                 return
             ids, slots = ids[outdone], slots[outdone]
 
-    def remove(self, block: int, hashed: int) -> None:
-        """Remove a block that is in the list of its slot."""
-        slot = hashed & self.mask
-        following, current = self.next_of, self.first_of[slot]
-        if current == block:
-            self.first_of[slot] = following[block]
-            return
-        while (after := following[current]) != block:
-            current = after
-        following[current] = following[block]
+    def remove_each(self, block_ids: Sequence[int], hashes: Sequence[int]) -> None:
+        """`remove_all` with few blocks."""
+        firsts, nexts, mask = self.first_of, self.next_of, self.mask
+        for block, hashed in zip(block_ids, hashes, strict=True):
+            slot = hashed & mask
+            current = firsts[slot]
+            if current == block:
+                firsts[slot] = nexts[block]
+                continue
+            while (after := nexts[current]) != block:
+                current = after
+            nexts[current] = nexts[block]
 
     def remove_all(self, ids: Ids, hashes: Words) -> None:
+        """Remove blocks, each of which is in the list of its slot."""
         slots = self.slots(hashes)
         alone, places = np.unique(slots, return_index=True)
         if len(alone) < len(ids):
             rest = np.delete(np.arange(len(ids)), places)
-            for block, hashed in zip(ids[rest].tolist(), hashes[rest].tolist(), strict=True):
-                self.remove(block, hashed)
+            self.remove_each(ids[rest].tolist(), hashes[rest].tolist())
             ids, slots = ids[places], alone
         current = self.firsts[slots]
         at_front = current == ids

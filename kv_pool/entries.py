@@ -17,6 +17,9 @@ leaves each entry either right or not there.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -39,12 +42,13 @@ class IndexEntries:
     def __init__(self, memory: memoryview, block_size: int) -> None:
         """`memory`: `capacity * entry_bytes(block_size)` bytes."""
         self.bytes = entry_bytes(block_size)
-        self.token_bytes = block_size * 4
         self.memory = memory.cast("B")
         self.words: Words = np.frombuffer(self.memory, np.uint64).reshape(-1, self.bytes // 8)
         self.generations = self.words[:, GENERATION]
-        self._words = self.memory.cast("Q")  # single words are written faster than through NumPy
-        self._stride = self.bytes // 8
+        self.one_word = self.memory.cast("Q")  # single words are read and written faster than through NumPy
+        self.stride = self.bytes // 8
+        self._layout = struct.Struct(f"<6Q16s{block_size * 4}s")
+        self.only_tokens = struct.Struct(f"{block_size * 4}s")
 
     def fill(self, ids: Ids, rows: Words) -> None:
         """Write whole entries, whose generations must be 0."""
@@ -58,12 +62,38 @@ class IndexEntries:
         """Make entries invalid, in this order: children before their parent."""
         self.generations[ids] = 0
 
-    def fill_one(self, block: int, content: bytes) -> None:
-        at = block * self.bytes
-        self.memory[at : at + len(content)] = content
+    def fill_each(
+        self,
+        block_ids: Sequence[int],
+        meta: int,
+        checksums: Sequence[int],
+        parent: int,
+        before: tuple[int, int],
+        generation: int,
+        digests: bytes,
+        tokens: bytes,
+    ) -> None:
+        """`fill` with few blocks of a chain, each the parent of the next; `meta` and `generation` count up."""
+        first, second = before
+        memory, size, pack, step = self.memory, self.bytes, self._layout.pack_into, self.only_tokens.size
+        for number, block in enumerate(block_ids):
+            own = digests[number * 16 : number * 16 + 16]
+            checksum = checksums[number] if checksums else 0
+            its_tokens = tokens[number * step : (number + 1) * step]
+            pack(memory, block * size, 0, meta + number, checksum, parent, first, second, own, its_tokens)
+            first, second, parent = generation + number, 0, block
 
-    def publish_one(self, block: int, generation: int) -> None:
-        self._words[block * self._stride] = generation
+    def publish_each(self, block_ids: Sequence[int], generation: int) -> None:
+        """`publish` with few blocks; `generation` counts up."""
+        words, stride = self.one_word, self.stride
+        for number, block in enumerate(block_ids):
+            words[block * stride] = generation + number
+
+    def withdraw_each(self, block_ids: Sequence[int]) -> None:
+        """`withdraw` with few blocks."""
+        words, stride = self.one_word, self.stride
+        for block in block_ids:
+            words[block * stride] = 0
 
     def valid(self) -> Ids:
         """The blocks with a valid entry."""

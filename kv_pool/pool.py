@@ -181,7 +181,7 @@ class KvPool(ShardBlocks):
         own = before.block_ids if before is not None else ()
         joined = [block for block in found if block not in set(own)]
         self._blocks.retain(joined, key.request_id)
-        self._cache.index.use(joined)
+        self._cache.index.queue.use(joined)
         if gone := set(own).difference(found):
             self._blocks.release(gone, key.request_id)
             self._rest(before)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from alignedserve.errors import AccountingError, TransferError
+from alignedserve.kv_pool.block_table import NONE
 from alignedserve.kv_pool.prefix_index import PrefixIndex
 from alignedserve.prefix_chain import Chain
 from alignedserve.scheduler.instance.block_allocator import Writer
@@ -107,16 +108,16 @@ class PrefixCache:
     def index_placed(self, placed: Placement, joined: Sequence[int]) -> None:
         """Index the new blocks of a placement. `joined`: indexed blocks that the request did not hold before."""
         if joined:
-            self.index.use(joined)
+            self.index.queue.use(joined)
         if placed.chain is not None:
             begin, end = placed.known, placed.end
-            parent = placed.block_ids[begin - 1] if begin else 0
+            parent = placed.block_ids[begin - 1] if begin else NONE
             self.index.insert(placed.chain, begin, placed.block_ids[begin:end], parent, placed.checksums[begin:end])
 
     def rest(self, block_ids: Sequence[int]) -> None:
         """A holder has let go of some of these blocks of one chain: rank what is cached now."""
         cached = self.blocks.cached
-        if any(cached[block] for block in block_ids):
+        if any(cached[block] for block in reversed(block_ids)):
             self.index.queue.touch(self.index.leading(block_ids))
 
     def match(self, root: bytes, token_ids: Sequence[int], most_blocks: int) -> list[int]:
@@ -145,7 +146,7 @@ class PrefixCache:
 
     def add_cached(self, new: Continuation, checksums: Sequence[int]) -> None:
         """Index blocks that are cached already. `checksums`: one for each, or none."""
-        parent = new.found[-1] if new.found else 0
+        parent = new.found[-1] if new.found else NONE
         self.index.insert(new.chain, len(new.found), new.block_ids, parent, checksums)
         self.index.queue.touch(self.index.leading([*new.found, *new.block_ids]))
 
@@ -160,7 +161,7 @@ class PrefixCache:
             return 0
         ids = self.index.continued_by(found)
         self.index.remove(ids)
-        self.blocks.uncache([block for block in ids.tolist() if self.blocks.cached[block]])
+        self.blocks.uncache([block for block in ids if self.blocks.cached[block]])
         return len(ids)
 
     def take_over(self, unclaimed: Collection[int], writer: Writer) -> list[int]:

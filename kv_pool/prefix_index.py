@@ -10,6 +10,7 @@ the block matched before it. Two prefixes whose digests are equal are two entrie
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -37,9 +38,7 @@ from alignedserve.scheduler.cache.values import CachePolicy
 FEW = 48  # so many blocks are handled faster one by one than by calls of NumPy
 MOST_AT_ONCE = 1024
 SCANNED_AT_ONCE = 1 << 18
-_PAIR = struct.Struct("<QQ")
-_ENTRY = struct.Struct("<QQQQ16s16s")  # without its tokens
-_BEFORE_BYTES = BEFORE * 8
+_PAIR = struct.Struct("=QQ")
 
 Flags = npt.NDArray[np.bool_]
 
@@ -64,8 +63,7 @@ class PrefixIndex:
         self._digest = digest
         self._flags = np.frombuffer(self.indexed, np.uint8)
         self._table = BlockTable(capacity)
-        self._words = entries.memory.cast("Q")  # single words are read faster than through NumPy
-        self._entry_words = entries.bytes // 8
+        self._words, self._stride = entries.one_word, entries.stride
         self._following = 1  # generation of the next entry
 
     @property
@@ -96,24 +94,30 @@ class PrefixIndex:
 
     def _match_each(self, chain: Chain, found: list[int], end: int) -> bool:
         """Extend `found` up to `end` blocks, one by one. Returns False at a miss."""
-        entries, words, size = self.entries, self._words, self.entries.bytes
+        begin = len(found)
         first_of, next_of, mask = self._table.first_of, self._table.next_of, self._table.mask
-        digests, tokens, step = chain.digests(end), chain.tokens, chain.block_bytes
-        memory, length = entries.memory, 2 * DIGEST_BYTES + step
-        before = self._before(found[-1]) if found else chain.root
-        for place in range(len(found), end):
-            own = digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
-            content = before + own + tokens[place * step : (place + 1) * step]
-            block = first_of[int.from_bytes(own[:8], "little") & mask]
+        words, stride, memory = self._words, self._stride, self.entries.memory
+        read_tokens, tokens, step = self.entries.only_tokens.unpack_from, chain.tokens, chain.block_bytes
+        before, more = self._before(chain, found[-1] if found else NONE)
+        start = begin * step
+        for hashed in self._hashes(chain, begin, end):
+            own = tokens[start : start + step]
+            block = first_of[hashed & mask]
             while block != NONE:
-                at = block * size + _BEFORE_BYTES
-                if memory[at : at + length].tobytes() == content:
+                at = block * stride
+                if (
+                    words[at + DIGEST] == hashed
+                    and words[at + BEFORE] == before
+                    and words[at + BEFORE + 1] == more
+                    and read_tokens(memory, (at + TOKENS) * 8)[0] == own
+                ):
                     break
                 block = next_of[block]
             else:
                 return False
             found.append(block)
-            before = _PAIR.pack(words[block * self._entry_words], 0)
+            before, more = words[at], 0
+            start += step
         return True
 
     def _match_many(self, chain: Chain, found: list[int], end: int) -> bool:
@@ -141,13 +145,21 @@ class PrefixIndex:
             wrong |= differing.any(axis=1)
         wrong[1:] |= rows[1:, BEFORE] != rows[:-1, GENERATION]
         wrong[1:] |= rows[1:, BEFORE + 1] != 0
-        wrong[0] |= rows[0, BEFORE : BEFORE + 2].tobytes() != (self._before(found[-1]) if found else chain.root)
+        before = self._before(chain, found[-1] if found else NONE)
+        wrong[0] |= tuple(rows[0, BEFORE : BEFORE + 2].tolist()) != before
         right_ones = count if not wrong.any() else int(wrong.argmax())
         found += blocks[:right_ones].tolist()
         return right_ones == count
 
-    def _before(self, parent: int) -> bytes:
-        return _PAIR.pack(self._words[parent * self._entry_words], 0)
+    def _before(self, chain: Chain, parent: int) -> tuple[int, int]:
+        """What comes before a block of `chain` whose parent is the block `parent`; -1: its first block."""
+        first, second = (self._words[parent * self._stride], 0) if parent != NONE else _PAIR.unpack(chain.root)
+        return first, second
+
+    @staticmethod
+    def _hashes(chain: Chain, begin: int, end: int) -> array[int]:
+        """The first words of digests."""
+        return array("Q", bytes(chain.digests(end)[begin * DIGEST_BYTES : end * DIGEST_BYTES]))[::2]
 
     @staticmethod
     def _pairs(digests: bytearray, begin: int, end: int) -> Words:
@@ -179,56 +191,47 @@ class PrefixIndex:
     ) -> None:
         """Index `block_ids`, which are not indexed, as the blocks of `chain` from number `first` on.
 
-        `parent`: the indexed block before them, ignored if `first` is 0. No other block may be indexed as one of them
+        `parent`: the indexed block before them; -1 if `first` is 0. No other block may be indexed as one of them
         (`match`). `checksums`: one for each block, or none.
         """
-        count = len(block_ids)
-        if not count:
-            return
-        ids = np.array(block_ids, np.int32)
-        if self._flags[ids].any():
+        indexed, generation = self.indexed, self._following
+        if any(indexed[block] for block in block_ids):
             raise AccountingError(f"blocks {block_ids[:8]} are to be indexed, and some are already")
-        following = self._following
-        self._following += count
-        if count <= FEW:
-            self._insert_each(chain, first, block_ids, parent, checksums, following)
-        else:
-            self._insert_many(chain, first, ids, parent, checksums, following)
-        self._flags[ids] = 1
-        self.queue.use(ids)
+        self._following += len(block_ids)
+        (self._insert_each if len(block_ids) <= FEW else self._insert_many)(
+            chain, first, block_ids, parent, checksums, generation
+        )
+        for block in block_ids:
+            indexed[block] = 1
+        self.queue.use(block_ids)
 
     def _insert_each(
-        self, chain: Chain, first: int, block_ids: Sequence[int], parent: int, checksums: Sequence[int], following: int
+        self, chain: Chain, first: int, block_ids: Sequence[int], parent: int, checksums: Sequence[int], generation: int
     ) -> None:
-        digests, tokens, step = chain.digests(first + len(block_ids)), chain.tokens, chain.block_bytes
-        before = self._before(parent) if first else chain.root
-        flags = HAS_CHECKSUM if checksums else 0
-        for number, block in enumerate(block_ids):
-            place = first + number
-            own = bytes(digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES])
-            checksum = checksums[number] if checksums else 0
-            front = _ENTRY.pack(0, place | flags, checksum, parent if place else 0, before, own)
-            self.entries.fill_one(block, front + tokens[place * step : (place + 1) * step])
-            self.entries.publish_one(block, following)
-            self._table.add(block, int.from_bytes(own[:8], "little"))
-            before = _PAIR.pack(following, 0)
-            following += 1
-            parent = block
+        end = first + len(block_ids)
+        digests = bytes(chain.digests(end)[first * DIGEST_BYTES : end * DIGEST_BYTES])
+        tokens = chain.tokens[first * chain.block_bytes : end * chain.block_bytes]
+        meta = first | (HAS_CHECKSUM if checksums else 0)
+        before = self._before(chain, parent)
+        self.entries.fill_each(block_ids, meta, checksums, max(parent, 0), before, generation, digests, tokens)
+        self.entries.publish_each(block_ids, generation)
+        self._table.add_each(block_ids, array("Q", digests)[::2])
 
     def _insert_many(
-        self, chain: Chain, first: int, ids: Ids, parent: int, checksums: Sequence[int], following: int
+        self, chain: Chain, first: int, block_ids: Sequence[int], parent: int, checksums: Sequence[int], generation: int
     ) -> None:
+        ids = np.array(block_ids, np.int32)
         count = len(ids)
-        rows = np.zeros((count, self._entry_words), np.uint64)
-        generations = np.arange(following, following + count, dtype=np.uint64)
+        rows = np.zeros((count, self._stride), np.uint64)
+        generations = np.arange(generation, generation + count, dtype=np.uint64)
         rows[:, META] = np.arange(first, first + count)
         if checksums:
             rows[:, META] |= np.uint64(HAS_CHECKSUM)
             rows[:, CHECKSUM] = checksums
         rows[1:, PARENT] = ids[:-1]
-        rows[0, PARENT] = parent if first else 0
+        rows[0, PARENT] = max(parent, 0)
         rows[1:, BEFORE] = generations[:-1]
-        rows[0, BEFORE : BEFORE + 2] = np.frombuffer(self._before(parent) if first else chain.root, np.uint64)
+        rows[0, BEFORE : BEFORE + 2] = self._before(chain, parent)
         own = self._pairs(chain.digests(first + count), first, first + count)
         rows[:, DIGEST : DIGEST + 2] = own
         tokens = self._token_words(chain, first, first + count)
@@ -237,44 +240,41 @@ class PrefixIndex:
         self.entries.publish(ids, generations)
         self._table.add_all(ids, own[:, 0])
 
-    def remove(self, ids: Ids) -> None:
+    def remove(self, block_ids: Sequence[int]) -> None:
         """Remove indexed blocks, in this order: those that continue a block come before it."""
-        self.entries.withdraw(ids)
-        if len(ids) <= FEW:
-            for block in ids.tolist():
-                self._table.remove(block, self._words[block * self._entry_words + DIGEST])
+        if len(block_ids) <= FEW:
+            words, stride = self._words, self._stride
+            self.entries.withdraw_each(block_ids)
+            self._table.remove_each(block_ids, [words[block * stride + DIGEST] for block in block_ids])
         else:
+            ids = np.array(block_ids, np.int32)
+            self.entries.withdraw(ids)
             self._table.remove_all(ids, self.entries.words[:, DIGEST][ids])
-        self._flags[ids] = 0
-        self.queue.forget(ids)
+        for block in block_ids:
+            self.indexed[block] = 0
+        self.queue.forget(block_ids)
 
     def evict(self, count: int, cached: bytearray) -> list[int]:
         """Remove the `count` blocks to give up first among those that are `cached`; fewer if there are fewer."""
-        ids = self.queue.take(count, np.frombuffer(cached, np.uint8))
-        self.remove(ids)
-        self.evicted_blocks += len(ids)
-        evicted: list[int] = ids.tolist()
-        return evicted
+        block_ids = self.queue.take(count, cached)
+        self.remove(block_ids)
+        self.evicted_blocks += len(block_ids)
+        return block_ids
 
-    def use(self, block_ids: Sequence[int]) -> None:
-        """One more request uses these blocks."""
-        self.queue.use(np.array(block_ids, np.int32))
-
-    def leading(self, block_ids: Sequence[int]) -> Ids:
+    def leading(self, block_ids: Sequence[int]) -> Sequence[int]:
         """The blocks of a chain up to the first that is not indexed."""
-        ids = np.array(block_ids, np.int32)
-        flags = self._flags[ids]
-        return ids if flags.all() else ids[: int(flags.argmin())]
+        indexed = self.indexed
+        return block_ids[: next((place for place, block in enumerate(block_ids) if not indexed[block]), len(block_ids))]
 
     def linked(self, block_ids: Sequence[int]) -> int:
         """How many of the first of these blocks are indexed, each as the one that continues the block before it."""
-        ids = self.leading(block_ids)
+        ids = np.array(self.leading(block_ids), np.int32)
         rows = self.entries.words.take(ids, axis=0)
         wrong = (rows[:, META] & np.uint64(0xFFFFFFFF)) != np.arange(len(ids), dtype=np.uint64)
         wrong[1:] |= rows[1:, BEFORE] != rows[:-1, GENERATION]
         return int(wrong.argmax()) if wrong.any() else len(ids)
 
-    def continued_by(self, block_ids: Sequence[int]) -> Ids:
+    def continued_by(self, block_ids: Sequence[int]) -> list[int]:
         """Those of these blocks of a chain that only the chain's next block continues, and all that continues its end.
 
         Reads all entries. In an order for `remove`.
@@ -294,7 +294,9 @@ class PrefixIndex:
             low, high = np.searchsorted(depths[order], [depth, depth + 1])
             level = ids[order[low:high]]
             chosen[level] |= chosen[parent_of[level]]
-        return ids[order[::-1]][chosen[ids[order[::-1]]]]
+        deepest_first = ids[order[::-1]]
+        result: list[int] = deepest_first[chosen[deepest_first]].tolist()
+        return result
 
     # ---- succession
 
@@ -316,7 +318,7 @@ class PrefixIndex:
             piece = ids[begin : begin + SCANNED_AT_ONCE]
             self._table.add_all(piece, self.entries.words[:, DIGEST][piece])
         self._flags[ids] = 1
-        self.queue.use(ids)
+        self.queue.use(ids.tolist())
         self._rank_again()
 
     def _rank_again(self) -> None:
@@ -330,7 +332,7 @@ class PrefixIndex:
         for depth in range(len(bounds) - 2, 0, -1):
             level = order[bounds[depth] : bounds[depth + 1]]
             np.maximum.at(newest, parents[level], newest[ids[level]])
-        self.queue.touch(ids[np.lexsort((depths, -newest[ids]))])
+        self.queue.touch(ids[np.lexsort((depths, -newest[ids]))].tolist())
 
     def _all(self) -> tuple[Ids, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The blocks with valid entries, their depths, and their parents (-1 for a chain's first block)."""

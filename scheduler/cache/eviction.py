@@ -13,8 +13,11 @@ for each block of the store.
 from __future__ import annotations
 
 import heapq
-import itertools
+import math
 from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,57 +29,43 @@ Flags = npt.NDArray[np.uint8]
 Touches = npt.NDArray[np.int64]
 
 CHUNK_ENTRIES = 4096
+FEW = 32  # so many blocks are handled faster one by one than by calls of NumPy
 CLASSES_PER_OCTAVE = 4
 LEAST_VALUE = 1e-60
+NO_HEAD = (math.inf, 0, 0)
 SLACK_ENTRIES = 4 * CHUNK_ENTRIES
-MOST_USES = np.iinfo(np.uint16).max
+MOST_USES = int(np.iinfo(np.uint16).max)
 
 
 class _Chunk:
-    """Entries of a class: runs of blocks that one touch entered. Those before `run` and `at` have been taken."""
+    """Entries of a class in order of rank: block, touch and rank. Those before `at` have been taken."""
 
-    __slots__ = ("at", "blocks", "ends", "ranks", "run", "touches")
+    __slots__ = ("at", "blocks", "ranks", "touches")
 
     def __init__(self) -> None:
-        self.blocks = array("i")
-        self.ends, self.touches, self.ranks = array("i"), array("q"), array("d")  # of each run
-        self.run = self.at = 0
+        self.blocks, self.touches, self.ranks = array("i"), array("q"), array("d")
+        self.at = 0
 
     def __len__(self) -> int:
         return len(self.blocks) - self.at
 
-    def push(self, ids: Ids, touch: int, rank: float) -> None:
-        self.blocks.frombytes(ids.tobytes())
-        self.ends.append(len(self.blocks))
-        self.touches.append(touch)
-        self.ranks.append(rank)
-
     def clean(self, touched: Touches) -> None:
         """Drop the entries of blocks that were touched later."""
-        if not len(self):
-            return
-        blocks = np.frombuffer(self.blocks[self.at :], np.int32)
-        ends = np.frombuffer(self.ends[self.run :], np.int32) - self.at
-        lengths = np.diff(ends, prepend=0)
-        touches = np.frombuffer(self.touches[self.run :], np.int64)
-        live = touched[blocks] == np.repeat(touches, lengths)
-        if live.all():
-            return
-        lengths = np.add.reduceat(live.astype(np.int32), ends - lengths)
-        runs = lengths > 0
-        ranks = np.frombuffer(self.ranks[self.run :], np.float64)
-        self.blocks = array("i", blocks[live].tobytes())
-        self.ends = array("i", np.cumsum(lengths[runs], dtype=np.int32).tobytes())
-        self.touches, self.ranks = array("q", touches[runs].tobytes()), array("d", ranks[runs].tobytes())
-        self.run = self.at = 0
+        at = self.at
+        blocks = np.frombuffer(self.blocks[at:], np.int32)
+        touches = np.frombuffer(self.touches[at:], np.int64)
+        live = touched[blocks] == touches
+        if at or not live.all():
+            ranks = np.frombuffer(self.ranks[at:], np.float64)
+            self.blocks, self.touches = array("i", blocks[live].tobytes()), array("q", touches[live].tobytes())
+            self.ranks = array("d", ranks[live].tobytes())
+            self.at = 0
 
     def append(self, later: _Chunk) -> None:
         """Take over the entries of the chunk that follows."""
-        shift = len(self.blocks) - later.at
         self.blocks += later.blocks[later.at :]
-        self.ends.extend(end + shift for end in later.ends[later.run :])
-        self.touches += later.touches[later.run :]
-        self.ranks += later.ranks[later.run :]
+        self.touches += later.touches[later.at :]
+        self.ranks += later.ranks[later.at :]
 
 
 class _Class:
@@ -88,31 +77,37 @@ class _Class:
         self.chunks: list[_Chunk] = []
         self.listed = False
 
-    def push(self, ids: Ids, touch: int, rank: float) -> None:
+    def push(self, blocks: array[int], touch: int, rank: float) -> None:
         if not self.chunks or len(self.chunks[-1].blocks) >= CHUNK_ENTRIES:
             self.chunks.append(_Chunk())
-        self.chunks[-1].push(ids, touch, rank)
+        last, count = self.chunks[-1], len(blocks)
+        last.blocks += blocks
+        last.touches.extend((touch,) * count)
+        last.ranks.extend((rank,) * count)
 
     def head(self) -> tuple[float, int] | None:
-        """Rank and touch of the first run; None if there are no entries."""
+        """Rank and touch of the first entry; None if there are no entries."""
         chunks = self.chunks
         while chunks and not len(chunks[0]):
             del chunks[0]
         if not chunks:
             return None
         first = chunks[0]
-        return first.ranks[first.run], first.touches[first.run]
+        return first.ranks[first.at], first.touches[first.at]
 
-    def take(self, most: int, found: array[int]) -> int:
-        """Move at most `most` blocks of the first run to `found`. Returns how many."""
+    def take(self, most: int, below: float, blocks: array[int], touches: array[int]) -> float:
+        """Move first entries to `blocks` and `touches`: at most `most` of the first touch, or of a rank under `below`.
+
+        Returns the rank of the last one.
+        """
         first = self.chunks[0]
-        end = first.ends[first.run]
-        count = min(most, end - first.at)
-        found += first.blocks[first.at : first.at + count]
-        first.at += count
-        if first.at == end:
-            first.run += 1
-        return count
+        begin, end = first.at, min(first.at + most, len(first.blocks))
+        of_first_touch = bisect_right(first.touches, first.touches[begin], begin, end)
+        end = max(bisect_left(first.ranks, below, begin, end), of_first_touch)
+        blocks += first.blocks[begin:end]
+        touches += first.touches[begin:end]
+        first.at = end
+        return first.ranks[end - 1]
 
 
 class EvictionQueue:
@@ -125,6 +120,8 @@ class EvictionQueue:
         self._policy = policy
         self._touched: Touches = np.zeros(capacity, np.int64)  # the touch that entered a block last; 0: none
         self._uses = np.zeros(capacity, np.uint16)
+        # Single items are read faster through a memoryview.
+        self._rank_of, self._touched_of, self._uses_of = self.ranks.data, self._touched.data, self._uses.data
         self._touches = 0
         self._classes: dict[int, _Class] = {}
         self._heads: list[tuple[float, int, int]] = []  # heap of rank, touch and class of first runs; may be outdated
@@ -133,85 +130,111 @@ class EvictionQueue:
         self._sweep: list[_Class] = []  # classes still to clean; the last one from its chunk `_sweep_at` on
         self._sweep_at = 0
 
-    def use(self, ids: Ids) -> None:
+    def use(self, block_ids: Sequence[int]) -> None:
         """One more request uses these blocks."""
-        uses = self._uses[ids]
-        uses += uses < MOST_USES
-        self._uses[ids] = uses
+        uses = self._uses_of
+        for block in block_ids:
+            if (count := uses[block]) < MOST_USES:
+                uses[block] = count + 1
 
-    def uses(self, ids: Ids) -> npt.NDArray[np.uint16]:
-        return self._uses[ids]
-
-    def touch(self, ids: Ids, chance: float = 1.0) -> None:
-        """The blocks of a chain, from its first block on, were used just now. `chance`: see `CachePolicy.values`."""
-        if not len(ids):
-            return
-        values = np.maximum(self._policy.values(self._uses[ids], len(ids), chance), LEAST_VALUE)
-        if values[0] != values[-1]:
-            values = np.maximum.accumulate(values[::-1])[::-1]  # no block is worth less than what continues it
-        classes = np.ceil(np.log2(values[[0, -1]]) * CLASSES_PER_OCTAVE - 1e-6)
+    def touch(self, block_ids: Sequence[int], chance: float = 1.0) -> None:
+        """The blocks of a chain, from its first block on, were used just now. `chance`: see `CachePolicy.value`."""
+        count = len(block_ids)
         self._touches += 1
-        if classes[0] == classes[1]:
-            self._enter(ids, int(classes[0]))
-        else:
-            classes = np.ceil(np.log2(values) * CLASSES_PER_OCTAVE - 1e-6).astype(np.int32)
-            starts = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist(), len(ids)]
-            for start, end in itertools.pairwise(starts):
-                self._enter(ids[start:end], int(classes[start]))
+        enter = self._enter_few if count <= FEW else self._enter
+        ids = block_ids if count <= FEW else np.array(block_ids, np.int32)
+        end, value = count, LEAST_VALUE
+        for begin in self._changes_of_use(ids):
+            uses = self._uses_of[block_ids[begin]]
+            # No block is worth less than what continues it.
+            value = max(value, self._policy.value(uses, count, chance))
+            enter(ids[begin:end], math.ceil(math.log2(value) * CLASSES_PER_OCTAVE - 1e-6))
+            end = begin
         if self.entries > self._most_entries:
-            self._clean_up(len(ids))
+            self._clean_up(count)
+
+    def _changes_of_use(self, ids: Any) -> Sequence[int]:
+        """The numbers of blocks from which on the number of uses is another, last one first."""
+        if not len(ids):
+            return ()
+        if len(ids) > FEW:
+            return [*(np.flatnonzero(np.diff(self._uses[ids])) + 1)[::-1].tolist(), 0]
+        uses = [self._uses_of[block] for block in ids]
+        if uses[0] == uses[-1] == max(uses) == min(uses):
+            return (0,)
+        return [*(place for place in range(len(uses) - 1, 0, -1) if uses[place] != uses[place - 1]), 0]
+
+    def _enter_few(self, block_ids: Sequence[int], number: int) -> None:
+        """`_enter`, one by one."""
+        rank = self.inflation + 2.0 ** (number / CLASSES_PER_OCTAVE)
+        ranks, touched, touch = self._rank_of, self._touched_of, self._touches
+        entering = [block for block in reversed(block_ids) if rank >= ranks[block]]
+        for block in entering:
+            ranks[block] = rank
+            touched[block] = touch
+        if entering:
+            self._push(array("i", entering), number, rank)
 
     def _enter(self, ids: Ids, number: int) -> None:
-        """Enter blocks of one class, unless their rank is higher already."""
+        """Enter blocks of one class, unless their rank is higher already.
+
+        Those keep their entry: whatever was taken has at most the rank `inflation`.
+        """
         rank = self.inflation + 2.0 ** (number / CLASSES_PER_OCTAVE)
         entering = rank >= self.ranks[ids]
-        if not entering.all():  # these keep their entry: whatever was taken has at most the rank `inflation`
+        if not entering.all():
             ids = ids[entering]
-            if not len(ids):
-                return
         self.ranks[ids] = rank
         self._touched[ids] = self._touches
+        if len(ids):
+            self._push(array("i", ids[::-1].tobytes()), number, rank)
+
+    def _push(self, blocks: array[int], number: int, rank: float) -> None:
         its_class = self._classes.get(number)
         if its_class is None:
             its_class = self._classes[number] = _Class()
-        its_class.push(ids[::-1], self._touches, rank)
-        self.entries += len(ids)
+        its_class.push(blocks, self._touches, rank)
+        self.entries += len(blocks)
         if not its_class.listed:
             its_class.listed = True
             heapq.heappush(self._heads, (rank, self._touches, number))
 
-    def forget(self, ids: Ids) -> None:
+    def forget(self, block_ids: Sequence[int]) -> None:
         """These blocks hold something else from now on."""
-        self.ranks[ids] = 0.0
-        self._touched[ids] = 0
-        self._uses[ids] = 0
+        if len(block_ids) > FEW:
+            ids = np.array(block_ids, np.int32)
+            self.ranks[ids], self._touched[ids], self._uses[ids] = 0.0, 0, 0
+            return
+        ranks, touched, uses = self._rank_of, self._touched_of, self._uses_of
+        for block in block_ids:
+            ranks[block], touched[block], uses[block] = 0.0, 0, 0
 
-    def take(self, count: int, cached: Flags) -> Ids:
+    def take(self, count: int, cached: bytearray) -> list[int]:
         """The `count` blocks to give up first among those whose flag in `cached` is set: fewer if there are fewer.
 
         They are in order, and have no entry any more.
         """
-        taken: list[Ids] = []
+        taken: list[int] = []
         while count > 0:
-            found, touches, lengths, room = array("i"), array("q"), array("q"), count
-            while room and (first := self._first()) is not None:
-                rank, touch, number = first
+            found, touches = array("i"), array("q")
+            while (room := count - len(found)) > 0 and (first := self._first()) is not None:
+                following = min(self._heads[1:3], default=NO_HEAD)[0]
+                rank = self._classes[first[2]].take(room, following, found, touches)
                 self.inflation = max(self.inflation, rank)
-                length = self._classes[number].take(room, found)
-                touches.append(touch)
-                lengths.append(length)
-                room -= length
             if not found:
                 break
             self.entries -= len(found)
-            ids = np.frombuffer(found, np.int32)
-            live = self._touched[ids] == np.repeat(np.frombuffer(touches, np.int64), np.frombuffer(lengths, np.int64))
-            live &= cached[ids] != 0
-            if not live.all():
-                ids = ids[live]
-            taken.append(ids)
-            count -= len(ids)
-        return np.concatenate(taken) if taken else np.empty(0, np.int32)
+            if len(found) <= FEW:
+                touched = self._touched_of
+                live = [b for b, touch in zip(found, touches, strict=True) if touched[b] == touch and cached[b]]
+            else:
+                ids = np.frombuffer(found, np.int32)
+                right = self._touched[ids] == np.frombuffer(touches, np.int64)
+                right &= np.frombuffer(cached, np.uint8)[ids] != 0
+                live = ids[right].tolist()
+            taken += live
+            count -= len(live)
+        return taken
 
     def in_order(self, children: Ids, parents: npt.NDArray[np.int64], cached: npt.NDArray[np.bool_]) -> bool:
         """Whether each cached child goes before its parent, and each cached block is entered."""
@@ -222,7 +245,7 @@ class EvictionQueue:
         return bool(lower.all() and self._touched[cached].all())
 
     def _first(self) -> tuple[float, int, int] | None:
-        """Rank, touch and class of the run that goes first; None if there are no entries."""
+        """Rank, touch and class of the entry that goes first; None if there are no entries."""
         heads = self._heads
         while heads:
             rank, touch, number = heads[0]
@@ -252,7 +275,8 @@ class EvictionQueue:
                 continue
             chunk = chunks[at]
             before = len(chunk)
-            chunk.clean(self._touched)
+            if before:
+                chunk.clean(self._touched)
             self.entries -= before - len(chunk)
             self._debt -= max(before, 64)
             if at > 0 and len(chunks[at - 1].blocks) + len(chunk) <= CHUNK_ENTRIES:

@@ -6,21 +6,15 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
-
 from alignedserve.errors import ConfigError
-
-Uses = npt.NDArray[np.uint16]
-Values = npt.NDArray[np.float64]
 
 
 class CachePolicy(ABC):
     """Values of cached blocks, on any scale. All blocks of a store have the same bytes, so a value is one per block."""
 
     @abstractmethod
-    def values(self, uses: Uses, chain_blocks: int, chance: float) -> Values:
-        """The values, above 0, of blocks of a chain of `chain_blocks` blocks, which `uses` requests have used so far.
+    def value(self, uses: int, chain_blocks: int, chance: float) -> float:
+        """The value, above 0, of a block of a chain of `chain_blocks` blocks, which `uses` requests have used so far.
 
         `chance`: how likely the chain is to be used again, as a multiple of what `uses` tells; 1 if nothing is known.
         """
@@ -29,8 +23,8 @@ class CachePolicy(ABC):
 class LruPolicy(CachePolicy):
     """All blocks have the same value, so the one that was used least recently goes first."""
 
-    def values(self, uses: Uses, chain_blocks: int, chance: float) -> Values:
-        return np.ones(len(uses))
+    def value(self, uses: int, chain_blocks: int, chance: float) -> float:
+        return 1.0
 
 
 class ValuePolicy(CachePolicy):
@@ -47,8 +41,8 @@ class ValuePolicy(CachePolicy):
 
         self._seconds_per_block = functools.lru_cache(maxsize=4096)(per_block)
 
-    def values(self, uses: Uses, chain_blocks: int, chance: float) -> Values:
-        return uses * (self._seconds_per_block(chain_blocks) * chance)
+    def value(self, uses: int, chain_blocks: int, chance: float) -> float:
+        return uses * self._seconds_per_block(chain_blocks) * chance
 
 
 def cache_policy(name: str, prefill_s: Callable[[int], float], block_size: int) -> CachePolicy:

@@ -83,9 +83,8 @@ def test_turns_compute_only_what_is_new(folder: Path) -> None:
 
     answers, metrics = asyncio.run(run())
     check(folder, answers)
-    expected = [0]
-    for answer in answers[:-1]:  # the KV of the last token is never computed
-        expected.append((len(answer.spec.prompt_token_ids) + NEW_TOKENS - 1) // BLOCK * BLOCK)
+    held = [len(answer.spec.prompt_token_ids) + NEW_TOKENS - 1 for answer in answers]  # the last token has no KV
+    expected = [0, *(tokens // BLOCK * BLOCK for tokens in held[:-1])]
     assert [answer.cached_tokens for answer in answers] == expected
     assert value(metrics, "alignedserve_prefix_cache_hit_tokens_total") == sum(expected)
     cached, free = (value(metrics, "alignedserve_kv_blocks", state=state) for state in ("cached", "free"))

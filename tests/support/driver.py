@@ -96,7 +96,14 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
     def _hello(self) -> list[sc.GatewayMessage]:
         return [sc.GatewayMessage(hello=sc.GatewayHello(process=self._process, address=self._address))]
 
-    def submit(self, prompt: Sequence[int], sampling: SamplingParams, n: int = 1, priority: int = 0, cache_salt: bytes = b"") -> list[Answer]:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        n: int = 1,
+        priority: int = 0,
+        cache_salt: bytes = b"",
+    ) -> list[Answer]:
         """Submit `n` requests for one prompt, with the seeds `sampling.seed + i`."""
         group = f"g{next(self._ids)}"
         now_ns = time.time_ns()

@@ -12,6 +12,7 @@ import pytest
 
 from alignedserve.errors import TransferError
 from alignedserve.geometry import KvGeometry
+from alignedserve.kv_pool.writer import Committed
 from alignedserve.prefill_worker import layerwise as layerwise_module
 from alignedserve.prefill_worker.layerwise import Ahead, Layerwise
 from alignedserve.prefill_worker.layerwise_choice import LONGEST_TOKENS, OffloadCosts
@@ -158,8 +159,9 @@ class Pool:
         self.more = asyncio.Event()
         self.committed: list[int] = []
 
-    async def commit(self, key: RequestKey, tokens: int, blocks: Sequence[int], *more: Any) -> None:
+    async def commit(self, key: RequestKey, tokens: int, blocks: Sequence[int], *more: Any) -> Committed:
         self.committed = list(blocks)
+        return Committed(self.committed, [])
 
     async def take(self, count: int) -> list[int]:
         while len(self.free) < count:
