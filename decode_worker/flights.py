@@ -132,7 +132,8 @@ class Flights:
             self._meter.pause()
             for _, live in present:
                 self._end(live, error, outcome)
-                self._ended(live, flight, following)
+                if not self._freed(live, flight, following):
+                    self._scheduler.ended(live.key)
             self._drop_held(flight)
             return
         self._meter.end()
@@ -140,8 +141,10 @@ class Flights:
         for row, live in present:
             if bubble_s is not None:
                 live.spec.stopwatch.waste(bubble_s)
-            if self._give(live, tokens[row], flight.block_lists[row], outcome):
-                self._ended(live, flight, following)
+            freed = self._freed(live, flight, following)
+            ended = self._give(live, tokens[row], () if freed else flight.block_lists[row], outcome)
+            if ended and not freed:
+                self._scheduler.ended(live.key)
         self._drop_held(flight)
 
     def _drop_held(self, flight: Flight) -> None:
@@ -150,15 +153,15 @@ class Flights:
             for row in flight.last:
                 self._endings.drop(flight.keys[row])
 
-    def _ended(self, live: LiveRequest, flight: Flight, following: Flight | None) -> None:
-        """Tell the scheduler that a request ended before `max_tokens`."""
-        if not flight.ends(live) and (following is None or not following.ends(live)):
-            self._scheduler.ended(live.key)
+    @staticmethod
+    def _freed(live: LiveRequest, flight: Flight, following: Flight | None) -> bool:
+        """Whether the scheduler has removed the request already, since it reaches `max_tokens`."""
+        return flight.ends(live) or (following is not None and following.ends(live))
 
     def _give(
         self, live: LiveRequest, token: SampledToken | Exception, block_ids: Sequence[int], outcome: Outcome
     ) -> bool:
-        """Give a request its token. Returns True if the request ended."""
+        """Give a request its token. Returns True if it ended. `block_ids`: none if they are freed already."""
         if isinstance(token, Exception):
             logger.error("no token could be sampled: %r", token, extra={"request_id": live.key.request_id})
             self._end(live, token, outcome)
