@@ -376,7 +376,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
             self._report_failure(outcome.lost, UnavailableError("the gateway could not be reached"), retry=True)
         self._instance.prefix_ended(outcome.unpinned)
         for job in outcome.prefilled:
-            self.spawn(self._offload(job))
+            self.spawn(self._offload(job) if job.members else self._cache(job))
         self._report_description()
 
     async def _offload(self, job: PrefilledJob) -> None:
@@ -398,6 +398,20 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         finally:
             pin = job.pin or job.lead
             instance.prefix_ended([pin], committed=pin in committed)
+            instance.compute.release(job.lead)
+            self._follow_draining()
+
+    async def _cache(self, job: PrefilledJob) -> None:
+        """Cache the KV of a prompt whose requests have ended."""
+        instance = self._instance
+        assert instance.offloader is not None
+        assert instance.compute is not None
+        try:
+            await instance.offloader.cache(job)
+        except AlignedServeError as error:
+            logger.warning("a prompt was not cached: %s", error, extra={"request_id": job.lead.request_id})
+        finally:
+            instance.prefix_ended([job.pin or job.lead])
             instance.compute.release(job.lead)
             self._follow_draining()
 

@@ -160,6 +160,7 @@ class PrefillInstance:
             cost,
             self.layerwise,
             self.grammars,
+            caches=config.kv_pool.prefix_cache,
         )
         await asyncio.to_thread(compute.warm_up)
         self.compute = compute

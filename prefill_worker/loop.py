@@ -100,15 +100,23 @@ class Computed:
 
 @dataclass(slots=True)
 class PrefilledJob:
-    """A computed job. The prompt's KV is in `block_ids` of the instance's cache; `members` go on to decode."""
+    """A computed job. The KV of `tokens` is in `block_ids` of the instance's cache; `members` go on to decode.
+
+    Without members all requests have ended, and the KV is only to be cached.
+    """
 
     lead: RequestKey
     members: list[RequestSpec]
-    kv_tokens: int
+    tokens: list[int]
     block_ids: list[int]
     base: Base | None = None
     ahead: Ahead | None = None
     pin: RequestKey | None = None  # the request that holds a cached base, if it is not the lead
+    salt: bytes = b""
+
+    @property
+    def kv_tokens(self) -> int:
+        return len(self.tokens)
 
 
 class PrefillLoop(ComputeThread[[]]):
@@ -126,14 +134,19 @@ class PrefillLoop(ComputeThread[[]]):
         cost: StepCost | None = None,
         layerwise: Layerwise | None = None,
         grammars: Grammars | None = None,
+        *,
+        caches: bool = False,
     ) -> None:
         """`fetch` starts a copy of blocks of the pool into blocks of the instance's cache.
+
+        `caches`: the KV of prompts whose requests have all ended is to be cached.
 
         `layerwise`: the KV of long prompts goes to the pool while they are computed.
         """
         super().__init__("prefill")
         self._cost = cost
         self._layerwise = layerwise
+        self._caches = caches
         self._prefill_id = prefill_id
         self._runner = runner
         self._sampler = Sampler()
@@ -425,13 +438,15 @@ class PrefillLoop(ComputeThread[[]]):
                 event.prompt_logprobs.extend(logprob_to_proto(entry) for entry in job.prompt_logprobs)
             outcome.events.append((spec.gateway_address, event))
         if not going_on:
-            outcome.unpinned.append(job.pin)
             self._let_go(job)
+        if not going_on and not self._caches:
+            outcome.unpinned.append(job.pin)
             self._chunks.release(job.lead)
             return
-        blocks = self._chunks.blocks_of(job.lead)
-        prefilled = PrefilledJob(job.lead, going_on, len(job.tokens), blocks, job.base, job.ahead, job.pin)
-        outcome.prefilled.append(prefilled)
+        blocks, salt = self._chunks.blocks_of(job.lead), job.members[0].spec.cache_salt
+        outcome.prefilled.append(
+            PrefilledJob(job.lead, going_on, job.tokens, blocks, job.base, job.ahead, job.pin, salt)
+        )
 
     def _choose(self, job: PromptJob, logits: torch.Tensor) -> dict[RequestKey, SampledToken]:
         """Sample a token for each member that may still generate (with `max_tokens` 0 only the prompt is computed)."""

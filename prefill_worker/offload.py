@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from alignedserve.control.convert import key_from_proto, spec_to_proto
 from alignedserve.errors import AlignedServeError, TransferError
+from alignedserve.kv_pool.prefixes import cached_prefix
 from alignedserve.kv_pool.stored import LastCommitted, location, pooled
 from alignedserve.kv_pool.writer import Committed, PoolWriter
 from alignedserve.metrics import Page
@@ -141,6 +142,26 @@ class Offloader:
             for key in keys:
                 del self._under_way[key]
             self._cancelled.difference_update(keys)
+
+    async def cache(self, job: PrefilledJob) -> None:
+        """Copy the full blocks that the pool lacks to the prefix cache, if it has free blocks at hand.
+
+        Raises TransferError if the copy fails or the shard cannot take them.
+        """
+        kept = [] if job.base is None else job.base.kept_blocks(self._block_size)
+        first, end = len(kept), job.kv_tokens // self._block_size
+        source = job.block_ids[first:end]
+        fresh = self._pool.take_now(len(source)) if source else None
+        if fresh is None:
+            return
+        try:
+            checksums = await self._copier.checksums(self._to_pool.source, source)
+            route = Route(self._to_pool, source, checksums)
+            await self._copier.copy([route, route], fresh, job.lead.request_id)
+            await self._pool.cache(cached_prefix(job.tokens, job.salt), first, fresh, checksums)
+        except AlignedServeError:
+            self._pool.give(fresh)
+            raise
 
     async def _copy(self, job: PrefilledJob, fresh: list[int], kept: int) -> list[int]:
         """Copy the blocks whose copies have not begun, and wait for all. Returns the checksums of all blocks."""

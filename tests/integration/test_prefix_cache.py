@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def config_for(folder: Path, **pool: object) -> Config:
         {
             "model": {"path": str(folder)},
             "cluster": {"device": "cpu", "threads": 1},
-            "kv_pool": {"size_gib": 0.1, "block_size": BLOCK, "verify": True, **pool},
+            "kv_pool": {"size_gib": 0.1, "block_size": BLOCK, "verify": True, "prefix_cache": True, **pool},
             "prefill": {"token_budget": 64},
             "scheduler": {"min_batch_requests": 4},
             "supervisor": {"heartbeat_s": 0.2, "fence_after_s": 60.0},
@@ -109,6 +110,27 @@ def test_a_prefix_that_comes_at_once_is_computed_once(folder: Path) -> None:
     assert sorted(answer.cached_tokens for answer in answers)[:1] == [0]
     assert all(answer.cached_tokens >= 300 // BLOCK * BLOCK for answer in answers[1:])
     assert value(metrics, "alignedserve_prefix_cache_waited_prompts_total") > 0
+
+
+def test_prompts_that_end_with_their_first_token_are_cached(folder: Path) -> None:
+    prompt, tail = prompts_of(folder, 90, 10)
+
+    async def run() -> list[Answer]:
+        async with LocalCluster(config_for(folder)) as cluster:
+            await cluster.wait_ready()
+            async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
+                answers: list[Answer] = []
+                for tokens in (prompt, prompt + tail, prompt + tail):
+                    answers += driver.submit(tokens, replace(SAMPLING, max_tokens=1))
+                    await driver.wait(answers)
+                    await metrics_at_rest(cluster)
+                return answers
+
+    answers = asyncio.run(run())
+    assert [answer.cached_tokens for answer in answers] == [0, 88, 96]
+    reference = load_reference(folder)
+    for answer in answers:
+        assert answer.tokens == greedy(reference, answer.spec.prompt_token_ids, 1, answer.tokens)
 
 
 def test_a_salt_and_the_switch_keep_prompts_apart(folder: Path) -> None:

@@ -217,7 +217,7 @@ async def test_all_blocks_go_ahead_if_their_lease_comes_before_the_last_pass(
             begin, end, last = passes[number]
             world.chunk(ahead, blocks[: -(-end // 4)], begin, end, last=last)
     spec = RequestSpec(KEY, list(range(18)), SamplingParams())
-    (prefilled,), gone = await offloader.offload(PrefilledJob(KEY, [spec], 18, blocks, ahead=ahead))
+    (prefilled,), gone = await offloader.offload(PrefilledJob(KEY, [spec], list(range(18)), blocks, ahead=ahead))
     assert (prefilled.blocks, gone) == (5, [])
     assert (offloader.blocks, offloader.blocks_ahead) == (5, copied_ahead)
     assert pool.committed == [0, 1, 2, 3, 4]
