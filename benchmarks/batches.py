@@ -4,13 +4,14 @@ One run against `alignedserve serve` with two gateways and a store. First an int
 without and with a batch (A B B A), and the percentiles of its TTFT and TPOT are compared. Then a batch of `--lines` is
 answered while processes of every role are killed in turn, and each line's answer is counted.
 
-    python benchmarks/batches.py --lines 100000 --json batches.json
+    python benchmarks/batches.py --lines 100000 --line-tokens 1 --json batches.json
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +32,26 @@ from alignedserve.cluster.cli.serve_process import ServeProcess
 ENDPOINT = "/v1/completions"
 ROLES = ("decode", "prefill", "kv_pool", "scheduler", "gateway", "node_agent", "supervisor")
 POLL_S = 0.2
-KILL_EVERY_S = 8.0
+SHOW_EVERY_S = 30.0
+SETTLE_S = 20.0  # after the last kill: the cluster is whole again
 
 
-def write_lines(path: Path, lines: int, prompt_tokens: int, new_tokens: int) -> None:
+def write_lines(path: Path, lines: int, prompt_tokens: int, new_tokens: int, spread: int = 64) -> None:
+    """Prompts have from `prompt_tokens` to, but not with, `prompt_tokens + spread` tokens."""
     with path.open("w") as file:
         for number in range(lines):
-            prompt = [10 + (number * 7 + k) % 1900 for k in range(prompt_tokens + number % 64)]
+            prompt = [10 + (number * 7 + k) % 1900 for k in range(prompt_tokens + number % spread)]
             body = {"prompt": prompt, "max_tokens": new_tokens, "ignore_eos": True, "temperature": 0}
             row = {"custom_id": str(number), "method": "POST", "url": ENDPOINT, "body": body}
             file.write(json.dumps(row) + "\n")
 
 
 class Client:
-    """Calls are repeated while no gateway answers."""
+    """Calls are repeated while no gateway answers. They raise RuntimeError once the server has ended."""
 
-    def __init__(self, url: str) -> None:
-        self._http = httpx.AsyncClient(base_url=url, timeout=60.0)
+    def __init__(self, server: ServeProcess) -> None:
+        self._server = server
+        self._http = httpx.AsyncClient(base_url=server.url, timeout=60.0)
 
     async def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
         while True:
@@ -54,8 +59,12 @@ class Client:
                 answer = await self._http.request(method, path, **options)
             except httpx.TransportError:
                 answer = None
-            if answer is not None and answer.status_code < 500:
+            if answer is not None and answer.status_code < 300:
                 return answer
+            if answer is not None and answer.status_code < 500 and answer.status_code != 429:
+                raise RuntimeError(f"{method} {path}: {answer.status_code} {answer.text}")
+            if self._server.process.poll() is not None:
+                raise RuntimeError(f"the server has ended: {self._server.output[-1000:]}")
             await asyncio.sleep(POLL_S)
 
     async def begin(self, path: Path) -> str:
@@ -68,10 +77,22 @@ class Client:
         found: dict[str, Any] = (await self.ask("GET", f"/v1/batches/{batch_id}")).json()
         return found
 
-    async def until(self, batch_id: str, *statuses: str) -> dict[str, Any]:
-        while (batch := await self.batch(batch_id))["status"] not in statuses:  # noqa: ASYNC110
+    async def until(self, batch_id: str, *statuses: str, show: bool = False) -> dict[str, Any]:
+        shown_s = time.monotonic()
+        while (batch := await self.batch(batch_id))["status"] not in statuses:
+            if show and time.monotonic() - shown_s >= SHOW_EVERY_S:
+                shown_s = time.monotonic()
+                print(batch["status"], batch["request_counts"], file=sys.stderr, flush=True)
             await asyncio.sleep(POLL_S)
         return batch
+
+    async def rows(self, file_id: str) -> AsyncIterator[Any]:
+        """The rows of a file, which may be larger than memory."""
+        async with self._http.stream("GET", f"/v1/files/{file_id}/content") as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                if line:
+                    yield json.loads(line)
 
 
 def percentiles_ms(values: list[float]) -> dict[str, float]:
@@ -124,46 +145,45 @@ async def beside(server: ServeProcess, client: Client, options: argparse.Namespa
     return {"lines": lines, "with_over_without": ratios}
 
 
-async def kill_in_turn(server: ServeProcess, kills: list[str], until_s: float) -> None:
-    """Kills a process of each role in turn."""
-    number = 0
-    while time.monotonic() < until_s:
-        await asyncio.sleep(KILL_EVERY_S)
-        try:
+async def kill_in_turn(server: ServeProcess, kills: list[str], every_s: float) -> None:
+    """Kills a process of each role in turn, and of several with a role each in turn."""
+    while True:
+        await asyncio.sleep(every_s)
+        round_, number = divmod(len(kills), len(ROLES))
+        with contextlib.suppress(OSError, ValueError):  # no gateway answers, or the process has just ended
             roles = await asyncio.to_thread(server.roles)
-        except OSError:
-            continue
-        wanted = ROLES[number % len(ROLES)]
-        found = [role for role in roles if role["role"] == wanted and role["state"] in ("ready", "degraded")]
-        if found:
-            os.kill(found[0]["pid"], signal.SIGKILL)
-            kills.append(wanted)
-            number += 1
+            found = [r for r in roles if r["role"] == ROLES[number] and r["state"] in ("ready", "degraded")]
+            if found:
+                os.kill(found[round_ % len(found)]["pid"], signal.SIGKILL)
+                kills.append(ROLES[number])
 
 
 async def killed(server: ServeProcess, client: Client, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     path = folder / "killed.jsonl"
-    write_lines(path, options.lines, 8, options.line_tokens)
+    write_lines(path, options.lines, 8, options.line_tokens, options.line_spread)
     begun_s, kills = time.monotonic(), list[str]()
     batch_id = await client.begin(path)
-    killing = asyncio.create_task(kill_in_turn(server, kills, time.monotonic() + options.most_s))
+    killing = asyncio.create_task(kill_in_turn(server, kills, options.kill_every)) if options.kill_every else None
     try:
         async with asyncio.timeout(options.most_s):
-            batch = await client.until(batch_id, "completed", "failed", "expired", "cancelled")
+            batch = await client.until(batch_id, "completed", "failed", "expired", "cancelled", show=True)
     finally:
-        killing.cancel()
+        if killing is not None:
+            killing.cancel()
+            await asyncio.gather(killing, return_exceptions=True)
     seconds = time.monotonic() - begun_s
+    await asyncio.sleep(SETTLE_S)
     found: Counter[str] = Counter()
     statuses: Counter[int] = Counter()
     for file_id in filter(None, (batch["output_file_id"], batch["error_file_id"])):
-        content = (await client.ask("GET", f"/v1/files/{file_id}/content")).content
-        for row in map(json.loads, content.splitlines()):
+        async for row in client.rows(file_id):
             found[row["custom_id"]] += 1
             statuses[row["response"]["status_code"]] += 1
     return {
         "status": batch["status"],
         "counts": batch["request_counts"],
         "seconds": round(seconds, 1),
+        "lines_per_s": round(options.lines / seconds, 1),
         "kills": dict(Counter(kills)),
         "lost": options.lines - len(found),
         "twice": sum(count > 1 for count in found.values()),
@@ -176,7 +196,7 @@ async def benchmark(options: argparse.Namespace) -> dict[str, Any]:
         folder = Path(name)
         keys = ("--batches-folder", str(folder / "store"), "--set", "gateway.replicas=2")
         with ServeProcess("--model", "tiny", *keys, *options.serve, timeout_s=600.0) as server:
-            client = Client(server.url)
+            client = Client(server)
             result = {}
             if options.beside:
                 result["beside"] = await beside(server, client, options, folder)
@@ -199,6 +219,8 @@ def main() -> int:
     )
     parser.add_argument("--lines", type=int, default=2000, help="lines of the batch under kills; 0: no such part")
     parser.add_argument("--line-tokens", type=int, default=4, help="tokens of each of its answers")
+    parser.add_argument("--line-spread", type=int, default=24, help="its prompts have 8 tokens to so many more")
+    parser.add_argument("--kill-every", type=float, default=8.0, help="seconds between two kills; 0: none")
     parser.add_argument("--most-s", type=float, default=7200.0, help="time limit of the batch under kills")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="options for `alignedserve serve`; last")
@@ -207,7 +229,8 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
     killed_part = result.get("killed", {})
-    return 1 if killed_part.get("lost") or killed_part.get("twice") else 0
+    whole = killed_part.get("status", "completed") == "completed"
+    return 1 if not whole or killed_part.get("lost") or killed_part.get("twice") else 0
 
 
 if __name__ == "__main__":

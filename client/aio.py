@@ -27,6 +27,7 @@ from alignedserve.client.failures import EndedEarlyError
 from alignedserve.client.messages import join_chunks
 from alignedserve.client.options import BatchItem, ChatItem, ChatTurn, Options, Progress
 from alignedserve.client.tasks import run_batch
+from alignedserve.client.tool_methods import AsyncToolMethods
 from alignedserve.client.types import Chunk, ClientTimings, Completion, ModelCard
 from alignedserve.errors import AlignedServeError, CancelledError
 from alignedserve.proto.inference_pb2 import GenerateChunk
@@ -115,7 +116,7 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
             self._responses.cancel()  # gRPC's object is in a reference cycle, and would wait for the garbage collector
 
 
-class AsyncClient:
+class AsyncClient(AsyncToolMethods):
     """A client for asyncio. Arguments, errors and methods are those of `Client`.
 
     It may be created anywhere. It belongs to the event loop of its first call, and raises RuntimeError in another loop.

@@ -80,6 +80,8 @@ class Attempts:
         self._begun_s = time.monotonic()
         self._first_token_s: float | None = None
         self._deadline_s = None if call.timeout_s is None else self._begun_s + call.timeout_s
+        message = call.message
+        self._answers = (message.best_of or message.n or 1) if call.generates else 0
         self._model = ""  # from the first chunk: only the same model can continue the answer
         self._seed: int | None = None  # from the first chunk
         self._max_tokens: int | None = None  # from the first chunk
@@ -103,7 +105,8 @@ class Attempts:
             self._max_tokens = chunk.max_tokens if chunk.HasField("max_tokens") else None
         delivered = self._delivered.setdefault(chunk.choice.index, pb.Delivered())
         delivered.token_ids.extend(chunk.choice.token_ids)
-        delivered.finish_reason = chunk.choice.finish_reason
+        finish = chunk.choice.finish_reason
+        delivered.finish_reason = "stop" if finish == "tool_calls" else finish  # how its tokens ended
         if chunk.choice.token_ids:
             if self._first_token_s is None:
                 self._first_token_s = time.monotonic()
@@ -111,7 +114,7 @@ class Attempts:
             self._rotation.worked(self.address)
         if chunk.HasField("usage"):  # not sufficient alone: older gateways send it with several chunks
             ended = sum(bool(answer.finish_reason) for answer in self._delivered.values())
-            self.complete = ended == (self.call.message.n or 1)
+            self.complete = ended == self._answers
 
     def result(self, response: Any) -> Any:
         """The result of a response."""
@@ -204,7 +207,7 @@ class Attempts:
         if self._max_tokens is not None:
             message.max_tokens = self._max_tokens
         if self._begun:
-            message.resume.extend(self._delivered.get(index, pb.Delivered()) for index in range(message.n or 1))
+            message.resume.extend(self._delivered.get(index, pb.Delivered()) for index in range(self._answers))
         if timeout_s is not None:
             message.timeout_s = timeout_s
         return replace(self._first, message=message, timeout_s=timeout_s)

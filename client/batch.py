@@ -97,16 +97,21 @@ class _Meter:
         pass
 
 
+def load_bar() -> Any:
+    """The class of tqdm's bars. Raises ConfigError without tqdm."""
+    try:
+        from tqdm.auto import tqdm
+    except ImportError as error:
+        message = "progress=True needs tqdm: pip install tqdm (or give a function of (done, total))"
+        raise ConfigError(message) from error
+    return tqdm
+
+
 class _Bar(_Meter):
     """A tqdm bar with the generated tokens and the failed requests."""
 
     def __init__(self, total: int | None) -> None:
-        try:
-            from tqdm.auto import tqdm
-        except ImportError as error:
-            message = "progress=True needs tqdm: pip install tqdm (or give a function of (done, total))"
-            raise ConfigError(message) from error
-        self._bar: Any = tqdm(total=total, unit="req", dynamic_ncols=True)
+        self._bar: Any = load_bar()(total=total, unit="req", dynamic_ncols=True)
         self._tokens = 0
         self._failed = 0
 

@@ -15,9 +15,9 @@ import grpc
 from alignedserve.client import messages
 from alignedserve.client.failures import error_from_status
 from alignedserve.client.options import BatchItem, ChatItem, ChatTurn, Options
-from alignedserve.client.structured import wanted
+from alignedserve.client.structured import FORMAT, OUTPUTS, reader
 from alignedserve.client.types import Chunk, ClientTimings, Completion, ModelCard
-from alignedserve.errors import AlignedServeError, CancelledError, ConfigError, InvalidRequestError
+from alignedserve.errors import AlignedServeError, CancelledError, ConfigError, InvalidRequestError, RequestError
 from alignedserve.proto import inference_pb2 as pb
 from alignedserve.proto.common_pb2 import Empty
 from alignedserve.proto.inference_pb2_grpc import InferenceStub
@@ -43,6 +43,7 @@ class Call(Generic[Result]):
     metadata: tuple[tuple[str, str], ...] = field(repr=False)  # the API key is in it
     max_retries: int
     read: messages.Read | None = None  # makes the parsed object of an answer's text
+    format_field: str = ""  # the option that asked for structured output
 
     @property
     def generates(self) -> bool:
@@ -52,7 +53,10 @@ class Call(Generic[Result]):
     def error(self, error: grpc.RpcError, address: str, request_id: str) -> AlignedServeError:
         """The typed error for a gRPC failure of this call."""
         ids = {"request_id": request_id} if request_id else {}
-        return error_from_status(error, self.timeout_s, address=address, **ids)
+        found = error_from_status(error, self.timeout_s, address=address, **ids)
+        if isinstance(found, RequestError) and (found.param or "").startswith(OUTPUTS):
+            found.param = self.format_field or found.param
+        return found
 
     def closed_here(self, request_id: str) -> CancelledError:
         """The error for a call that ended because its stream or its client was closed."""
@@ -130,13 +134,14 @@ class CallPlanner:
 
     def _whole(self, message: pb.GenerateRequest, options: Options) -> Call[Completion]:
         limit_s, retries = self._complete(message), self._retries(options.get("max_retries"))
-        read = _reader(options)
-        return self._call("Generate", message, partial(messages.parse_completion, read=read), limit_s, retries)
+        parse = partial(messages.parse_completion, read=reader(options))
+        call = self._call("Generate", message, parse, limit_s, retries)
+        return replace(call, format_field=_format_field(options))
 
     def _streamed(self, message: pb.GenerateRequest, options: Options) -> Call[Chunk]:
         limit_s, retries = self._complete(message), self._retries(options.get("max_retries"))
         call = self._call("Stream", message, messages.parse_chunk, limit_s, retries)
-        return replace(call, read=_reader(options))
+        return replace(call, read=reader(options), format_field=_format_field(options))
 
     def _complete(self, message: pb.GenerateRequest) -> float | None:
         """Fill in this client's defaults. Returns the call's time limit in seconds."""
@@ -183,9 +188,8 @@ class CallPlanner:
         return None if chosen > _LONGEST_TIMEOUT_S else chosen
 
 
-def _reader(options: Options) -> messages.Read | None:
-    found = wanted(options.get("response_format"))
-    return found.read if found is not None else None
+def _format_field(options: Options) -> str:
+    return FORMAT if options.get(FORMAT) is not None else ""
 
 
 def _sent(options: Options) -> Options:

@@ -7,17 +7,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from alignedserve.client.chat_fields import CHAT_OPTIONS, chat_fields, is_plain, turn_json, written
 from alignedserve.client.options import ChatTurn, Options
-from alignedserve.client.structured import wanted
+from alignedserve.client.structured import FORMAT, OUTPUTS, asked
 from alignedserve.client.types import (
     Choice,
     Chunk,
     ClientTimings,
     Completion,
     Logprob,
-    Message,
     ModelCard,
     Timings,
+    ToolCall,
+    ToolCallPart,
     Usage,
 )
 from alignedserve.errors import InvalidRequestError
@@ -42,6 +44,8 @@ def prompt_request(prompt: str | None, prompt_token_ids: Iterable[int] | None, o
     else:
         kind = type(prompt).__name__
         raise InvalidRequestError(f"prompt must be str, not {kind}; use prompt_token_ids for tokens", param="prompt")
+    if fields := chat_fields(options):
+        message.chat_json = written(fields)  # the server says which of them a prompt may have
     return message
 
 
@@ -54,17 +58,17 @@ def chat_request(messages: Iterable[ChatTurn], options: Options) -> pb.GenerateR
     except TypeError as error:
         kind = type(messages).__name__
         raise InvalidRequestError(f"messages must be an iterable of turns, not {kind}", param="messages") from error
-    for number, turn in numbered:
-        where = f"messages[{number}]"
-        given: object = {"role": turn.role, "content": turn.content} if isinstance(turn, Message) else turn
-        if not isinstance(given, Mapping) or given.keys() != {"role", "content"}:
-            raise InvalidRequestError(f"{where} must have role and contentonly", param="messages")
-        if not all(isinstance(value, str) for value in given.values()):
-            raise InvalidRequestError(f"{where}: role and content must be strings", param="messages")
-        try:
-            message.conversation.messages.add(**given)
-        except ValueError as error:  # not encodable
-            raise InvalidRequestError(f"{where}: {error}", param="messages") from error
+    turns = [turn_json(turn, number) for number, turn in numbered]
+    fields = chat_fields(options)
+    if all(map(is_plain, turns)):
+        for number, turn in enumerate(turns):
+            try:
+                message.conversation.messages.add(**turn)
+            except (TypeError, ValueError) as error:  # not encodable
+                raise InvalidRequestError(f"messages[{number}]: {error}", param="messages") from error
+    else:
+        fields["messages"] = turns
+    message.chat_json = written(fields)  # also without a field: then reasoning is apart from the text
     return message
 
 
@@ -89,8 +93,12 @@ def _with_options(options: Options) -> pb.GenerateRequest:
             near = difflib.get_close_matches(name, Options.__annotations__, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise InvalidRequestError(f"unknown option {name!r}{hint}", param=name)
-        if value is not None:
+        if value is not None and name not in (*CHAT_OPTIONS, FORMAT, OUTPUTS):
             _set_option(message, name, value)
+    if (found := asked(options)) is not None:
+        message.grammar.kind, message.grammar.text = found.kind, found.text
+        if found.whitespace is not None:
+            message.grammar.whitespace = found.whitespace
     return message
 
 
@@ -110,9 +118,6 @@ def _set_option(message: pb.GenerateRequest, name: str, value: Any) -> None:
             entry = message.logit_bias.add()
             _assign(entry, "token_id", token_id, name)
             _assign(entry, "bias", bias, name)
-    elif name == "response_format":
-        if (found := wanted(value)) is not None:
-            message.grammar.kind, message.grammar.text = "json", found.schema
     elif name == "n" and value == 0:  # on the wire 0 means "not given"
         raise InvalidRequestError("n must be at least 1", param=name)
     else:
@@ -145,7 +150,13 @@ def parse_completion(
         usage=_usage(message.usage),
         client_timings=client_timings,
         timings=_timings(message.timings) if message.HasField("timings") else None,
+        prompt_logprobs=_prompt_logprobs(message),
     )
+
+
+def _prompt_logprobs(message: pb.GenerateResponse) -> tuple[Logprob | None, ...]:
+    found = tuple(_logprob(entry) for entry in message.prompt_logprobs)
+    return (None, *found) if found else ()
 
 
 def parse_chunk(message: pb.GenerateChunk, client_timings: ClientTimings) -> Chunk:
@@ -161,7 +172,23 @@ def parse_chunk(message: pb.GenerateChunk, client_timings: ClientTimings) -> Chu
         prompt_token_ids=tuple(message.prompt_token_ids),
         usage=_usage(message.usage) if message.HasField("usage") else None,
         timings=_timings(message.timings) if message.HasField("timings") else None,
+        reasoning=choice.reasoning,
+        tool_calls=_parts(choice),
     )
+
+
+def _parts(choice: pb.Choice) -> tuple[ToolCallPart, ...]:
+    return tuple(ToolCallPart(call.index, call.id, call.name, call.arguments) for call in choice.tool_calls)
+
+
+def _joined_calls(parts: Iterable[ToolCallPart]) -> tuple[ToolCall, ...]:
+    """Whole calls from their parts, by index."""
+    calls: dict[int, ToolCall] = {}
+    for part in parts:
+        before = calls.get(part.index, ToolCall("", "", ""))
+        arguments = before.arguments + part.arguments
+        calls[part.index] = ToolCall(before.id or part.id, before.name or part.name, arguments)
+    return tuple(calls[index] for index in sorted(calls))
 
 
 def parse_models(message: pb.ModelList, client_timings: ClientTimings) -> tuple[ModelCard, ...]:
@@ -187,6 +214,8 @@ def join_chunks(chunks: Sequence[Chunk], client_timings: ClientTimings, read: Re
                 token_ids=tuple(token for chunk in mine for token in chunk.token_ids),
                 finish_reason=ends[-1],
                 logprobs=tuple(entry for chunk in mine for entry in chunk.logprobs),
+                reasoning="".join(chunk.reasoning for chunk in mine),
+                tool_calls=_joined_calls(part for chunk in mine for part in chunk.tool_calls),
                 read=read,
             )
         )
@@ -201,17 +230,20 @@ def _choice(message: pb.Choice, read: Read | None) -> Choice:
         token_ids=tuple(message.token_ids),
         finish_reason=message.finish_reason,
         logprobs=tuple(_logprob(logprob) for logprob in message.logprobs),
+        reasoning=message.reasoning,
+        tool_calls=_joined_calls(_parts(message)),
         read=read,
     )
 
 
 def _logprob(message: pb.TokenLogprobText) -> Logprob:
     top = tuple(_logprob(logprob) for logprob in message.top)
-    return Logprob(message.token_id, message.token, message.logprob, top)
+    return Logprob(message.token_id, message.token, message.logprob, top, message.rank or None)
 
 
 def _usage(message: pb.Usage) -> Usage:
-    return Usage(message.prompt_tokens, message.completion_tokens)
+    reasoning = message.reasoning_tokens if message.HasField("reasoning_tokens") else None
+    return Usage(message.prompt_tokens, message.completion_tokens, reasoning)
 
 
 def _timings(message: pb.RequestTimings) -> Timings:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from alignedserve.client.structured import ResponseFormat
+from alignedserve.client.tools import ToolChoice, ToolLike
 from alignedserve.client.types import Message
 
-ChatTurn: TypeAlias = Message | Mapping[str, str]
-"""A turn as `Message("user", "Hello")` or as `{"role": "user", "content": "Hello"}`."""
+ChatTurn: TypeAlias = Message | Mapping[str, Any]
+"""A turn as `Message("user", "Hello")` or as `{"role": "user", "content": "Hello"}`, with the HTTP API's fields."""
 
 
 class Options(TypedDict, total=False):
@@ -91,8 +92,38 @@ class Options(TypedDict, total=False):
     """The text ends with the stop string that ended it."""
     truncate_prompt_tokens: int | None
     """Use the last tokens of a longer prompt only; -1: as many as leave room for the answer."""
+    truncation_side: Literal["left", "right"] | None
+    """The side from which a longer prompt is cut; "left" by default."""
+    prompt_logprobs: int | None
+    """Return log probabilities of the prompt's tokens, each with this many alternatives; up to 20. Not in streams."""
+    best_of: int | None
+    """Generate this many answers to a prompt, and return the `n` with the highest log probability a token. Not in
+    streams, not for conversations."""
+    suffix: str | None
+    """The text that follows the answer; needs a model with tokens for it. Not for conversations."""
     response_format: ResponseFormat | None
     """The answer is JSON of this pydantic model, dataclass or JSON schema; `Completion.parsed` is the object."""
+    structured_outputs: Mapping[str, Any] | None
+    """The answer follows one of `json` (as `response_format`), `regex`, `choice`, `grammar` and `structural_tag`;
+    `whitespace_pattern` is what may stand between tokens of JSON."""
+    tools: Iterable[ToolLike] | None
+    """Functions that the model may call; in conversations, as the options below."""
+    tool_choice: ToolChoice | None
+    """"auto" (the default), "none", "required", or one function: the answer is then a call of it."""
+    parallel_tool_calls: bool | None
+    """False: an answer has at most one call."""
+    reasoning_effort: str | None
+    """A variable of the chat template: "low", "medium", "high" and others. "none" turns reasoning off."""
+    enable_thinking: bool | None
+    """A variable of the chat template: reasoning on or off."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """Variables of the chat template."""
+    include_reasoning: bool | None
+    """False: leave reasoning out of the answer; its tokens are counted all the same."""
+    separate_reasoning: bool | None
+    """False: reasoning is a part of the text."""
+    thinking_token_budget: int | None
+    """After this many tokens of reasoning, the marker that ends it is forced."""
     n: int | None
     """Number of answers to the prompt; 1 to 16."""
     include_timings: bool | None

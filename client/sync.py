@@ -26,6 +26,7 @@ from alignedserve.client.failures import EndedEarlyError
 from alignedserve.client.messages import join_chunks
 from alignedserve.client.options import BatchItem, ChatItem, ChatTurn, Options, Progress
 from alignedserve.client.threads import Halt, run_batch
+from alignedserve.client.tool_methods import ToolMethods
 from alignedserve.client.types import Chunk, ClientTimings, Completion, ModelCard
 from alignedserve.errors import AlignedServeError
 
@@ -121,7 +122,7 @@ class ChunkStream(Iterator[Chunk]):
             self.close()
 
 
-class Client:
+class Client(ToolMethods):
     """A blocking client of one cluster. Threads may share it; a process forked from this one needs its own.
 
     Args:
@@ -232,8 +233,8 @@ class Client:
         """Answer a conversation and wait for the complete result.
 
         Args:
-            messages: the turns so far, each a `Message` or a dict with `role` and `content` (strings). The server
-                applies the model's chat template.
+            messages: the turns so far, each a `Message` or a dict with `role` and `content`, and as in the HTTP API
+                `tool_calls`, `tool_call_id`, `reasoning_content`. The server applies the model's chat template.
             options: as for `generate`; `max_tokens` is by default all positions that the model has left.
 
         Raises: as `generate`; InvalidRequestError also if the model has no chat template.

@@ -1,42 +1,88 @@
 """The client's results: frozen dataclasses without protobuf.
 
-`finish_reason` is a value of `alignedserve.request.FinishReason`: "stop", "length", "cancelled" or "error".
+`finish_reason` is "stop", "length", or "tool_calls" for an answer that ended with calls of tools.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from json import JSONDecodeError
 from typing import Any
 
-from alignedserve.errors import IncompleteAnswerError
+from alignedserve.errors import IncompleteAnswerError, ToolArgumentsError
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function by the model; `arguments` is JSON text, cut if the answer was."""
+
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def parsed_arguments(self) -> dict[str, Any]:
+        """Raises ToolArgumentsError unless the arguments are a JSON object."""
+        try:
+            found = json.loads(self.arguments) if self.arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise ToolArgumentsError(f"{self.name}({self.arguments}): not JSON ({error})", call=self) from error
+        if not isinstance(found, dict):
+            raise ToolArgumentsError(f"{self.name}({self.arguments}): not a JSON object", call=self)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallPart:
+    """The new part of call number `index` of an answer. `id` and `name` are "" after the first part of a call."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation; `role` is a role of the model's chat template ("system", "user", …)."""
+    """One turn of a conversation; `role` is a role of the model's chat template ("system", "user", …).
+
+    An answer's turn is `Completion.message`. The result of a call is a turn of role "tool" with its `tool_call_id`.
+    """
 
     role: str
-    content: str
+    content: str = ""
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token and the natural logarithm of its probability; `top` are the most likely tokens at its position."""
+    """A token and the natural logarithm of its probability; `top` are the most likely tokens at its position.
+
+    `rank` of a prompt's token among the most likely ones, from 1; None for other tokens.
+    """
 
     token_id: int
     token: str
     logprob: float
     top: tuple[Logprob, ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts; `completion_tokens` is the sum over all `n` answers."""
+    """Token counts; `completion_tokens` is the sum over all `n` answers (all of `best_of`).
+
+    `reasoning_tokens`: those of them that are reasoning; None if the model has none, and outside of chat.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    reasoning_tokens: int | None = None
 
     @property
     def total_tokens(self) -> int:
@@ -81,23 +127,33 @@ class ClientTimings:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One complete answer. `text` is "" if the model has no tokenizer; `logprobs` is empty unless requested."""
+    """One complete answer. `text` is "" if the model has no tokenizer; `logprobs` is empty unless requested.
+
+    In a chat, reasoning and calls of tools are apart from `text`.
+    """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     logprobs: tuple[Logprob, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
     read: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
 
     @property
+    def message(self) -> Message:
+        """The answer as a turn, to go on with the conversation."""
+        return Message("assistant", self.text, tool_calls=self.tool_calls, reasoning=self.reasoning)
+
+    @property
     def parsed(self) -> Any:
-        """The answer as an object of `response_format`; None without that option.
+        """The answer as an object of `response_format`; None without that option, and for calls of tools.
 
         Raises IncompleteAnswerError if the answer was cut, by `max_tokens` or a stop string; for a pydantic model also
         its ValidationError, for what its schema does not say.
         """
-        if self.read is None:
+        if self.read is None or self.finish_reason == "tool_calls":
             return None
         if self.finish_reason != "stop":
             message = f"the answer ended by {self.finish_reason!r}, not by its own end: raise max_tokens"
@@ -114,7 +170,8 @@ class Completion:
     """The complete result of one request: `n` choices.
 
     `client_timings` are the seconds measured by this client. `timings` are the seconds of each stage in the cluster;
-    None unless requested by `include_timings`.
+    None unless requested by `include_timings`. `prompt_logprobs`: one for each token of the prompt, None for the first;
+    empty unless requested.
     """
 
     request_id: str
@@ -124,6 +181,7 @@ class Completion:
     usage: Usage
     client_timings: ClientTimings
     timings: Timings | None = None
+    prompt_logprobs: tuple[Logprob | None, ...] = ()
 
     @property
     def text(self) -> str:
@@ -136,6 +194,21 @@ class Completion:
         return self.choices[0].parsed
 
     @property
+    def reasoning(self) -> str:
+        """Reasoning of the first choice."""
+        return self.choices[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Calls of tools of the first choice."""
+        return self.choices[0].tool_calls
+
+    @property
+    def message(self) -> Message:
+        """The first choice as a turn, to go on with the conversation."""
+        return self.choices[0].message
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """Generated tokens of the first choice."""
         return self.choices[0].token_ids
@@ -144,6 +217,8 @@ class Completion:
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """New text and tokens of answer `index`. Joined in order, the chunks of an index are the whole answer.
+
+    In a chat, new reasoning and new parts of calls are apart from `text`.
 
     `finish_reason` is None until the last chunk of this answer. The first chunk of the stream has `prompt_token_ids`.
     The last chunk, which may have no text, has `usage` and, if requested, `timings`.
@@ -159,6 +234,8 @@ class Chunk:
     prompt_token_ids: tuple[int, ...] = ()
     usage: Usage | None = None
     timings: Timings | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,15 +24,17 @@ from alignedserve.gateway.ledger.intake import Intake
 from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.ledger.resume import with_resume
 from alignedserve.gateway.reply.answers import AnswerView, Part
+from alignedserve.gateway.reply.best import best_views
 from alignedserve.gateway.reply.replies import LEAST_LOGPROB, Parts, timings
 from alignedserve.gateway.reply.written_calls import WrittenCall, written_calls
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import inference_pb2 as inf
 from alignedserve.proto import inference_pb2_grpc as inf_grpc
-from alignedserve.request import GrammarKind, TokenLogprobs
+from alignedserve.request import FinishReason, GrammarKind, TokenLogprobs
 from alignedserve.text import Tokenizer
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+TOOL_CALLS = "tool_calls"  # a finish reason of replies only
 _WRITTEN_OTHERWISE = {"prompt", "logit_bias", "bad_words_ids", "grammar"}  # in another form than in an HTTP body
 _AS_IN_A_BODY = CompletionRequest.model_fields.keys() - _WRITTEN_OTHERWISE
 
@@ -68,17 +70,22 @@ class InferenceService:
                     last = view.answer if part.finish is not None else last
         finally:
             self._ledger.close(call)
+        views = best_views(parts.views, call.plan)
+        choices = [self._choice(view, whole[view.answer.index]) for view in views]
+        for index, choice in enumerate(choices):
+            choice.index = index
         return inf.GenerateResponse(
             request_id=call.plan.id,
             model=self._model.name,
             prompt_token_ids=call.plan.prompts[0].token_ids,
-            choices=[self._choice(view, part) for view, part in zip(parts.views, whole, strict=True)],
+            choices=choices,
             usage=_usage(parts),
             timings=_timings(call.plan, last),
+            prompt_logprobs=self._prompt_logprobs(parts.views[0], call.plan),
         )
 
     async def stream(self, request: inf.GenerateRequest) -> AsyncGenerator[inf.GenerateChunk, None]:
-        call = await self._open(request)
+        call = await self._open(request, stream=True)
         logs.request_id.set(call.plan.id)
         parts = Parts(call, self._model, self._ledger.end)
         prompt: tuple[int, ...] | None = call.plan.prompts[0].token_ids
@@ -110,7 +117,7 @@ class InferenceService:
         positions = info.max_positions if info is not None else 0
         return inf.ModelList(models=[inf.ModelCard(id=self._model.name, max_positions=positions)])
 
-    async def _open(self, request: inf.GenerateRequest) -> Call:
+    async def _open(self, request: inf.GenerateRequest, *, stream: bool = False) -> Call:
         again = any(entry.token_ids for entry in request.resume)
         if not again:
             self._intake.check(len(self._ledger))
@@ -120,13 +127,14 @@ class InferenceService:
         if size > LARGE_BYTES:
             await self._pace.take(size)
         with self._intake.admit(len(self._ledger), again=again):
-            return self._ledger.open(await self._plan(request))
+            return self._ledger.open(await self._plan(request, stream=stream))
 
-    async def _plan(self, request: inf.GenerateRequest) -> CallPlan:
+    async def _plan(self, request: inf.GenerateRequest, *, stream: bool) -> CallPlan:
         if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
             message = "request_id must be 1 to 128 letters, digits, or one of . _ : / -"
             raise InvalidRequestError(message, param="request_id")
         body = body_of(request)
+        body["stream"] = stream
         if "messages" in body:
             plan = await plan_chat(self._model, parse_chat(body), request.request_id)
             if not request.chat_json:  # clients that do not know the fields for reasoning have it in the text
@@ -140,13 +148,20 @@ class InferenceService:
             index=view.answer.index,
             text=part.text,
             token_ids=part.token_ids,
-            finish_reason="" if part.finish is None else part.finish.value,
+            finish_reason=_finish_reason(view, part),
             reasoning=part.reasoning,
             tool_calls=[_call(call) for call in written_calls(part.calls)],
             logprobs=[
                 _logprob(self._model.tokenizer, e.token_id, e.logprob) for e in part.scored if e.logprob is not None
             ],
         )
+
+    def _prompt_logprobs(self, view: AnswerView, plan: CallPlan) -> list[inf.TokenLogprobText]:
+        count, tokens = plan.reply.prompt_logprobs, view.answer.prompt.token_ids[1:]
+        if count is None:
+            return []
+        found = [entry.most(count) for entry in view.prompt_scores]
+        return [_logprob(self._model.tokenizer, *scored) for scored in zip(tokens, found, strict=False)]
 
 
 def body_of(request: inf.GenerateRequest) -> dict[str, Any]:
@@ -219,11 +234,23 @@ def _logprob(tokenizer: Tokenizer | None, token: int, entry: TokenLogprobs) -> i
 
     message = one(token, entry.logprob)
     message.top.extend(one(*pair) for pair in entry.top)
+    if entry.rank:
+        message.rank = entry.rank
     return message
 
 
+def _finish_reason(view: AnswerView, part: Part) -> str:
+    if part.finish is None:
+        return ""
+    return TOOL_CALLS if part.finish is FinishReason.STOP and view.called else part.finish.value
+
+
 def _usage(parts: Parts) -> inf.Usage:
-    return inf.Usage(prompt_tokens=parts.prompt_tokens, completion_tokens=parts.completion_tokens)
+    usage = inf.Usage(prompt_tokens=parts.prompt_tokens, completion_tokens=parts.completion_tokens)
+    reading = parts.call.plan.reading
+    if reading is not None and reading.dialects.reads_reasoning:
+        usage.reasoning_tokens = sum(view.reasoning_tokens for view in parts.views)
+    return usage
 
 
 def _timings(plan: CallPlan, answer: Answer | None) -> inf.RequestTimings | None:

@@ -38,7 +38,10 @@ class GatewayMetrics:
             "unlogged_requests", "requests without a line in the request log, because the disk was full or too slow"
         )
         self.open_requests = Gauge(
-            "alignedserve_gateway_open_requests", "requests held now", ["instance"], registry=self.registry
+            "alignedserve_gateway_open_requests",
+            "requests held now; lines of batches do not count",
+            ["instance"],
+            registry=self.registry,
         ).labels(instance)
         self._outcomes = Counter(
             "alignedserve_gateway_requests",

@@ -217,7 +217,9 @@ class GatewayServer(RoleServer):
 
     def describe(self) -> sv.Heartbeat:
         self.progress += 1
-        return sv.Heartbeat(holds=self._holds(), gauges={OPEN_GAUGE: len(self.ledger)}, metrics=self._own_metrics())
+        return sv.Heartbeat(
+            holds=self._holds(), gauges={OPEN_GAUGE: self.ledger.interactive}, metrics=self._own_metrics()
+        )
 
     async def check_integrity(self) -> list[sv.BookCheck]:
         return [check_books("calls", self.process.id, self.ledger.check_integrity)]
@@ -319,7 +321,7 @@ class GatewayServer(RoleServer):
         return f"{len(self.ledger)} requests"
 
     def _own_metrics(self) -> str:
-        self._metrics.open_requests.set(len(self.ledger))
+        self._metrics.open_requests.set(self.ledger.interactive)
         if self.model.grammars is None:
             return self._metrics.text()
         page = Page(instance=self.process.id)

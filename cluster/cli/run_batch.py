@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,11 @@ def run_batch(options: argparse.Namespace, given: Sequence[str]) -> int:
     key_file = getattr(options, "gateway.api_key_file")
     if not source.is_file():
         raise ConfigError(f"--input {source} is not a file")
+    if len({path.resolve() for path in (source, target, errors)}) < 3:
+        raise ConfigError("--input, --output and --errors must be three different files")
+    for path in (target, errors):
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is not a file")
     folder = target.with_name(f"{target.name}.run-batch")
     run = Run(folder, source)
     with contextlib.ExitStack() as stack:
@@ -203,6 +209,8 @@ def _through(server: Server, run: Run, target: Path, errors: Path) -> dict[str, 
     for file_id, path in ((batch["output_file_id"], target), (batch["error_file_id"], errors)):
         if file_id:
             server.download(file_id, path)
+        else:  # one of an earlier run would be taken for this one's
+            path.unlink(missing_ok=True)
     server.forget(batch["input_file_id"], batch["output_file_id"], batch["error_file_id"])
     return batch
 
@@ -227,7 +235,7 @@ def _begun(server: Server, run: Run) -> dict[str, Any]:
 def _endpoint(source: Path) -> str:
     """The endpoint that the first line names."""
     with source.open("rb") as file:
-        first = next((line for line in file if line.strip()), b"")
+        first = next((line for line in file if line.removeprefix(BOM_UTF8).strip()), b"")
     try:
         return str(json.loads(first)["url"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""The SQLite database of files and batches: one file in the configured folder, opened by every gateway.
+"""The SQLite database of files, batches and responses: one file in the configured folder, opened by every gateway.
 
 Each public operation of the store is one transaction, so a process may die between any two writes. Data of API keys is
 in it, so folder and files are closed to other users.
@@ -17,7 +17,6 @@ from typing import Any
 
 from alignedserve.errors import ConfigError, RequestError, UnavailableError
 
-SCHEMA_VERSION = 1
 BUSY_S = 10.0  # another gateway's transaction takes milliseconds
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 # File systems of several machines. SQLite's write-ahead log needs memory that all its processes share.
@@ -25,7 +24,7 @@ NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "b
 
 # A line's key is its batch's number, shifted by LINE_BITS, plus its index in the input file.
 LINE_BITS = 32
-_SCHEMA = (
+_FIRST = (
     """CREATE TABLE files (
         number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner BLOB NOT NULL, purpose TEXT NOT NULL,
         filename TEXT NOT NULL, bytes INTEGER NOT NULL, created_s INTEGER NOT NULL, expires_s INTEGER NOT NULL,
@@ -45,6 +44,15 @@ _SCHEMA = (
     "CREATE TABLE lines (key INTEGER PRIMARY KEY, failed INTEGER NOT NULL, row BLOB NOT NULL)",
     "CREATE INDEX failed_lines ON lines (key) WHERE failed = 1",
 )
+_SECOND = (
+    """CREATE TABLE responses (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner BLOB NOT NULL, bytes INTEGER NOT NULL,
+        expires_s INTEGER NOT NULL, body BLOB NOT NULL, input BLOB NOT NULL)""",
+    "CREATE INDEX responses_of_owner ON responses (owner, number)",
+    "CREATE INDEX responses_by_expiry ON responses (expires_s)",
+    "CREATE TABLE response_sizes (owner BLOB PRIMARY KEY, bytes INTEGER NOT NULL)",
+)
+_STEPS = (_FIRST, _SECOND)  # the statements that lead from each version to the next
 
 
 class Database:
@@ -111,12 +119,11 @@ class Database:
         run("PRAGMA synchronous = FULL")
         with self.transaction():
             version = run("PRAGMA user_version").fetchone()[0]
-            if version == 0:
-                for statement in _SCHEMA:
-                    run(statement)
-                run(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            elif version != SCHEMA_VERSION:
-                raise ConfigError(f"batches.folder: {self.folder} was written by another version of AlignedServe")
+            if version > len(_STEPS):
+                raise ConfigError(f"batches.folder: {self.folder} was written by a newer version of AlignedServe")
+            for statement in (statement for step in _STEPS[version:] for statement in step):
+                run(statement)
+            run(f"PRAGMA user_version = {len(_STEPS)}")
 
 
 class StoreError(UnavailableError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,14 @@ from alignedserve.gateway.body.validation_errors import shown
 from alignedserve.gateway.failures import MissingFieldError
 from alignedserve.gateway.http.asgi import (
     App,
-    ClientGoneError,
+    DisconnectWatch,
     Receive,
     Scope,
     Send,
+    json_app,
     parse_json,
     report,
     send_error,
-    send_json,
     start,
 )
 from alignedserve.gateway.http.body_reader import BodyReader
@@ -33,8 +33,6 @@ from alignedserve.gateway.ledger.calls import caller
 
 MOST_UPLOADS = 16  # of one gateway at the same time
 _CONTENT = "application/octet-stream"
-
-Handler = Callable[[Scope, Receive], Awaitable[dict[str, Any]]]
 
 
 class BatchEndpoints:
@@ -48,15 +46,15 @@ class BatchEndpoints:
     def routes(self) -> list[tuple[str, str, App]]:
         """Method, path and application of each endpoint."""
         return [
-            ("POST", "/v1/files", _json(self.upload)),
-            ("GET", "/v1/files", _json(self.files)),
-            ("GET", "/v1/files/{file_id}", _json(self.file)),
-            ("DELETE", "/v1/files/{file_id}", _json(self.delete)),
+            ("POST", "/v1/files", json_app(self.upload)),
+            ("GET", "/v1/files", json_app(self.files)),
+            ("GET", "/v1/files/{file_id}", json_app(self.file)),
+            ("DELETE", "/v1/files/{file_id}", json_app(self.delete)),
             ("GET", "/v1/files/{file_id}/content", self.content),
-            ("POST", "/v1/batches", _json(self.create)),
-            ("GET", "/v1/batches", _json(self.batches)),
-            ("GET", "/v1/batches/{batch_id}", _json(self.batch)),
-            ("POST", "/v1/batches/{batch_id}/cancel", _json(self.cancel)),
+            ("POST", "/v1/batches", json_app(self.create)),
+            ("GET", "/v1/batches", json_app(self.batches)),
+            ("GET", "/v1/batches/{batch_id}", json_app(self.batch)),
+            ("POST", "/v1/batches/{batch_id}/cancel", json_app(self.cancel)),
         ]
 
     # ---- files
@@ -126,8 +124,11 @@ class BatchEndpoints:
             return
         await start(send, 200, _CONTENT, {"content-length": str(file.bytes)})
         await send({"type": "http.response.body", "body": first, "more_body": True})
-        async for part in parts:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+        with DisconnectWatch(receive) as watch:
+            async for part in parts:
+                if watch.gone:  # the server would drop the rest, after reading it
+                    return
+                await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     async def _parts(self, file: StoredFile) -> AsyncIterator[bytes]:
@@ -177,22 +178,6 @@ class BatchEndpoints:
         batch = await self._service.call(self._service.batches.cancel, batch_id, caller.get())
         self._service.wake()
         return batch
-
-
-def _json(handler: Handler) -> App:
-    """The ASGI application of a handler that returns a JSON object or raises the error that the client gets."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            value = await handler(scope, receive)
-        except ClientGoneError:
-            return
-        except Exception as error:
-            await send_error(send, report(error))
-            return
-        await send_json(send, value)
-
-    return answer
 
 
 def _list(page: list[dict[str, Any]], more: bool) -> dict[str, Any]:

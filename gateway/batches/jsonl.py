@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ class Line:
 class LineReader:
     """Reads a file part by part; blank lines are skipped. Use it as a context.
 
-    A line of more than `most_bytes` is cut after them, so that memory stays bounded.
+    A line of more than `most_bytes` is cut after them, so that memory stays bounded. A byte order mark is skipped.
     """
 
     def __init__(self, path: Path, most_bytes: int) -> None:
@@ -40,6 +41,8 @@ class LineReader:
 
     def __enter__(self) -> Self:
         self._file = self._path.open("rb")
+        if self._file.read(len(BOM_UTF8)) != BOM_UTF8:
+            self._file.seek(0)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -58,11 +61,13 @@ class LineReader:
             text = self._file.readline(self._most_bytes + 2)
             if not text:
                 break
+            size += len(text)
             rest = text
             while not rest.endswith(b"\n") and len(rest) == self._most_bytes + 2:  # skip what is over the limit
                 rest = self._file.readline(self._most_bytes + 2)
-            size += len(text)
-            if text := text.strip():
+            if rest is text:  # else it stays too long, whatever spaces it ends with
+                text = text.strip()
+            if text:
                 lines.append(Line(self._index, text))
             self._index += 1
         return lines

@@ -37,7 +37,9 @@ class BatchRequest(Body):
     model_config = _CLOSED
 
     input_file_id: Annotated[str, Between(1, 100)] = Field(description="A file of the same key.")
-    endpoint: Literal["/v1/completions", "/v1/chat/completions"] = Field(description="The url of every line.")
+    endpoint: Literal["/v1/completions", "/v1/chat/completions", "/v1/responses"] = Field(
+        description="The url of every line."
+    )
     completion_window: Literal["24h"] = Field(description="Lines without an answer by then end with an error.")
     metadata: (
         Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -105,7 +106,8 @@ class BatchRunner:
         if self._lost:
             logger.warning("batch %s: another gateway has taken it over", self.claim.id)
             return
-        await self._call(self._store.release, self.claim)
+        with contextlib.suppress(StoreError):  # then the lease runs out
+            await self._call(self._store.release, self.claim)
 
     # ---- validation
 
@@ -148,7 +150,7 @@ class BatchRunner:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._write()
-            for _, size in self._unwritten:  # the lease is lost
+            for _, size in self._unwritten:  # the lease is lost, or the store has failed
                 self._gate.leave(size, answered=False)
             self._unwritten.clear()
 
@@ -187,6 +189,8 @@ class BatchRunner:
                     await self._record([answer for answer, _ in some])
                 except StoreError as error:  # a full disk: the answers wait, and with them the batch
                     logger.warning("batch %s: %s", self.claim.id, error.message)
+                    if self._stopped:  # the gateway is ending: the lines are computed again elsewhere
+                        return
                     await asyncio.sleep(STORE_AGAIN_S)
                     continue
                 except StaleError:

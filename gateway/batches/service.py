@@ -16,6 +16,7 @@ from alignedserve.gateway.batches.database import BatchesOffError, Database, Sto
 from alignedserve.gateway.batches.files import FileStore
 from alignedserve.gateway.batches.gate import Gate
 from alignedserve.gateway.batches.lines import Endpoint, LineAnswerer
+from alignedserve.gateway.batches.responses import ResponseStore
 from alignedserve.gateway.batches.runner import BatchRunner
 from alignedserve.gateway.body.planning import ServedModel
 from alignedserve.gateway.ledger.intake import Intake
@@ -62,6 +63,7 @@ class BatchService:
         self._database: Database | None = None
         self._files: FileStore | None = None
         self._batches: BatchStore | None = None
+        self._responses: ResponseStore | None = None
         self._answerer: LineAnswerer | None = None
         self._runners: dict[asyncio.Task[None], BatchRunner] = {}
         self._task: asyncio.Task[None] | None = None
@@ -82,6 +84,11 @@ class BatchService:
         assert self._batches is not None
         return self._batches
 
+    @property
+    def responses(self) -> ResponseStore | None:
+        """None if responses are not stored."""
+        return self._responses
+
     async def call(self, method: Callable[P, T], *given: P.args, **options: P.kwargs) -> T:
         """Runs a method of the store in the store's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: method(*given, **options))
@@ -94,11 +101,14 @@ class BatchService:
         retention_s = self.config.retention_days * _DAY_S
         self._files = FileStore(self._database, int(self.config.quota_gib * (1 << 30)), retention_s)
         self._batches = BatchStore(self._database, self._files)
+        if most_bytes := int(self.config.responses_gib * (1 << 30)):
+            self._responses = ResponseStore(self._database, most_bytes, retention_s)
         self._answerer = LineAnswerer(self.endpoints, self._gate)
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """Ends all runs, and releases their leases."""
+        """Ends all runs, and releases their leases. Responses are not stored any more."""
+        self._responses = None
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -141,7 +151,8 @@ class BatchService:
             self._begin(claim)
         if (now_s := asyncio.get_running_loop().time()) - self._swept_s >= SWEEP_S:
             await self.call(self.batches.sweep, self.config.retention_days * _DAY_S)
-            if await self.call(self.files.sweep, SWEPT_ROWS) < SWEPT_ROWS:  # else the next beat goes on
+            more = self.responses is not None and await self.call(self.responses.sweep)
+            if await self.call(self.files.sweep, SWEPT_ROWS) < SWEPT_ROWS and not more:  # else the next beat goes on
                 self._swept_s = now_s
 
     def _can_take_one(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from alignedserve.gateway.failures import UnsupportedFeatureError
 
-_NOTHING: tuple[Any, ...] = ([], {}, "", False)
+NOTHING: tuple[Any, ...] = ([], {}, "", False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Refusal:
 
     field: str
     feature: str
-    harmless: tuple[Any, ...] = _NOTHING
+    harmless: tuple[Any, ...] = NOTHING
 
     def check(self, value: Any, where: str) -> None:
         """Raises UnsupportedFeatureError unless the value, which is not null, is one of `harmless`."""

@@ -20,6 +20,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Handler = Callable[[Scope, Receive], Awaitable[dict[str, Any]]]
+ErrorBody = Callable[[AlignedServeError], dict[str, Any]]  # an error as an API shows it
 T = TypeVar("T")
 
 IGNORED_HEADER = "x-alignedserve-ignored-fields"
@@ -74,7 +76,7 @@ async def send_error(
     send: Send,
     error: AlignedServeError,
     headers: Mapping[str, str] | None = None,
-    body: Callable[[AlignedServeError], dict[str, Any]] = error_object,
+    body: ErrorBody = error_object,
 ) -> None:
     await send_json(send, body(error), error.http_status, {**retry_headers(error), **(headers or {})})
 
@@ -84,6 +86,22 @@ def report(error: BaseException) -> AlignedServeError:
     if not isinstance(error, AlignedServeError):
         logger.error("a request failed", exc_info=error)
     return as_error(error)
+
+
+def json_app(handler: Handler) -> App:
+    """The ASGI application of a handler that returns a JSON object or raises the error that the client gets."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            value = await handler(scope, receive)
+        except ClientGoneError:
+            return
+        except Exception as error:
+            await send_error(send, report(error))
+            return
+        await send_json(send, value)
+
+    return answer
 
 
 class DisconnectWatch:

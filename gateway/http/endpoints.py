@@ -84,7 +84,7 @@ class GenerateEndpoint:
     async def answer_offline(self, body: Any, priority: int) -> dict[str, Any]:
         """The whole reply to a body, without HTTP, for a line of a batch. Raises the errors that a client would get."""
         with self._intake.admit(len(self._ledger)):
-            request = self._parse(body)
+            request = await self.read(body, offline=True)
             if request.reply.stream:
                 raise UnsupportedFeatureError("stream is not supported in a batch", param="stream")
             plan = await self._plan(self._model, request)
@@ -97,9 +97,20 @@ class GenerateEndpoint:
         finally:
             self._ledger.close(call)
 
+    # ---- for subclasses
+
+    async def read(self, body: Any, *, offline: bool = False) -> GenerationRequest:
+        """The request of a body. `offline`: it is a line of a batch. Raises the errors that the client gets."""
+        return self._parse(body)
+
+    async def before_end(self, reply: Reply) -> None:
+        """Called when an answer over HTTP is complete, before the client gets its end."""
+
+    # ---- internal
+
     async def _open(self, body: bytes) -> tuple[GenerationRequest, Call]:
         with self._intake.admit(len(self._ledger)):
-            request = self._parse(parse_json(body))
+            request = await self.read(parse_json(body))
             return request, self._ledger.open(await self._plan(self._model, request))
 
     async def _refuse(self, send: Send, error: Exception) -> None:
@@ -123,6 +134,7 @@ class GenerateEndpoint:
         try:
             while deltas := await call.next():
                 reply.collect(deltas)
+            await self.before_end(reply)
             body = reply.body()
         except Exception as error:
             if not watch.gone:
@@ -145,6 +157,7 @@ class GenerateEndpoint:
                 if frames := reply.frames(deltas):
                     await send({"type": "http.response.body", "body": b"".join(frames), "more_body": True})
                 deltas = await call.next()
+            await self.before_end(reply)
             ending = reply.ending()
         except asyncio.CancelledError:
             raise

@@ -13,36 +13,36 @@ from alignedserve.control.rpc import refusal
 from alignedserve.errors import AuthenticationError
 from alignedserve.gateway.api_keys import ApiKeys, of_headers
 from alignedserve.gateway.body.validation_errors import shown
-from alignedserve.gateway.failures import UnsupportedMediaTypeError, grpc_status
-from alignedserve.gateway.http.asgi import App, Receive, Scope, Send, send_error
+from alignedserve.gateway.failures import UnsupportedMediaTypeError, error_object, grpc_status
+from alignedserve.gateway.http.asgi import App, ErrorBody, Receive, Scope, Send, send_error
 from alignedserve.gateway.ledger.calls import caller
 
 _JSON = b"application/json"
 _BROWSERS = (b"origin", b"sec-fetch-site")  # a browser adds them when a page posts to another site
 
 
-def guarded(app: App, keys: ApiKeys) -> App:
+def guarded(app: App, keys: ApiKeys, error_body: ErrorBody = error_object) -> App:
     """Wraps `app` to require an API key. A request without a known key is answered with 401, its body unread."""
 
     async def check(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             caller.set(keys.check(of_headers(scope["headers"])))
         except AuthenticationError as error:
-            await send_error(send, error, {"www-authenticate": "Bearer"})
+            await send_error(send, error, {"www-authenticate": "Bearer"}, error_body)
             return
         await app(scope, receive, send)
 
     return check
 
 
-def posted(app: App) -> App:
+def posted(app: App, error_body: ErrorBody = error_object) -> App:
     """Wraps `app` to refuse, with 415, requests for which `check_media` raises UnsupportedMediaTypeError."""
 
     async def check(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             check_media(scope["headers"])
         except UnsupportedMediaTypeError as error:
-            await send_error(send, error, {"accept-encoding": "identity"})
+            await send_error(send, error, {"accept-encoding": "identity"}, error_body)
             return
         await app(scope, receive, send)
 

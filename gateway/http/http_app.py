@@ -22,7 +22,7 @@ from alignedserve.gateway.body.planning import plan_chat, plan_completion
 from alignedserve.gateway.body.requests import parse_chat, parse_completion
 from alignedserve.gateway.failures import MethodNotAllowedError, error_object
 from alignedserve.gateway.http.admin import admin_endpoints
-from alignedserve.gateway.http.asgi import App, Receive, Scope, Send, report, send_bytes
+from alignedserve.gateway.http.asgi import App, ErrorBody, Receive, Scope, Send, report, send_bytes
 from alignedserve.gateway.http.body_reader import BodyReader
 from alignedserve.gateway.http.cors import cors
 from alignedserve.gateway.http.endpoints import GenerateEndpoint
@@ -34,10 +34,11 @@ from alignedserve.gateway.http.tokens import TokenEndpoints
 from alignedserve.gateway.ledger.intake import Intake
 from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.reply.openai_replies import ChatReply, CompletionReply
-from alignedserve.gateway.translated.messages_reply import MessagesReply
+from alignedserve.gateway.translated.messages_reply import MessagesReply, messages_error
 from alignedserve.gateway.translated.messages_request import parse_messages, plan_message
-from alignedserve.gateway.translated.responses_reply import ResponsesReply
-from alignedserve.gateway.translated.responses_request import parse_responses, plan_response
+from alignedserve.gateway.translated.responses_endpoints import ResponsesEndpoint, StoredResponses
+
+_ANTHROPICS = "/v1/messages"
 
 
 class _Endpoint:
@@ -72,7 +73,7 @@ def build_app(
     )
     of_chat = partial(GenerateEndpoint, ledger, intake, model, bodies)
     chat = of_chat(parse_chat, plan_chat, ChatReply)
-    responses = of_chat(parse_responses, plan_response, ResponsesReply)
+    responses = ResponsesEndpoint(ledger, intake, model, bodies, batches)
     messages = of_chat(parse_messages, plan_message, MessagesReply)
     operations = Operations(server)
     tokens = TokenEndpoints(model, bodies)
@@ -80,8 +81,10 @@ def build_app(
     async def openapi(scope: Scope, receive: Receive, send: Send) -> None:
         await send_bytes(send, openapi_json(keys.wanted), "application/json")
 
-    def route(path: str, handle: Any, method: str) -> Route:
-        return Route(path, _Endpoint(handle if path in OPEN_PATHS else guarded(handle, keys)), methods=[method])
+    def route(path: str, handle: App, method: str) -> Route:
+        shape = _error_body(path)
+        app = posted(handle, shape) if method == "POST" else handle
+        return Route(path, _Endpoint(app if path in OPEN_PATHS else guarded(app, keys, shape)), methods=[method])
 
     posts: dict[str, App] = {
         "/v1/completions": completions,
@@ -109,19 +112,25 @@ def build_app(
         "/alignedserve/integrity": operations.integrity,
         "/openapi.json": openapi,
     }
-    batches.endpoints = {"/v1/completions": completions.answer_offline, "/v1/chat/completions": chat.answer_offline}
-    of_batches = BatchEndpoints(batches, bodies).routes()
+    lines = {"/v1/completions": completions, "/v1/chat/completions": chat, "/v1/responses": responses}
+    batches.endpoints = {path: endpoint.answer_offline for path, endpoint in lines.items()}
+    stored = [*BatchEndpoints(batches, bodies).routes(), *StoredResponses(batches).routes()]
     app = Starlette(
         routes=[
-            *(route(path, posted(handle), "POST") for path, handle in posts.items()),
+            *(route(path, handle, "POST") for path, handle in posts.items()),
             *(route(path, handle, "GET") for path, handle in gets.items()),
-            *(route(path, posted(app) if method == "POST" else app, method) for method, path, app in of_batches),
+            *(route(path, handle, method) for method, path, handle in stored),
         ],
         middleware=[*cors(config), Middleware(bodies.closing_where_unread), Middleware(RecordsRequestId)],
         exception_handlers={HTTPException: _routing_error, Exception: _failure},
     )
     app.router.redirect_slashes = False  # they go to the host that the client named, and skip the key check
     return app
+
+
+def _error_body(path: str) -> ErrorBody:
+    """The shape of errors at a path: Anthropic's for its API, else OpenAI's."""
+    return messages_error if path.startswith(_ANTHROPICS) else error_object
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:
@@ -131,12 +140,13 @@ async def _routing_error(request: Request, error: Exception) -> Response:
         kind: AlignedServeError = MethodNotAllowedError(f"{where} is not allowed")
     else:
         kind = NotFoundError(f"{where} does not exist; /openapi.json lists all endpoints")
-    return _json_response(kind, error.headers)
+    return _json_response(request, kind, error.headers)
 
 
 async def _failure(request: Request, error: Exception) -> Response:
-    return _json_response(report(error), None)
+    return _json_response(request, report(error), None)
 
 
-def _json_response(error: AlignedServeError, headers: Any) -> Response:
-    return Response(orjson.dumps(error_object(error)), error.http_status, headers, "application/json")
+def _json_response(request: Request, error: AlignedServeError, headers: Any) -> Response:
+    body = _error_body(request.url.path)(error)
+    return Response(orjson.dumps(body), error.http_status, headers, "application/json")

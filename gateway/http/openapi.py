@@ -13,8 +13,10 @@ from alignedserve.admin import ADMIN_HEADER
 from alignedserve.control.supervisor_client import ORDERS, Order
 from alignedserve.gateway.api_keys import OPEN_PATHS
 from alignedserve.gateway.batches.description import batch_paths, batch_schemas
+from alignedserve.gateway.http.chunk_schemas import chunk_schemas
+from alignedserve.gateway.http.reply_fields import with_all_fields
 from alignedserve.gateway.http.request_schemas import request_schemas
-from alignedserve.gateway.http.translated_schemas import translated_replies, translated_requests
+from alignedserve.gateway.http.translated_schemas import stored_paths, translated_replies, translated_requests
 from alignedserve.request import Stage
 
 Schema = dict[str, Any]
@@ -69,7 +71,8 @@ def _reply_schemas() -> dict[str, Schema]:
         }
     )
     token = {"token": _STRING, "logprob": _NUMBER, "bytes": _nullable(_array(_INTEGER))}
-    newer = _object({"content": _array(_object({**token, "top_logprobs": _array(_object(token))}))})
+    entries = _array(_object({**token, "top_logprobs": _array(_object(token))}))
+    newer = _object({"content": entries, "refusal": {"type": "null"}})
     own = {"index": _INTEGER, "finish_reason": finish, "token_ids": _ANSWER_TOKENS, "timings": _ref("Timings")}
     completion = _object(
         {**own, "text": _STRING, "logprobs": _nullable(older), "prompt_logprobs": _PROMPT_LOGPROBS},
@@ -187,12 +190,21 @@ def _generate(request: str, reply: str, summary: str, error: str = "Error", abou
         "description": about,
         "content": {
             "application/json": {"schema": _ref(reply)},
-            "text/event-stream": {"schema": {**_object({"data": _STRING}, ["data"]), "description": "Each event."}},
+            "text/event-stream": {
+                "schema": {**_object({"data": _data(reply)}, ["data"]), "description": "Each event."}
+            },
         },
     }
     body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
     errors = {status: _json(error, description) for status, description in _ERRORS.items()}
     return {"post": {"summary": summary, "requestBody": body, "responses": {"200": answer, **errors}}}
+
+
+def _data(reply: str) -> Schema:
+    """What an event's data is. It is not described for the APIs that are translated."""
+    if reply not in ("Completion", "ChatCompletion"):
+        return _STRING
+    return {**_STRING, "contentMediaType": "application/json", "contentSchema": _ref(f"{reply}Chunk")}
 
 
 def _posted(request: str, reply: str, summary: str, error: str = "Error") -> Schema:
@@ -265,6 +277,7 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
             "parameters": [request_id],
         },
         **batch_paths(),
+        **stored_paths(_ref("Error")),
         "/v1/models": _get("List models", ("200", _json("ModelList", "All served models."))),
         "/v1/models/{model_id}": {
             **_get(
@@ -308,8 +321,8 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
             "schemas": {
                 **request_schemas(),
                 **translated_requests(),
-                **replies,
-                **_operation_schemas(),
+                **with_all_fields({**replies, **_operation_schemas()}),
+                **chunk_schemas(replies),
                 **batch_schemas(),
             },
             "securitySchemes": {

@@ -45,7 +45,8 @@ def translated_requests() -> dict[str, Schema]:
         "parallel_tool_calls": _or_null("boolean"),
         "top_logprobs": _or_null("integer", minimum=0, maximum=20),
         "include": _or_null("array", items={"enum": ["message.output_text.logprobs", "reasoning.encrypted_content"]}),
-        "store": {"enum": [False, None], "description": "Responses are not stored."},
+        "store": _or_null("boolean", description="Only with `batches.folder`, and then true by default."),
+        "previous_response_id": _or_null("string", description="A stored response, whose conversation goes on."),
         "truncation": {"enum": ["disabled", None]},
     }
     message = {
@@ -100,9 +101,51 @@ def translated_replies() -> dict[str, Schema]:
     }
     error = {"type": _STRING, "message": _STRING}
     about = {"type": {"const": "error"}, "error": {"type": "object", "properties": error, "required": list(error)}}
+    ids = {"first_id": _or_null("string"), "last_id": _or_null("string"), "has_more": {"type": "boolean"}}
+    page = {"object": {"const": "list"}, "data": _OBJECTS, **ids}
+    deleted = {"id": _STRING, "object": {"const": "response"}, "deleted": {"const": True}}
     return {
         "Response": {"type": "object", "properties": response, "required": list(response)},
+        "ItemList": {"type": "object", "properties": page, "required": list(page)},
+        "ResponseDeleted": {"type": "object", "properties": deleted, "required": list(deleted)},
         "AnthropicMessage": {"type": "object", "properties": message, "required": list(message)},
         "TokenCount": {"type": "object", "properties": {"input_tokens": _INTEGER}, "required": ["input_tokens"]},
         "MessagesError": {"type": "object", "properties": about, "required": list(about)},
     }
+
+
+def stored_paths(error: Schema) -> dict[str, Schema]:
+    """The paths of stored responses. `error`: the schema of errors."""
+
+    def operation(summary: str, answer: str, *parameters: Schema) -> Schema:
+        off = "No such response exists for this API key, or the server stores none (`batches.folder`)."
+        told = {"400": "A value is out of range.", "404": off, "503": "The store cannot be read or written now."}
+        answers = {status: _json(error, text) for status, text in told.items()}
+        found = {"200": _json({"$ref": f"#/components/schemas/{answer}"}, summary), **answers}
+        return {"summary": summary, "responses": found, "parameters": list(parameters)}
+
+    def query(name: str, schema: Schema) -> Schema:
+        return {"name": name, "in": "query", "required": False, "schema": schema}
+
+    path = "/v1/responses/{response_id}"
+    named = [{"name": "response_id", "in": "path", "required": True, "schema": {**_STRING, "minLength": 1}}]
+    page = (
+        query("after", _STRING),
+        query("limit", {"type": "integer", "minimum": 1, "maximum": 100}),
+        query("order", {"enum": ["asc", "desc"]}),
+    )
+    return {
+        path: {
+            "get": operation("Get a stored response", "Response"),
+            "delete": operation("Delete a stored response", "ResponseDeleted"),
+            "parameters": named,
+        },
+        f"{path}/input_items": {
+            "get": operation("List the items of the conversation up to a stored response", "ItemList", *page),
+            "parameters": named,
+        },
+    }
+
+
+def _json(schema: Schema, description: str) -> Schema:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}

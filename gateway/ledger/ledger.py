@@ -81,6 +81,12 @@ class Ledger:
         """Number of open requests of clients."""
         return len(self._open) - self._open_of_probes
 
+    @property
+    def interactive(self) -> int:
+        """Number of open requests whose clients wait. Lines of batches are not among them: they go on elsewhere."""
+        plans = (answer.call.plan for answer in self._open.values())
+        return sum(not (plan.offline or plan.probe) for plan in plans)
+
     def _count(self, call: Call) -> GatewayMetrics:
         return self._aside if call.plan.probe else self._metrics
 

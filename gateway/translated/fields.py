@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from alignedserve.errors import RequestError
+from alignedserve.gateway.body.refused import NOTHING, Refusal
 from alignedserve.gateway.body.validation_errors import wrong_type
 from alignedserve.gateway.failures import MissingFieldError, UnsupportedFeatureError
 
@@ -89,14 +90,43 @@ def unsupported(owner: Fields, name: str, message: str) -> UnsupportedFeatureErr
     return UnsupportedFeatureError(message, param=owner.place(name))
 
 
+def refuse(fields: Fields, refusals: Mapping[str, Refusal]) -> None:
+    """Raises UnsupportedFeatureError for a field of `refusals`, by name, whose value has an effect."""
+    for name, refusal in refusals.items():
+        if (value := fields.raw(name)) is not None:
+            refusal.check(value, fields.place(name))
+
+
+def refusals(*groups: tuple[str, str], one: tuple[str, ...] = ()) -> dict[str, Refusal]:
+    """Refusals by name. Each group: names, separated by spaces, and a reason. `one`: fields in which 1 is harmless."""
+    found = {name: reason for names, reason in groups for name in names.split()}
+    of_one = dict.fromkeys(one, (1,))
+    return {name: Refusal(name, why, (*NOTHING, *of_one.get(name, ()))) for name, why in found.items()}
+
+
+def unread(owner: Fields | None, *read: str) -> list[str]:
+    """Places of the fields of an object that are set, and that are not among those that are `read`."""
+    values = {} if owner is None else owner.values()
+    return [owner.place(name) for name, value in values.items() if owner and value is not None and name not in read]
+
+
 @contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors of the chat request name the fields that the client sent. `names`: of a chat field, the client's."""
+def renamed(names: Mapping[str, str], schema: str = "parameters") -> Iterator[None]:
+    """Errors of the chat request name the fields that the client sent. `names`: of a chat field, the client's.
+
+    `schema`: the client's name for a tool's parameters.
+    """
     try:
         yield
     except RequestError as error:
-        field = (error.param or "").partition("[")[0].partition(".")[0]
-        if field in names:
-            error.param = names[field]
-            error.message = error.message.replace(field, names[field])
+        param = error.param or ""
+        field = param.partition("[")[0].partition(".")[0]
+        if field == "tools":  # the client's tools have no `function` around their fields
+            theirs = param.replace(".function", "").replace(".parameters", f".{schema}")
+        else:
+            theirs = names.get(field, param)
+            param = field if field in names else param
+        if theirs != param:
+            error.message = error.message.replace(param, theirs, 1)
+            error.param = theirs
         raise

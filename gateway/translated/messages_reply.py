@@ -30,7 +30,7 @@ class MessagesReply(TranslatedReply):
     error_body = staticmethod(messages_error)
 
     def opening(self) -> list[dict[str, Any]]:
-        return [{"type": "message_start", "message": {**self._message(), "content": []}}]
+        return [{"type": "message_start", "message": {**self._message(), "content": []}}, {"type": "ping"}]
 
     def step(self, step: Step) -> list[dict[str, Any]]:
         block = step.block

@@ -5,31 +5,54 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
+from pydantic import PrivateAttr
 
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body.planning import CallPlan, ServedModel, chat_tokens, plan_chat
+from alignedserve.gateway.body.refused import Refusal
 from alignedserve.gateway.body.requests import ChatRequest, checked
 from alignedserve.gateway.body.tokenising import TooManyTokens
 from alignedserve.gateway.body.truncation import MOST
 from alignedserve.gateway.body.validation_errors import wrong_type
-from alignedserve.gateway.translated.fields import Fields, part_text, renamed, text_of, unsupported
+from alignedserve.gateway.failures import UnsupportedFeatureError
+from alignedserve.gateway.translated.fields import (
+    Fields,
+    part_text,
+    refusals,
+    refuse,
+    renamed,
+    text_of,
+    unread,
+    unsupported,
+)
 
 _NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "thinking_token_budget": "thinking.budget_tokens",
+    "enable_thinking": "thinking",
+    "reasoning_effort": "output_config.effort",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "user": "metadata.user_id",
 }
+_SCHEMA = "input_schema"
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "service_tier")
 _OWN = frozenset({"messages", "system", "stop_sequences", "tools", "tool_choice", "thinking", "metadata",
                   "output_config", "output_format", *_SAME})  # fmt: skip
-_CHATS_OWN = frozenset({"max_completion_tokens", "max_new_tokens", "n", "logprobs", "top_logprobs", "stop",
-                        "response_format", "functions", "function_call"})  # fmt: skip
-_REFUSED = {
-    "container": "there are no containers",
-    "mcp_servers": "there are no connections to other servers",
-    "context_management": "messages are never shortened",
-    "speed": "there is one speed",
-}
+_REFUSED = refusals(
+    ("container", "there are no containers"),
+    ("mcp_servers", "there are no connections to other servers"),
+    ("context_management", "messages are never shortened"),
+    # Fields of a chat request that this endpoint has under another name, or not at all
+    ("max_completion_tokens max_new_tokens n_predict", "use max_tokens"),
+    ("n num_return_sequences", "there is one answer"),
+    ("logprobs top_logprobs prompt_logprobs", "a message has no log-probabilities"),
+    ("return_token_ids include_timings", "a message has no place for them"),
+    ("stop", "use stop_sequences"),
+    ("response_format", "use output_config.format"),
+    ("functions function_call", "use tools"),
+    one=("n", "num_return_sequences"),
+) | {"speed": Refusal("speed", "there is one speed", ("standard",))}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TEXT = ("text",)
 
@@ -37,29 +60,49 @@ _TEXT = ("text",)
 class MessagesChat(ChatRequest):
     """A chat request that was sent to /v1/messages."""
 
+    _unread: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def ignored(self) -> list[str]:
+        return [*(_NAMES.get(name, name) for name in super().ignored), *self._unread]
+
 
 def parse_messages(body: Any) -> MessagesChat:
     """Raises InvalidRequestError, or a subclass of it, that names the field."""
+    request = _parsed(body)
+    if request.messages[-1].role == "assistant":
+        message = "messages must end with a message of the user: an answer is always a new turn"
+        raise UnsupportedFeatureError(message, param="messages")
+    return request
+
+
+def _parsed(body: Any) -> MessagesChat:
     fields = Fields(body, "")
     fields.text("model")
     fields.required("max_tokens")
     chat = _chat_body(fields)
-    with renamed(_NAMES):
-        return checked(MessagesChat, chat)
+    with renamed(_NAMES, _SCHEMA):
+        request = checked(MessagesChat, chat)
+    request._unread = [
+        *unread(fields.object("metadata"), "user_id"),
+        *unread(fields.object("thinking"), "type", "budget_tokens"),
+        *unread(fields.object("output_config"), "format", "effort"),
+    ]
+    return request
 
 
 async def plan_message(model: ServedModel, request: MessagesChat) -> CallPlan:
     """`plan_chat`, whose errors name the fields that the client sent."""
-    with renamed(_NAMES):
+    with renamed(_NAMES, _SCHEMA):
         return await plan_chat(model, _for_template(model, request))
 
 
 async def count_tokens(model: ServedModel, body: Any) -> dict[str, Any]:
     """The answer of /v1/messages/count_tokens. Raises InvalidRequestError (or one of its kinds), ModelNotFoundError."""
-    request = parse_messages({"max_tokens": 1, **body} if isinstance(body, dict) else body)
+    request = _parsed({"max_tokens": 1, **body} if isinstance(body, dict) else body)
     model.require(request.model)
     most = max(MOST, model.limit[0])
-    with renamed(_NAMES):
+    with renamed(_NAMES, _SCHEMA):
         try:
             _, tokens = await chat_tokens(model, _for_template(model, request), most)
         except TooManyTokens:
@@ -77,10 +120,8 @@ def _for_template(model: ServedModel, request: MessagesChat) -> MessagesChat:
 
 def _chat_body(fields: Fields) -> dict[str, Any]:
     given = fields.values()
-    for name, why in _REFUSED.items():
-        if fields.raw(name) not in (None, [], {}, "", "standard"):
-            raise unsupported(fields, name, f"{name} is not supported: {why}")
-    extra = {name: value for name, value in given.items() if name not in _OWN | _CHATS_OWN and name not in _REFUSED}
+    refuse(fields, _REFUSED)
+    extra = {name: value for name, value in given.items() if name not in _OWN and name not in _REFUSED}
     body = {**extra, **{name: given[name] for name in _SAME if name in given}, "messages": _messages(fields)}
     if stops := fields.raw("stop_sequences"):
         body["stop"] = stops

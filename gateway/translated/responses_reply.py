@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from alignedserve.errors import AlignedServeError
+from alignedserve.gateway.body.planning import ServedModel
+from alignedserve.gateway.body.requests import GenerationRequest
 from alignedserve.gateway.failures import error_object
+from alignedserve.gateway.ledger.calls import Answer, Call
 from alignedserve.gateway.translated.blocks import Block, Kind, Op, Step
 from alignedserve.gateway.translated.reply import TranslatedReply
 from alignedserve.gateway.translated.responses_request import ResponsesChat
@@ -17,14 +21,25 @@ _EVENT = {
     Kind.REASONING: "response.reasoning_text",
     Kind.CALL: "response.function_call_arguments",
 }
+_TOOL = dict.fromkeys(("description", "parameters", "strict"))
 _ECHOED = ("instructions", "max_output_tokens", "temperature", "top_p", "reasoning", "user", "safety_identifier",
            "prompt_cache_key", "service_tier")  # fmt: skip
 
 
 class ResponsesReply(TranslatedReply):
-    """Events have consecutive sequence numbers. Each block is one item of the output."""
+    """Events have consecutive sequence numbers. Each block is one item of the output.
+
+    `stored`: whether the response says that it is stored.
+    """
 
     request: ResponsesChat
+
+    def __init__(
+        self, call: Call, model: ServedModel, end: Callable[[Answer], None], request: GenerationRequest
+    ) -> None:
+        super().__init__(call, model, end, request)
+        self.stored = self.request.stored
+        self._ended_s: int | None = None
 
     def opening(self) -> list[dict[str, Any]]:
         response = self._response("in_progress")
@@ -62,7 +77,8 @@ class ResponsesReply(TranslatedReply):
     def failing(self, error: AlignedServeError) -> list[dict[str, Any]]:
         about = error_object(error)["error"]
         code = "rate_limit_exceeded" if error.http_status == 429 else "server_error"
-        failed = {**self._response("failed"), "error": {"code": code, "message": about["message"]}}
+        output = [self._item(block, "incomplete") for block in self.blocks.all]
+        failed = {**self._response("failed"), "output": output, "error": {"code": code, "message": about["message"]}}
         return [self._event("response.failed", response=failed)]
 
     def body(self) -> dict[str, Any]:
@@ -72,7 +88,8 @@ class ResponsesReply(TranslatedReply):
         if cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
-            response["completed_at"] = int(time.time())
+            self._ended_s = self._ended_s or int(time.time())
+            response["completed_at"] = self._ended_s
         usage: dict[str, Any] = self._usage()
         response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
@@ -101,12 +118,12 @@ class ResponsesReply(TranslatedReply):
             **{name: given.get(name) for name in _ECHOED},
             "metadata": given.get("metadata") or {},
             "parallel_tool_calls": given.get("parallel_tool_calls") is not False,
-            "previous_response_id": None,
+            "previous_response_id": given.get("previous_response_id") or None,
             "background": False,
-            "store": False,
+            "store": self.stored,
             "text": given.get("text") or {"format": {"type": "text"}},
             "tool_choice": given.get("tool_choice") or "auto",
-            "tools": given.get("tools") or [],
+            "tools": [{**_TOOL, **tool} for tool in given.get("tools") or ()],
             "top_logprobs": given.get("top_logprobs") or 0,
             "truncation": "disabled",
             "usage": None,

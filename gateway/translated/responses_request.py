@@ -1,39 +1,52 @@
-"""The body of /v1/responses, as a chat request. Nothing is stored: a conversation is sent whole each time."""
+"""The body of /v1/responses, as a chat request."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import PrivateAttr
 
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body.planning import CallPlan, ServedModel, plan_chat
+from alignedserve.gateway.body.refused import Refusal
 from alignedserve.gateway.body.requests import ChatRequest, checked
 from alignedserve.gateway.body.validation_errors import wrong_type
-from alignedserve.gateway.translated.fields import Fields, renamed, text_of, unsupported
+from alignedserve.gateway.translated.fields import Fields, refusals, refuse, renamed, text_of, unread, unsupported
 
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
 }
 _SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "user", "metadata", "safety_identifier",
          "service_tier", "prompt_cache_key", "prompt_cache_retention")  # fmt: skip
 _OWN = frozenset({"input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning", "include",
-                  "top_logprobs", "store", "truncation", "stream_options", *_SAME})  # fmt: skip
-# Fields of a chat request that this endpoint has under another name, or not at all
-_CHATS_OWN = frozenset({"messages", "max_tokens", "max_completion_tokens", "max_new_tokens", "n", "logprobs",
-                        "response_format", "reasoning_effort", "functions", "function_call"})  # fmt: skip
-_REFUSED = {
-    "previous_response_id": "responses are not stored; send the earlier items in input",
-    "conversation": "conversations are not stored; send the earlier items in input",
-    "background": "a response is written while its client waits; see /v1/batches for work without hurry",
-    "prompt": "there are no prompt templates; send the prompt as input",
-    "max_tool_calls": "the client calls the tools, so it limits them",
-    "context_management": "input is never shortened",
-    "moderation": "there is no moderation",
-}
+                  "top_logprobs", "store", "truncation", "stream_options", "previous_response_id", *_SAME})  # fmt: skip
+_REFUSED = refusals(
+    ("conversation", "conversations are not stored; send the earlier items in input, or previous_response_id"),
+    ("background", "a response is written while its client waits; see /v1/batches for work without hurry"),
+    ("prompt", "there are no prompt templates; send the prompt as input"),
+    ("max_tool_calls", "the client calls the tools, so it limits them"),
+    ("context_management", "input is never shortened"),
+    ("moderation", "there is no moderation"),
+    # Fields of a chat request that this endpoint has under another name, or not at all
+    ("messages", "use input"),
+    ("max_tokens max_completion_tokens max_new_tokens n_predict", "use max_output_tokens"),
+    ("n num_return_sequences", "there is one answer"),
+    ("logprobs", 'use include: ["message.output_text.logprobs"]'),
+    ("prompt_logprobs return_token_ids include_timings", "a response has no place for them"),
+    ("response_format", "use text.format"),
+    ("reasoning_effort", "use reasoning.effort"),
+    ("functions function_call", "use tools"),
+    one=("n", "num_return_sequences"),
+) | {"truncation": Refusal("truncation", "input is never shortened", ("disabled",))}
+_UNSTORED = refusals(
+    ("previous_response_id", "responses are not stored (batches.folder); send the earlier items in input"),
+    ("store", "responses are not stored (batches.folder); set it to false"),
+)
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 _PARTS = ("input_text", "output_text", "text")
 
@@ -42,6 +55,8 @@ class ResponsesChat(ChatRequest):
     """A chat request that was sent to /v1/responses."""
 
     _body: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _earlier: Sequence[dict[str, Any]] = PrivateAttr(default=())
+    _stored: bool = PrivateAttr(default=False)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -49,19 +64,34 @@ class ResponsesChat(ChatRequest):
         return self._body
 
     @property
+    def items(self) -> list[dict[str, Any]]:
+        """The conversation: the items of earlier responses, then the client's."""
+        return [*self._earlier, *(dict(item.values()) for item in _items(Fields(self._body, "")))]
+
+    @property
+    def stored(self) -> bool:
+        """Whether the answer is to be stored."""
+        return self._stored
+
+    @property
     def ignored(self) -> list[str]:
-        known = [name for name in super().ignored if name not in ("metadata",)]
-        summary = (self._body.get("reasoning") or {}).get("summary")
-        return [*known, *(["reasoning.summary"] if summary else [])]
+        fields = Fields(self._body, "")
+        known = [name for name in super().ignored if name != "metadata"]
+        within = [*unread(fields.object("reasoning"), "effort"), *unread(fields.object("text"), "format", "verbosity")]
+        return known + within
 
 
-def parse_responses(body: Any) -> ResponsesChat:
-    """Raises InvalidRequestError, or a subclass of it, that names the invalid field."""
+def parse_responses(body: Any, earlier: Sequence[dict[str, Any]] = (), *, stores: bool = False) -> ResponsesChat:
+    """`earlier`: items of the conversation before the body's. `stores`: responses are stored unless the body says no.
+
+    Raises InvalidRequestError, or a subclass of it, that names the invalid field.
+    """
     fields = Fields(body, "")
-    chat = _chat_body(fields)
+    chat = _chat_body(fields, earlier, stores=stores)
     with renamed(_NAMES):
         request = checked(ResponsesChat, chat)
-    request._body = body
+    request._body, request._earlier = body, earlier
+    request._stored = stores and fields.flag("store") is not False
     return request
 
 
@@ -71,12 +101,14 @@ async def plan_response(model: ServedModel, request: ResponsesChat) -> CallPlan:
         return await plan_chat(model, request)
 
 
-def _chat_body(fields: Fields) -> dict[str, Any]:
+def _chat_body(fields: Fields, earlier: Sequence[dict[str, Any]] = (), *, stores: bool = False) -> dict[str, Any]:
     given = fields.values()
-    _refuse(fields)
-    extra = {name: value for name, value in given.items() if name not in _OWN | _CHATS_OWN and name not in _REFUSED}
+    fields.flag("store")
+    fields.optional_text("previous_response_id")
+    refuse(fields, _REFUSED if stores else {**_REFUSED, **_UNSTORED})
+    extra = {name: value for name, value in given.items() if name not in _OWN and name not in _REFUSED}
     body = {**extra, **{name: given[name] for name in _SAME if name in given}}
-    body["messages"] = _messages(fields)
+    body["messages"] = _messages(fields, earlier)
     body["max_tokens"] = fields.raw("max_output_tokens")
     included = fields.get("include", list, "an array of strings") or []
     for name in included:
@@ -91,16 +123,6 @@ def _chat_body(fields: Fields) -> dict[str, Any]:
     if (reasoning := fields.object("reasoning")) is not None:
         body["reasoning_effort"] = reasoning.raw("effort")
     return {**body, **_tools(fields)}
-
-
-def _refuse(fields: Fields) -> None:
-    for name, why in _REFUSED.items():
-        if fields.raw(name) not in (None, False, [], {}):
-            raise unsupported(fields, name, f"{name} is not supported: {why}")
-    if fields.flag("store"):
-        raise unsupported(fields, "store", "store is not supported: responses are not stored; set it to false")
-    if fields.raw("truncation") not in (None, "disabled"):
-        raise unsupported(fields, "truncation", "truncation is not supported: input is never shortened")
 
 
 def _format(wanted: Fields) -> dict[str, Any]:
@@ -143,24 +165,29 @@ def _choice(choice: Fields, tools: list[Any]) -> tuple[list[Any], Any]:
     return [tool for tool in tools if tool["function"].get("name") in names], choice.text("mode")
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
+def _items(fields: Fields) -> list[Fields]:
+    """The items of the input; text is a user's message."""
+    value = fields.raw("input")
+    if isinstance(value, str):
+        return [Fields({"role": "user", "content": value}, "input")]
+    if not isinstance(value, list):
+        raise wrong_type("input", "text or an array of items", value)
+    return fields.objects("input")
+
+
+def _messages(fields: Fields, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if instructions := fields.optional_text("instructions"):
         messages.append({"role": "system", "content": instructions})
-    items = fields.raw("input")
-    if isinstance(items, str):
-        return [*messages, {"role": "user", "content": items}]
-    if items is None or not isinstance(items, list):
-        raise wrong_type("input", "text or an array of items", items)
     turn: dict[str, Any] | None = None  # the open turn of the assistant: its reasoning, text and calls are one message
-    for item in fields.objects("input"):
+    for item in [*(Fields(item, "previous_response_id") for item in earlier), *_items(fields)]:
         kind = item.optional_text("type") or "message"
         of_assistant = kind in ("reasoning", "function_call") or item.raw("role") == "assistant"
         if not of_assistant:
             turn = None
             messages.append(_message(item, kind))
             continue
-        if turn is None or (kind == "message" and turn["content"]) or (kind == "reasoning" and len(turn) > 2):
+        if turn is None or _begins_turn(turn, kind):
             turn = {"role": "assistant", "content": None}
             messages.append(turn)
         _add_to_turn(turn, item, kind)
@@ -168,6 +195,13 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
         if message["content"] is None and "tool_calls" not in message:
             message["content"] = ""
     return messages
+
+
+def _begins_turn(turn: dict[str, Any], kind: str) -> bool:
+    """Whether an item of the assistant begins a new turn. In a turn, reasoning comes first, and there is one text."""
+    if kind == "reasoning":
+        return len(turn) > 2 or bool(turn["content"])
+    return kind == "message" and bool(turn["content"])
 
 
 def _add_to_turn(turn: dict[str, Any], item: Fields, kind: str) -> None:

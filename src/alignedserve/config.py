@@ -265,7 +265,7 @@ class GatewayConfig:
 
 @dataclass(frozen=True, slots=True)
 class BatchesConfig:
-    """Keys of `/v1/files` and `/v1/batches`. Without a folder both are refused."""
+    """Keys of `/v1/files`, `/v1/batches` and stored responses. Without a folder all are refused."""
 
     folder: str = _key("", "folder for files, batches and their answers, private to its owner; empty: no batches")
     shared: bool = _key(
@@ -274,7 +274,10 @@ class BatchesConfig:
     max_file_mib: float = _key(1024.0, "largest uploaded file in MiB", low=0.001, high=1 << 20)
     max_lines: int = _key(1_000_000, "maximum lines in one batch", low=1, high=1 << 31)
     quota_gib: float = _key(16.0, "maximum size of all files of an API key in GiB, answers included", low=0.0)
-    retention_days: float = _key(30.0, "days after which files and ended batches are deleted", low=0.0)
+    responses_gib: float = _key(
+        1.0, "maximum size of an API key's stored responses in GiB; the oldest give way; 0: none is stored", low=0.0
+    )
+    retention_days: float = _key(30.0, "days after which files, ended batches and responses are deleted", low=0.0)
     lines_in_flight: int = _key(
         0, "maximum lines that a gateway answers at the same time; 0: half of gateway.max_queue", low=0
     )

@@ -21,6 +21,11 @@ AlignedServeError
 │   └── GeometryMismatchError   two stores hold blocks of different shapes
 ├── BatchError                  requests of a client's batch failed; `results` has an answer or an error for each
 ├── IncompleteAnswerError       an answer that was to be parsed was cut before its end
+├── ToolError                   a client could not carry out a model's call of a function; `call`, `messages`
+│   ├── UnknownToolError        there is no function of this name
+│   ├── ToolArgumentsError      the arguments are not those of the function
+│   ├── ToolFailedError         the function raised an exception, which is the cause
+│   └── ToolRoundsError         the model still called functions in the last round
 ├── NumericsError               the model computed NaN or infinite logits for some rows of a batch
 ├── AccountingError             block accounting is inconsistent: a bug in AlignedServe
 ├── StaleError                  a message belongs to an older epoch or incarnation
@@ -157,6 +162,38 @@ class IncompleteAnswerError(AlignedServeError):
     def __init__(self, message: str, *, text: str = "", **details: Any) -> None:
         super().__init__(message, text=text, **details)
         self.text = text
+
+
+class ToolError(AlignedServeError):
+    """A model's call of a function could not be carried out (`alignedserve.client`).
+
+    `call` is the call, None if there is not just one; `messages` is the conversation up to it.
+    """
+
+    code = "tool_error"
+
+    def __init__(self, message: str, *, call: Any = None, messages: Sequence[Any] = (), **details: Any) -> None:
+        super().__init__(message, call=call, messages=list(messages), **details)
+        self.call = call
+        self.messages = list(messages)
+
+
+class UnknownToolError(ToolError):
+    code = "unknown_tool"
+
+
+class ToolArgumentsError(ToolError):
+    code = "invalid_tool_arguments"
+
+
+class ToolFailedError(ToolError):
+    """The function raised; its exception is the cause."""
+
+    code = "tool_failed"
+
+
+class ToolRoundsError(ToolError):
+    code = "too_many_tool_rounds"
 
 
 class BatchError(AlignedServeError):

@@ -9,6 +9,7 @@ from typing import Any
 
 import command_line
 import configuration
+import fields
 import grpc_api
 import http_api
 import python_api
@@ -22,6 +23,7 @@ PAGES = {
     "reference/configuration.md": configuration.page,
     "reference/command-line.md": command_line.page,
     "reference/http.md": http_api.page,
+    "reference/fields.md": fields.page,
     "reference/openapi.json": http_api.document,
     "reference/grpc.md": grpc_api.page,
 }

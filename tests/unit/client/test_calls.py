@@ -172,7 +172,7 @@ def test_a_malformed_argument_is_named_and_not_sent(
 
 
 @pytest.mark.parametrize(
-    "turn", ["hello", {"role": "user"}, {"role": "user", "content": None}, {"role": "user", "content": "", "name": "x"}]
+    "turn", ["hello", {"role": "user"}, {"role": "user", "content": None}, {"role": "user", "content": "", "nam": "x"}]
 )
 def test_a_malformed_turn_is_counted_and_not_sent(ask: Ask, service: ScriptedInference, turn: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"messages\[1\]") as caught:

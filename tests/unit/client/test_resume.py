@@ -14,17 +14,17 @@ from alignedserve.client import AsyncClient, CancelledError, Chunk, Client, Dead
 from alignedserve.model import resolve_model
 from alignedserve.proto import inference_pb2 as inf
 from alignedserve.proto.inference_pb2_grpc import InferenceStub
-from alignedserve.request import FinishReason, RequestSpec, TokenLogprobs
+from alignedserve.request import FinishReason
 from alignedserve.text import StoppableText, Tokenizer
 from support.fake_cluster import FakeCluster, silent_script
 from support.forwarder import Forwarder
 from support.gateway import RunningGateway, running_gateway
+from support.pauses import STEPS, Pauses
 
 TOKENIZER = Tokenizer.from_folder(resolve_model("tiny"))
 assert TOKENIZER is not None
 EOS = 5
 TEXT = "naïve 你好 – 🙂 stop_here and go on"
-STEPS = 3  # tokens after which the fake cluster waits for the test
 
 
 def ids(text: str) -> list[int]:
@@ -33,26 +33,6 @@ def ids(text: str) -> list[int]:
 
 
 TOKENS = [*ids(TEXT), EOS]
-
-
-class Pauses:
-    """A script: TOKENS with a log-probability each, one at a time. `gate` closes after every STEPS tokens."""
-
-    def __init__(self, tokens: Sequence[int] = TOKENS, finish: FinishReason = FinishReason.STOP) -> None:
-        self.tokens = list(tokens)
-        self.finish = finish
-        self.gate = asyncio.Event()
-        self.waiting = 0
-
-    async def __call__(self, cluster: FakeCluster, spec: RequestSpec) -> None:
-        for number in range(len(spec.output_token_ids), len(self.tokens)):
-            last = number == len(self.tokens) - 1
-            scores = [TokenLogprobs(-float(number))] if spec.sampling.logprobs is not None else []
-            cluster.emit(spec, [self.tokens[number]], logprobs=scores, finish=self.finish if last else None)
-            if number % STEPS == STEPS - 1 and not last:
-                self.waiting += 1
-                await self.gate.wait()
-                self.waiting -= 1
 
 
 @pytest.fixture
@@ -79,7 +59,7 @@ def joined(chunks: Sequence[Chunk]) -> dict[int, tuple[str, list[int], list[floa
 async def test_a_stream_over_connections_that_break_is_the_undisturbed_one(
     cluster: FakeCluster, gateway: RunningGateway, options: dict[str, Any]
 ) -> None:
-    calm, broken = Pauses(), Pauses()
+    calm, broken = Pauses(TOKENS), Pauses(TOKENS)
     calm.gate.set()
     options = {"max_tokens": 64, "logprobs": 0, **options}
     async with Forwarder([gateway.grpc_address]) as forwarder, AsyncClient(forwarder.address) as client:
@@ -125,7 +105,7 @@ async def test_answers_that_end_at_once_have_one_usage_with_the_last_chunk(
 
 async def test_a_call_goes_on_after_any_of_its_tokens(cluster: FakeCluster, stub: Any) -> None:
     """Also if the cut is inside a character or a stop string: the text held back follows, then the rest."""
-    script = cluster.script = Pauses()
+    script = cluster.script = Pauses(TOKENS)
     script.gate.set()
     stops = ["and go off"]
     shown = StoppableText(TOKENIZER, stops, ids("a"))
@@ -157,7 +137,7 @@ async def test_an_end_that_was_not_heard_of_is_told_without_work(cluster: FakeCl
 
 
 async def test_an_answer_that_has_ended_is_left_alone(cluster: FakeCluster, stub: Any) -> None:
-    script = cluster.script = Pauses()
+    script = cluster.script = Pauses(TOKENS)
     script.gate.set()
     request = inf.GenerateRequest(prompt="a", seed=1, max_tokens=64, n=2)
     request.resume.add(token_ids=TOKENS, finish_reason="stop")
@@ -192,7 +172,7 @@ async def test_nonsense_is_refused(
 async def test_a_named_call_takes_the_place_of_the_one_that_it_goes_on_with(
     cluster: FakeCluster, gateway: RunningGateway, stub: Any
 ) -> None:
-    script = cluster.script = Pauses()
+    script = cluster.script = Pauses(TOKENS)
     old = aiter(stub.Stream(inf.GenerateRequest(prompt="a", max_tokens=64, request_id="mine")))
     first = await anext(old)
     await cluster.wait_for(lambda: script.waiting)
@@ -211,7 +191,7 @@ async def test_a_named_call_takes_the_place_of_the_one_that_it_goes_on_with(
 
 
 async def test_a_gateway_that_ends_hands_its_streams_to_the_next(cluster: FakeCluster, gateway: RunningGateway) -> None:
-    script = cluster.script = Pauses()
+    script = cluster.script = Pauses(TOKENS)
     async with (
         running_gateway(cluster, gateway_id="gateway-1") as second,
         Forwarder([gateway.grpc_address]) as forwarder,
@@ -237,7 +217,7 @@ async def collect(stream: AsyncIterable[Any]) -> list[Any]:
 
 
 async def test_a_whole_answer_is_asked_for_again(cluster: FakeCluster, gateway: RunningGateway) -> None:
-    script = cluster.script = Pauses()
+    script = cluster.script = Pauses(TOKENS)
     async with Forwarder([gateway.grpc_address]) as forwarder, AsyncClient(forwarder.address) as client:
         waiting = asyncio.create_task(client.generate("a", max_tokens=64, request_id="mine"))
         await cluster.wait_for(lambda: script.waiting)
@@ -249,7 +229,7 @@ async def test_a_whole_answer_is_asked_for_again(cluster: FakeCluster, gateway: 
 
 
 async def test_patience_has_an_end(cluster: FakeCluster, gateway: RunningGateway) -> None:
-    script = cluster.script = Pauses()
+    script = cluster.script = Pauses(TOKENS)
     for patience_s, options, kind in (
         (0.0, {}, UnavailableError),
         (0.4, {}, UnavailableError),
@@ -284,7 +264,7 @@ def test_a_server_that_is_not_there_is_said_so_at_once() -> None:
 
 
 async def test_the_blocking_client_goes_on_too(cluster: FakeCluster, gateway: RunningGateway) -> None:
-    script = cluster.script = Pauses()
+    script = cluster.script = Pauses(TOKENS)
     async with Forwarder([gateway.grpc_address]) as forwarder:
         with Client(forwarder.address) as client:
             stream = client.stream("a", max_tokens=64)
@@ -312,7 +292,7 @@ async def test_closing_ends_a_stream_that_waits_for_its_server(cluster: FakeClus
 
 
 async def test_a_stream_that_goes_on_keeps_its_limit(cluster: FakeCluster, gateway: RunningGateway) -> None:
-    script = cluster.script = Pauses()
+    script = cluster.script = Pauses(TOKENS)
     cluster.publish_capacity(100)
     await cluster.wait_for(lambda: gateway.server.model.capacity_tokens == 100)
     async with Forwarder([gateway.grpc_address]) as forwarder, AsyncClient(forwarder.address) as client:
@@ -332,7 +312,7 @@ async def test_a_stream_that_goes_on_keeps_its_limit(cluster: FakeCluster, gatew
 async def test_only_what_has_tokens_goes_on_in_a_full_cluster(
     cluster: FakeCluster, gateway: RunningGateway, stub: Any
 ) -> None:
-    script = cluster.script = Pauses()
+    script = cluster.script = Pauses(TOKENS)
     script.gate.set()
     cluster.publish_intake(0, again_s=30.0)
     cluster.publish_capacity(400)

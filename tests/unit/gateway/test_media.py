@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 
 from support.gateway_front import CHAT, COMPLETIONS, HI, Front
@@ -20,18 +21,25 @@ async def posts(front: Front) -> list[str]:
     return [path.replace("{request_id}", "cmpl-1") for path, item in paths.items() if "post" in item]
 
 
+def refusal(path: str, answer: httpx.Response) -> dict[str, str | None]:
+    """The error of an answer, in the shape of the API at the path."""
+    body: dict[str, Any] = answer.json()
+    error: dict[str, str | None] = body["error"]
+    assert error["type"] == "invalid_request_error"
+    if path.startswith("/v1/messages"):  # Anthropic's
+        assert (body["type"], error.keys()) == ("error", {"type", "message"})
+    else:
+        assert (error["code"], error["param"]) == ("unsupported_media_type", None)
+    return error
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "br", "deflate", "x-nonsense", "identity, gzip", "GZIP"])
 async def test_an_encoded_body_is_415_wherever_it_is_posted(front: Front, encoding: str) -> None:
     for path in await posts(front):
         answer = await front.client.post(path, content=b"{}", headers={"content-encoding": encoding})
         assert answer.status_code == 415, path
         assert answer.headers["accept-encoding"] == "identity"
-        error = answer.json()["error"]
-        assert (error["type"], error["code"], error["param"]) == (
-            "invalid_request_error",
-            "unsupported_media_type",
-            None,
-        )
+        error = refusal(path, answer)
         assert repr(encoding.removeprefix("identity, ")) in error["message"]
     assert not front.port.submitted
 
@@ -64,7 +72,7 @@ async def test_a_page_that_its_browser_does_not_ask_for_is_415(
     for path in await posts(front):
         answer = await front.client.post(path, content=b"{}", headers=headers)
         assert answer.status_code == 415, path
-        assert answer.json()["error"]["code"] == "unsupported_media_type"
+        refusal(path, answer)
     assert not front.port.submitted
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -23,7 +24,7 @@ from alignedserve.model import resolve_model
 from alignedserve.request import FinishReason, RequestSpec
 from alignedserve.text import Tokenizer
 from support.fake_cluster import FakeCluster, playing
-from support.gateway import RunningGateway
+from support.gateway import RunningGateway, running_gateway
 
 TOKENIZER = Tokenizer.from_folder(resolve_model("tiny"))
 assert TOKENIZER is not None
@@ -124,6 +125,19 @@ async def test_a_refused_response_names_the_clients_own_fields(client: openai.As
         assert caught.value.param == param
 
 
+async def test_a_response_that_fails_has_what_was_written(client: openai.AsyncOpenAI, cluster: FakeCluster) -> None:
+    cluster.script = failing
+    tool: Any = {"type": "function", "name": "f", "parameters": SCHEMA}
+    asked = client.responses.create(model="tiny", input="Return the", stream=True, tools=[tool])
+    events = [event async for event in await asked]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last = events[-1]
+    assert last.type == "response.failed"
+    assert last.response.output_text == " value"
+    assert last.response.output[0].status == "incomplete"  # type: ignore[union-attr]
+    assert last.response.tools[0].to_dict() == {**tool, "description": None, "strict": None}
+
+
 def chat(**fields: Any) -> dict[str, Any]:
     return responses_request._chat_body(responses_request.Fields({"input": "hi", **fields}, ""))
 
@@ -190,12 +204,38 @@ def test_tools_formats_and_effort_become_chats() -> None:
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "f"}]}}, "tool_choice.tools"),
         ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": 3}, "max_tokens"),
+        ({"n": 2}, "n"),
+        ({"num_return_sequences": 2}, "num_return_sequences"),
+        ({"logprobs": True}, "logprobs"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"store": "yes"}, "store"),
     ],
 )
 def test_what_responses_refuses_it_names(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         parse_responses({"input": "hi", **fields})
     assert caught.value.param == param
+
+
+def test_reasoning_after_text_begins_a_turn() -> None:
+    text = {"role": "assistant", "content": "a"}
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    first, second = chat(input=[text, thought, call])["messages"]
+    assert first == text
+    assert (second["reasoning_content"], second["tool_calls"][0]["id"]) == ("hm", "1")
+
+
+def test_what_has_no_effect_is_named() -> None:
+    body = {"input": "hi", "reasoning": {"summary": "auto", "other": 1}, "text": {"x": 1}, "unknown": 1, "n": 1}
+    assert set(parse_responses(body).ignored) == {"reasoning.summary", "reasoning.other", "text.x", "unknown"}
+    thinking = {"type": "adaptive", "display": "omitted"}
+    message = parse_messages(
+        {"model": "tiny", "max_tokens": 5, "messages": [USER], "metadata": {"user_id": "u"}, "thinking": thinking}
+    )
+    assert set(message.ignored) == {"metadata.user_id", "thinking.display"}
 
 
 # ---- messages
@@ -229,13 +269,24 @@ async def test_a_stream_begins_once_whatever_its_first_tokens_show(
     cluster.script = playing(first, rest, ids(" it"), pause_s=0.02)
     body = {"model": "tiny", "max_tokens": 9, "messages": [USER], "stop_sequences": [" \u20ac\u20ac"], "stream": True}
     text = (await http.post("/v1/messages", json=body)).text
-    assert text.count("event: message_start") == text.count("event: message_stop") == 1
+    assert text.count("event: message_start") == text.count("event: message_stop") == text.count("event: ping") == 1
 
 
 async def test_a_message_that_is_cut_says_so(claude: anthropic.AsyncAnthropic, cluster: FakeCluster) -> None:
     cluster.script = playing(ids(" value"))
     answer = await claude.messages.create(model="tiny", max_tokens=1, messages=[USER])  # type: ignore[list-item]
     assert answer.stop_reason == "max_tokens"
+
+
+async def test_a_wrong_tool_is_named_as_the_client_wrote_it(
+    claude: anthropic.AsyncAnthropic, client: openai.AsyncOpenAI
+) -> None:
+    tool: Any = {"name": "f", "input_schema": {"type": "array"}}
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.input_schema: arguments are an object"):
+        await claude.messages.create(model="tiny", max_tokens=1, messages=[USER], tools=[tool])  # type: ignore[list-item]
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(model="tiny", input="hi", tools=[{"type": "function", "name": "a b"}])  # type: ignore[list-item]
+    assert caught.value.param == "tools[0].name"
 
 
 async def test_tokens_are_counted_as_the_prompt_has_them(
@@ -262,6 +313,26 @@ async def test_errors_have_anthropics_shape(
     with pytest.raises(anthropic.APIStatusError, match="could not be trusted"):
         async with claude.messages.stream(model="tiny", max_tokens=9, messages=[USER]) as stream:  # type: ignore[list-item]
             await stream.get_final_message()
+
+
+async def test_a_key_that_is_missing_is_an_error_in_anthropics_shape(cluster: FakeCluster, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("sk-known\n")
+    async with running_gateway(cluster, api_key_file=str(keys)) as gateway:
+        known, unknown = (
+            anthropic.AsyncAnthropic(base_url=gateway.url, api_key=key, max_retries=0) for key in ("sk-known", "sk-no")
+        )
+        async with known, unknown, httpx.AsyncClient(base_url=gateway.url) as http:
+            asked: Any = {"model": "tiny", "max_tokens": 1, "messages": [USER]}
+            assert (await known.messages.create(**asked)).stop_reason == "max_tokens"
+            for ask in (unknown.messages.create(**asked), unknown.messages.count_tokens(model="tiny", messages=[])):
+                with pytest.raises(anthropic.AuthenticationError) as caught:
+                    await ask
+                assert caught.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+            wrong = (await http.get("/v1/messages"), await http.post("/v1/messages", headers={"content-encoding": "x"}))
+    assert [answer.status_code for answer in wrong] == [405, 401]
+    assert {answer.json()["type"] for answer in wrong} == {"error"}
 
 
 def of_messages(**fields: Any) -> dict[str, Any]:
@@ -329,6 +400,12 @@ def test_tools_thinking_and_formats_become_chats() -> None:
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"stop_sequences": [3]}, "stop_sequences"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": [USER, {"role": "assistant", "content": "x"}]}, "messages"),
+        ({"n": 2}, "n"),
+        ({"stop": ["x"]}, "stop"),
+        ({"logprobs": True}, "logprobs"),
+        ({"metadata": {"user_id": 3}}, "metadata.user_id"),
+        ({"output_config": {"effort": "wild"}}, "output_config.effort"),
     ],
 )
 def test_what_messages_refuses_it_names(fields: dict[str, Any], param: str) -> None:

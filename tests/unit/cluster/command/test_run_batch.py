@@ -82,6 +82,20 @@ async def test_lines_that_fail_are_in_a_file_of_their_own(url: str, source: Path
     assert len(answers(source.with_name("out.jsonl"))) == LINES
 
 
+async def test_files_of_an_earlier_run_do_not_stay(url: str, source: Path) -> None:
+    errors = source.with_name("out.errors.jsonl")
+    errors.write_text("old")
+    assert await asyncio.to_thread(main, command(source, url)) == 0
+    assert not errors.exists()
+
+
+def test_no_file_is_both_input_and_output(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in (["-o", str(source)], ["-o", str(source.with_name("x")), "--errors", str(source)], ["-o", "/dev/null"]):
+        assert main(["run-batch", "-i", str(source), *more]) == 2
+    assert "three different files" in capsys.readouterr().err
+    assert len(source.read_text().splitlines()) == LINES
+
+
 async def test_an_invalid_file_is_named_and_may_be_mended(
     url: str, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

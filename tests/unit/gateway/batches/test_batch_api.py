@@ -14,9 +14,11 @@ import pytest
 
 from alignedserve.control.samples import value
 from alignedserve.errors import AlignedServeError, OverloadedError, UnavailableError
+from alignedserve.gateway.batches import files as files_module
 from alignedserve.gateway.batches import gate as gate_module
 from alignedserve.gateway.batches import lines as lines_module
 from alignedserve.gateway.batches import service as service_module
+from alignedserve.gateway.batches.database import StoreError
 from alignedserve.request import RequestSpec
 from support.fake_cluster import FakeCluster, counting_script, silent_script
 from support.gateway import RunningGateway, running_gateway
@@ -256,6 +258,43 @@ async def test_another_gateway_goes_on_with_what_a_dead_one_ran(
     await until(lambda: not service._runners)
 
 
+async def test_lines_of_batches_are_no_open_requests(
+    client: openai.AsyncOpenAI, cluster: FakeCluster, gateway: RunningGateway
+) -> None:
+    """`wait-idle` does not wait for lines: another gateway goes on with them."""
+    cluster.script = silent_script
+    await begin(client, rows([BODY] * 5))
+    await until(lambda: cluster.submitted)
+    call = asyncio.create_task(client.completions.create(model="tiny", prompt=[1], max_tokens=2, n=2))
+    await until(lambda: gateway.server.ledger.interactive)
+    assert len(gateway.server.ledger) > 2
+    assert value(gateway.server._own_metrics(), "alignedserve_gateway_open_requests") == 2
+    assert gateway.server.describe().gauges["open_requests"] == 2
+    call.cancel()
+
+
+async def test_a_download_whose_client_leaves_reads_no_more(
+    gateway: RunningGateway, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "PART_BYTES", 1 << 16)
+    file = await client.files.create(file=("in", b"x" * (32 << 20)), purpose="batch")
+    read, reads = gateway.server.batches.files.read, list[int]()
+
+    def counted(stored: Any, cursor: int) -> Any:
+        reads.append(cursor)
+        return read(stored, cursor)
+
+    monkeypatch.setattr(gateway.server.batches.files, "read", counted)
+    path = f"{gateway.url}/v1/files/{file.id}/content"
+    async with httpx.AsyncClient() as http, http.stream("GET", path) as answer:
+        await anext(answer.aiter_raw())
+    seen = -1
+    while seen != len(reads):
+        seen = len(reads)
+        await asyncio.sleep(0.2)
+    assert seen < 500
+
+
 async def test_a_drain_gives_batches_away_at_once(
     client: openai.AsyncOpenAI, cluster: FakeCluster, gateway: RunningGateway
 ) -> None:
@@ -266,6 +305,27 @@ async def test_a_drain_gives_batches_away_at_once(
     await until(lambda: gateway.server.state == "drained")
     leases = gateway.server.batches.batches._db.rows("SELECT lease_s FROM batches")
     assert [row["lease_s"] for row in leases] == [0]
+
+
+async def test_a_full_disk_holds_up_no_drain(
+    client: openai.AsyncOpenAI, cluster: FakeCluster, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def full(*given: Any) -> int:
+        loop.call_soon_threadsafe(failed.set)
+        raise StoreError("the disk is full")
+
+    service = gateway.server.batches
+    with monkeypatch.context() as patch:
+        patch.setattr(service.batches, "record", full)
+        batch = await begin(client, rows([BODY] * 5))
+        await failed.wait()
+        gateway.server.drain(60.0)
+        await until(lambda: not service._runners)
+    assert (await client.batches.retrieve(batch.id)).status == "in_progress"
+    assert service._gate.lines == 0
 
 
 async def test_without_a_folder_both_are_refused(cluster: FakeCluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,19 @@ def test_lines_are_read_whole_and_in_order_whatever_their_ends(tmp_path: Path) -
         (a, b, c), rest = reader.part(), reader.part()
     assert [(found.index, custom_id_of(found)) for found in (a, b, c)] == [(0, "a"), (3, "b"), (4, "c")]
     assert rest == []
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    found = validated(tmp_path / "in", BOM_UTF8 + line("a").replace(b"\n", b"\r\n") + line("b"))
+    assert (found.total, found.errors) == (2, [])
+    assert [error["code"] for error in validated(tmp_path / "in", BOM_UTF8).errors] == ["empty_file"]
+    wrong = line("a") + BOM_UTF8 + line("b") + line("\xe9", note="").replace(b"\\u00e9", b"\xe9")
+    assert [error["line"] for error in validated(tmp_path / "in", wrong).errors] == [2, 3]
+
+
+def test_a_line_that_is_too_long_stays_so_if_it_is_cut_within_spaces(tmp_path: Path) -> None:
+    found = validated(tmp_path / "in", line("a").rstrip() + b" " * MOST_BYTES + b"garbage\n" + line("b"))
+    assert [(error["code"], error["line"]) for error in found.errors] == [("line_too_long", 1)]
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from alignedserve.gateway.batches import files as files_module
 from alignedserve.gateway.batches.batches import WINDOW_S, BatchStore, Claim, LineAnswer
 from alignedserve.gateway.batches.database import Database, file_system
 from alignedserve.gateway.batches.files import STRAY_AFTER_S, FileStore, QuotaError, StoredFile
+from alignedserve.gateway.batches.responses import MOST_AT_ONCE, ResponseStore
 from alignedserve.gateway.batches.states import BatchStatus
 from alignedserve.gateway.failures import NotPossibleError
 
@@ -92,6 +93,69 @@ def lines(*indices: int, failed: bool = False, text: str = "answer") -> list[Lin
 
 def status_of(store: Store, claim: Claim) -> str:
     return str(store.batches.get(claim.id, ALICE)["status"])
+
+
+# ---- the database
+
+
+def test_a_store_of_an_earlier_version_is_extended(folder: Path, clock: Clock) -> None:
+    old = Store(folder, clock)
+    file = old.upload()
+    for table in ("responses", "response_sizes"):
+        old.database.rows(f"DROP TABLE {table}")
+    old.database.rows("PRAGMA user_version = 1")
+    old.database.close()
+    new = Store(folder, clock)
+    assert new.files.get(file.id, ALICE) == file
+    ResponseStore(new.database, 1 << 20, KEEP_S).put(ALICE, {"id": "resp_1"}, [])
+    new.database.rows("PRAGMA user_version = 99")
+    new.database.close()
+    with pytest.raises(ConfigError, match="newer version"):
+        Store(folder, clock)
+
+
+# ---- responses
+
+
+def test_the_oldest_responses_give_way_to_new_ones(store: Store) -> None:
+    responses = ResponseStore(store.database, 10_000, KEEP_S)
+    text = "x" * 2000
+    for number in range(12):
+        responses.put(ALICE, {"id": f"resp_{number}", "output": [text]}, [])
+    responses.put(BOB, {"id": "resp_bob", "output": []}, [])
+    kept = [number for number in range(12) if _has(responses, f"resp_{number}")]
+    assert kept == list(range(12 - len(kept), 12))
+    assert 2 <= len(kept) * len(text) <= 10_000
+    assert responses.conversation("resp_11", ALICE) == [text]
+    responses.delete("resp_11", ALICE)
+    responses.check_integrity()
+    with pytest.raises(NotFoundError):
+        responses.get("resp_bob", ALICE)
+
+
+def test_responses_expire(store: Store, clock: Clock) -> None:
+    responses = ResponseStore(store.database, 1 << 30, DAY_S)
+    for number in range(MOST_AT_ONCE + 3):
+        responses.put((ALICE, BOB)[number % 2], {"id": f"resp_{number}"}, [])
+    clock.now_s += DAY_S / 2
+    responses.put(ALICE, {"id": "resp_new"}, [])
+    assert not responses.sweep()
+    clock.now_s += DAY_S / 2
+    with pytest.raises(NotFoundError):
+        responses.get("resp_0", ALICE)
+    assert responses.sweep()
+    responses.check_integrity()
+    assert not responses.sweep()
+    assert [row["id"] for row in store.database.rows("SELECT id FROM responses")] == ["resp_new"]
+    responses.check_integrity()
+
+
+def _has(responses: ResponseStore, response_id: str) -> bool:
+    try:
+        responses.get(response_id, ALICE)
+    except NotFoundError:
+        return False
+    return True
 
 
 # ---- files
