@@ -15,9 +15,11 @@ import argparse
 import gc
 import json
 import mmap
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -122,7 +124,7 @@ class Filled:
         return result
 
 
-def measure_index(capacity: int, length: int, policy: str, repetitions: int, *, scattered: bool) -> dict[str, float]:
+def measure_index(capacity: int, length: int, policy: str, repetitions: int, scattered: bool) -> dict[str, float]:
     filled = Filled(capacity, length, policy, scattered=scattered)
     runs = [filled.repetition(max(1, 100_000 // length)) for _ in range(repetitions)]
     medians = {name: round(statistics.median(run[name] for run in runs), 3) for name in runs[0]}
@@ -178,7 +180,9 @@ def main() -> None:
     args = parser.parse_args()
     results: dict[str, dict[str, dict[str, float]]] = {"index, us a block": {}, "pool, us a block": {}}
     for length in map(int, args.chains.split(",")):
-        found = measure_index(args.blocks, length, args.policy, args.repetitions, scattered=args.scattered)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:  # memory is that of one index
+            settings = args.blocks, length, args.policy, args.repetitions, args.scattered
+            found = fresh.submit(measure_index, *settings).result()
         results["index, us a block"][str(length)] = found
         print(f"index of {args.blocks} blocks, chains of {length}: {found}", flush=True)
         found = measure_pool(args.pool_blocks, length, args.repetitions)

@@ -1,7 +1,7 @@
 """The prefix index of a shard: which blocks hold the KV of a prompt's first tokens.
 
 Entries are in the segment (`entries.py`). In the process are a hash table of them, flags, and the order of eviction: at
-most 70 bytes a block. A successor rebuilds that by one scan.
+most 75 bytes a block. A successor rebuilds that by one scan.
 
 A match compares more than digests: the tokens of each block, and by its parent's generation that the entry continues
 the block matched before it. Two prefixes whose digests are equal are two entries of one list.
@@ -332,7 +332,8 @@ class PrefixIndex:
         for depth in range(len(bounds) - 2, 0, -1):
             level = order[bounds[depth] : bounds[depth + 1]]
             np.maximum.at(newest, parents[level], newest[ids[level]])
-        self.queue.touch(ids[np.lexsort((depths, -newest[ids]))].tolist())
+        in_order = ids[np.lexsort((depths, -newest[ids]))].tolist()
+        self.queue.touch(in_order, chain_blocks=round(float(depths.mean())) + 1)
 
     def _all(self) -> tuple[Ids, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The blocks with valid entries, their depths, and their parents (-1 for a chain's first block)."""

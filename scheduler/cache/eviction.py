@@ -78,12 +78,13 @@ class _Class:
         self.listed = False
 
     def push(self, blocks: array[int], touch: int, rank: float) -> None:
-        if not self.chunks or len(self.chunks[-1].blocks) >= CHUNK_ENTRIES:
-            self.chunks.append(_Chunk())
-        last, count = self.chunks[-1], len(blocks)
-        last.blocks += blocks
-        last.touches.extend((touch,) * count)
-        last.ranks.extend((rank,) * count)
+        for begin in range(0, len(blocks), CHUNK_ENTRIES):
+            if not self.chunks or len(self.chunks[-1].blocks) >= CHUNK_ENTRIES:
+                self.chunks.append(_Chunk())
+            last, piece = self.chunks[-1], blocks[begin : begin + CHUNK_ENTRIES]
+            last.blocks += piece
+            last.touches.extend((touch,) * len(piece))
+            last.ranks.extend((rank,) * len(piece))
 
     def head(self) -> tuple[float, int] | None:
         """Rank and touch of the first entry; None if there are no entries."""
@@ -137,8 +138,11 @@ class EvictionQueue:
             if (count := uses[block]) < MOST_USES:
                 uses[block] = count + 1
 
-    def touch(self, block_ids: Sequence[int], chance: float = 1.0) -> None:
-        """The blocks of a chain, from its first block on, were used just now. `chance`: see `CachePolicy.value`."""
+    def touch(self, block_ids: Sequence[int], chance: float = 1.0, chain_blocks: int = 0) -> None:
+        """The blocks of a chain, from its first block on, were used just now. `chance`: see `CachePolicy.value`.
+
+        Or blocks of several chains, each block before those that continue it; `chain_blocks`: how long a chain is.
+        """
         count = len(block_ids)
         self._touches += 1
         enter = self._enter_few if count <= FEW else self._enter
@@ -147,7 +151,7 @@ class EvictionQueue:
         for begin in self._changes_of_use(ids):
             uses = self._uses_of[block_ids[begin]]
             # No block is worth less than what continues it.
-            value = max(value, self._policy.value(uses, count, chance))
+            value = max(value, self._policy.value(uses, chain_blocks or count, chance))
             enter(ids[begin:end], math.ceil(math.log2(value) * CLASSES_PER_OCTAVE - 1e-6))
             end = begin
         if self.entries > self._most_entries:
@@ -160,7 +164,7 @@ class EvictionQueue:
         if len(ids) > FEW:
             return [*(np.flatnonzero(np.diff(self._uses[ids])) + 1)[::-1].tolist(), 0]
         uses = [self._uses_of[block] for block in ids]
-        if uses[0] == uses[-1] == max(uses) == min(uses):
+        if len(set(uses)) == 1:
             return (0,)
         return [*(place for place in range(len(uses) - 1, 0, -1) if uses[place] != uses[place - 1]), 0]
 

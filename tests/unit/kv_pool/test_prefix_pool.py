@@ -11,6 +11,7 @@ from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.table import AllocationTable
 from alignedserve.prefix_chain import root_digest
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.cache.values import ValuePolicy
 from support.kv_pool import DECODE, OTHER, PREFILL, leased
 from support.prefix_pool import GEOMETRY, Fuse, Killed, index_memory, open_indexed
 
@@ -315,6 +316,21 @@ def test_a_process_killed_before_any_write_leaves_an_index_of_what_blocks_hold(n
         successor.writer_dead(DECODE)
         successor.writer_dead(PREFILL)
         successor.check_integrity()
+
+
+def test_a_successor_gives_up_what_was_cached_first_and_before_what_is_used_from_then_on(memory: memoryview) -> None:
+    policy = ValuePolicy(lambda tokens: tokens**2, 4)
+    pool, _ = open_indexed(memory, CAPACITY, policy)
+    for number, key in enumerate((A, B, C)):
+        commit(pool, key, [number] * 16)
+    pool.release([C, A, B])
+    pool, _ = open_indexed(memory, CAPACITY, policy)
+    commit(pool, RequestKey("d"), [3] * 16)
+    pool.release([RequestKey("d")])
+    for count, left in ((5, [3, 4, 4, 4]), (3, [0, 4, 4, 4]), (4, [0, 0, 4, 4]), (5, [0, 0, 0, 3])):
+        leased(pool, OTHER, count)
+        assert [pool.match(ROOT, [number] * 16) for number in range(4)] == left
+        pool.check_integrity()
 
 
 def test_an_index_opened_over_too_little_memory_is_refused() -> None:
