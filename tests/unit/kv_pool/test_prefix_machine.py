@@ -258,9 +258,9 @@ class ManyMachine(PrefixMachine):
 
 
 TestPrefix = PrefixMachine.TestCase
-TestPrefix.settings = machine_settings(50, 40)
+TestPrefix.settings = machine_settings(30, 40)
 TestPrefixMany = ManyMachine.TestCase
-TestPrefixMany.settings = machine_settings(25, 40)
+TestPrefixMany.settings = machine_settings(15, 40)
 
 
 def test_the_model_notices_a_block_that_was_written_to_after_it_was_indexed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,4 +178,4 @@ class CachingMachine(RuleBasedStateMachine):
 
 
 TestCachingAllocator = CachingMachine.TestCase
-TestCachingAllocator.settings = machine_settings(40, 40)
+TestCachingAllocator.settings = machine_settings(25, 40)
