@@ -18,6 +18,7 @@ import mmap
 import multiprocessing
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -60,7 +61,7 @@ def chain_of(number: int, blocks: int) -> Chain:
     return Chain(ROOT, tokens.tolist(), BLOCK)
 
 
-def timed(work: Callable[[], None]) -> float:
+def timed(work: Callable[[], object]) -> float:
     begun = time.process_time()
     work()
     return time.process_time() - begun
@@ -92,36 +93,38 @@ class Filled:
         self.index.queue.touch(ids)
 
     def repetition(self, chains: int) -> dict[str, float]:
-        """Microseconds a block of each operation, over `chains` chains drawn at random."""
+        """Microseconds a block of each operation, over `chains` chains drawn at random.
+
+        Few at a time, because a prompt is looked up just after it was hashed.
+        """
+        length, at_once = self.length, max(1, 256 // self.length)
+        seconds: dict[str, float] = defaultdict(float)
+        draw = np.random.default_rng(self.next)
+        for _ in range(0, chains, at_once):
+            numbers = draw.integers(self.next - self.chains // 2, self.next, at_once).tolist()
+            self.few([chain_of(number, length) for number in numbers], seconds)
+        count = -(-chains // at_once) * at_once
+        seconds["miss, a chain"] *= length
+        return {name: total / (count * length) * 1e6 for name, total in seconds.items()}
+
+    def few(self, old: list[Chain], seconds: dict[str, float]) -> None:
+        """Match chains that are indexed, and put as many new ones in the place of others."""
         length, index = self.length, self.index
-        count = chains * length
-        numbers = np.random.default_rng(self.next).integers(self.next - self.chains, self.next, chains)
-        old = [chain_of(int(number), length) for number in numbers]
-        new = [chain_of(self.next + number, length) for number in range(chains)]
-        hashing = timed(lambda: [chain.digests(length) for chain in old] and None)
+        new = [chain_of(self.next + number, length) for number in range(len(old))]
+        self.next += len(old)
+        found: list[int] = []
+        seconds["hash"] += timed(lambda: [chain.digests(length) for chain in old])
+        seconds["match"] += timed(lambda: found.extend(len(index.match(chain, length)) for chain in old))
         for chain in new:
             chain.digests(length)
-        found: list[int] = []
-        match = timed(lambda: found.extend(len(index.match(chain, length)) for chain in old))
-        assert found == [length] * chains
-        miss = timed(lambda: found.extend(len(index.match(chain, length)) for chain in new))
-        assert found[chains:] == [0] * chains
+        seconds["miss, a chain"] += timed(lambda: found.extend(len(index.match(chain, length)) for chain in new))
+        assert found == [length] * len(old) + [0] * len(new)
         evicted: list[int] = []
-        step = max(64, length)  # a writer's lease
-
-        def evict() -> None:
-            while len(evicted) < count:
-                evicted.extend(index.evict(min(step, count - len(evicted)), self.cached))
-
-        evict_s = timed(evict)
-        ids = [evicted[at : at + length] for at in range(0, count, length)]
-        insert = timed(lambda: [index.insert(c, 0, i, NONE) for c, i in zip(new, ids, strict=True)] and None)
-        touch = timed(lambda: [index.queue.touch(i) for i in ids] and None)
-        self.next += chains
-        times = {"hash": hashing, "match": match, "evict": evict_s, "insert": insert, "touch": touch}
-        result = {name: seconds / count * 1e6 for name, seconds in times.items()}
-        result["miss, a chain"] = miss / chains * 1e6
-        return result
+        seconds["evict"] += timed(lambda: evicted.extend(index.evict(len(new) * length, self.cached)))
+        ids = [evicted[at : at + length] for at in range(0, len(evicted), length)]
+        pairs = list(zip(new, ids, strict=True))
+        seconds["insert"] += timed(lambda: [index.insert(chain, 0, blocks, NONE) for chain, blocks in pairs])
+        seconds["touch"] += timed(lambda: [index.queue.touch(blocks) for blocks in ids])
 
 
 def measure_index(capacity: int, length: int, policy: str, repetitions: int, scattered: bool) -> dict[str, float]:
