@@ -15,9 +15,12 @@ import argparse
 import gc
 import json
 import mmap
+import multiprocessing
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +61,7 @@ def chain_of(number: int, blocks: int) -> Chain:
     return Chain(ROOT, tokens.tolist(), BLOCK)
 
 
-def timed(work: Callable[[], None]) -> float:
+def timed(work: Callable[[], object]) -> float:
     begun = time.process_time()
     work()
     return time.process_time() - begun
@@ -90,39 +93,41 @@ class Filled:
         self.index.queue.touch(ids)
 
     def repetition(self, chains: int) -> dict[str, float]:
-        """Microseconds a block of each operation, over `chains` chains drawn at random."""
+        """Microseconds a block of each operation, over `chains` chains drawn at random.
+
+        Few at a time, because a prompt is looked up just after it was hashed.
+        """
+        length, at_once = self.length, max(1, 256 // self.length)
+        seconds: dict[str, float] = defaultdict(float)
+        draw = np.random.default_rng(self.next)
+        for _ in range(0, chains, at_once):
+            numbers = draw.integers(self.next - self.chains // 2, self.next, at_once).tolist()
+            self.few([chain_of(number, length) for number in numbers], seconds)
+        count = -(-chains // at_once) * at_once
+        seconds["miss, a chain"] *= length
+        return {name: total / (count * length) * 1e6 for name, total in seconds.items()}
+
+    def few(self, old: list[Chain], seconds: dict[str, float]) -> None:
+        """Match chains that are indexed, and put as many new ones in the place of others."""
         length, index = self.length, self.index
-        count = chains * length
-        numbers = np.random.default_rng(self.next).integers(self.next - self.chains, self.next, chains)
-        old = [chain_of(int(number), length) for number in numbers]
-        new = [chain_of(self.next + number, length) for number in range(chains)]
-        hashing = timed(lambda: [chain.digests(length) for chain in old] and None)
+        new = [chain_of(self.next + number, length) for number in range(len(old))]
+        self.next += len(old)
+        found: list[int] = []
+        seconds["hash"] += timed(lambda: [chain.digests(length) for chain in old])
+        seconds["match"] += timed(lambda: found.extend(len(index.match(chain, length)) for chain in old))
         for chain in new:
             chain.digests(length)
-        found: list[int] = []
-        match = timed(lambda: found.extend(len(index.match(chain, length)) for chain in old))
-        assert found == [length] * chains
-        miss = timed(lambda: found.extend(len(index.match(chain, length)) for chain in new))
-        assert found[chains:] == [0] * chains
+        seconds["miss, a chain"] += timed(lambda: found.extend(len(index.match(chain, length)) for chain in new))
+        assert found == [length] * len(old) + [0] * len(new)
         evicted: list[int] = []
-        step = max(64, length)  # a writer's lease
-
-        def evict() -> None:
-            while len(evicted) < count:
-                evicted.extend(index.evict(min(step, count - len(evicted)), self.cached))
-
-        evict_s = timed(evict)
-        ids = [evicted[at : at + length] for at in range(0, count, length)]
-        insert = timed(lambda: [index.insert(c, 0, i, NONE) for c, i in zip(new, ids, strict=True)] and None)
-        touch = timed(lambda: [index.queue.touch(i) for i in ids] and None)
-        self.next += chains
-        times = {"hash": hashing, "match": match, "evict": evict_s, "insert": insert, "touch": touch}
-        result = {name: seconds / count * 1e6 for name, seconds in times.items()}
-        result["miss, a chain"] = miss / chains * 1e6
-        return result
+        seconds["evict"] += timed(lambda: evicted.extend(index.evict(len(new) * length, self.cached)))
+        ids = [evicted[at : at + length] for at in range(0, len(evicted), length)]
+        pairs = list(zip(new, ids, strict=True))
+        seconds["insert"] += timed(lambda: [index.insert(chain, 0, blocks, NONE) for chain, blocks in pairs])
+        seconds["touch"] += timed(lambda: [index.queue.touch(blocks) for blocks in ids])
 
 
-def measure_index(capacity: int, length: int, policy: str, repetitions: int, *, scattered: bool) -> dict[str, float]:
+def measure_index(capacity: int, length: int, policy: str, repetitions: int, scattered: bool) -> dict[str, float]:
     filled = Filled(capacity, length, policy, scattered=scattered)
     runs = [filled.repetition(max(1, 100_000 // length)) for _ in range(repetitions)]
     medians = {name: round(statistics.median(run[name] for run in runs), 3) for name in runs[0]}
@@ -178,7 +183,9 @@ def main() -> None:
     args = parser.parse_args()
     results: dict[str, dict[str, dict[str, float]]] = {"index, us a block": {}, "pool, us a block": {}}
     for length in map(int, args.chains.split(",")):
-        found = measure_index(args.blocks, length, args.policy, args.repetitions, scattered=args.scattered)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:  # memory is that of one index
+            settings = args.blocks, length, args.policy, args.repetitions, args.scattered
+            found = fresh.submit(measure_index, *settings).result()
         results["index, us a block"][str(length)] = found
         print(f"index of {args.blocks} blocks, chains of {length}: {found}", flush=True)
         found = measure_pool(args.pool_blocks, length, args.repetitions)

@@ -31,7 +31,7 @@ from alignedserve.control.supervisor_client import SupervisorClient, restart_jso
 from alignedserve.errors import UnavailableError
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.batches.service import BatchService
-from alignedserve.gateway.body.planning import ServedModel
+from alignedserve.gateway.body.planning import CacheUse, ServedModel
 from alignedserve.gateway.dialects.model_dialects import NO_DIALECTS, ModelDialects, choose_dialects
 from alignedserve.gateway.drain import Drain
 from alignedserve.gateway.grpc_service import InferenceService
@@ -142,6 +142,7 @@ class GatewayServer(RoleServer):
             root=config.model_root,
             dialects=dialects,
             engine=config.engine,
+            cache=CacheUse(by_key=config.gateway.cache_isolation == "key") if config.kv_pool.prefix_cache else None,
         )
         server = cls(settings, model, locate)
         await server.batches.start()

@@ -1,7 +1,7 @@
 """The prefix index of a shard: which blocks hold the KV of a prompt's first tokens.
 
 Entries are in the segment (`entries.py`). In the process are a hash table of them, flags, and the order of eviction: at
-most 70 bytes a block. A successor rebuilds that by one scan.
+most 75 bytes a block. A successor rebuilds that by one scan.
 
 A match compares more than digests: the tokens of each block, and by its parent's generation that the entry continues
 the block matched before it. Two prefixes whose digests are equal are two entries of one list.
@@ -38,7 +38,7 @@ from alignedserve.scheduler.cache.values import CachePolicy
 FEW = 48  # so many blocks are handled faster one by one than by calls of NumPy
 MOST_AT_ONCE = 1024
 SCANNED_AT_ONCE = 1 << 18
-_PAIR = struct.Struct("=QQ")
+_HASH, _PAIR = struct.Struct("=Q"), struct.Struct("=QQ")
 
 Flags = npt.NDArray[np.bool_]
 
@@ -99,8 +99,9 @@ class PrefixIndex:
         words, stride, memory = self._words, self._stride, self.entries.memory
         read_tokens, tokens, step = self.entries.only_tokens.unpack_from, chain.tokens, chain.block_bytes
         before, more = self._before(chain, found[-1] if found else NONE)
-        start = begin * step
-        for hashed in self._hashes(chain, begin, end):
+        digests, read_hash, start = chain.digests(end), _HASH.unpack_from, begin * step
+        for place in range(begin, end):
+            (hashed,) = read_hash(digests, place * DIGEST_BYTES)
             own = tokens[start : start + step]
             block = first_of[hashed & mask]
             while block != NONE:
@@ -157,11 +158,6 @@ class PrefixIndex:
         return first, second
 
     @staticmethod
-    def _hashes(chain: Chain, begin: int, end: int) -> array[int]:
-        """The first words of digests."""
-        return array("Q", bytes(chain.digests(end)[begin * DIGEST_BYTES : end * DIGEST_BYTES]))[::2]
-
-    @staticmethod
     def _pairs(digests: bytearray, begin: int, end: int) -> Words:
         """Digests as words, uint64 `[end - begin, 2]`; a copy, because more digests may follow in `digests`."""
         return np.frombuffer(digests[begin * DIGEST_BYTES : end * DIGEST_BYTES], np.uint64).reshape(-1, 2)
@@ -195,8 +191,9 @@ class PrefixIndex:
         (`match`). `checksums`: one for each block, or none.
         """
         indexed, generation = self.indexed, self._following
-        if any(indexed[block] for block in block_ids):
-            raise AccountingError(f"blocks {block_ids[:8]} are to be indexed, and some are already")
+        for block in block_ids:
+            if indexed[block]:
+                raise AccountingError(f"block {block} is to be indexed, and is already")
         self._following += len(block_ids)
         (self._insert_each if len(block_ids) <= FEW else self._insert_many)(
             chain, first, block_ids, parent, checksums, generation
@@ -332,7 +329,8 @@ class PrefixIndex:
         for depth in range(len(bounds) - 2, 0, -1):
             level = order[bounds[depth] : bounds[depth + 1]]
             np.maximum.at(newest, parents[level], newest[ids[level]])
-        self.queue.touch(ids[np.lexsort((depths, -newest[ids]))].tolist())
+        in_order = ids[np.lexsort((depths, -newest[ids]))].tolist()
+        self.queue.touch(in_order, chain_blocks=round(float(depths.mean())) + 1)
 
     def _all(self) -> tuple[Ids, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The blocks with valid entries, their depths, and their parents (-1 for a chain's first block)."""

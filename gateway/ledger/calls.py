@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from alignedserve.control.convert import key_to_proto
 from alignedserve.errors import AlignedServeError
-from alignedserve.gateway.body.planning import CallPlan, PromptPlan, derive_seed
+from alignedserve.gateway.body.planning import CacheUse, CallPlan, PromptPlan, derive_seed
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import (
     FinishReason,
@@ -77,6 +77,7 @@ class Answer:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     prefill_id: str = ""
     decode_id: str = ""
+    cached_tokens: int = 0  # of the prompt, whose KV was in the prefix cache
 
     @property
     def key(self) -> RequestKey:
@@ -168,8 +169,16 @@ class Answer:
             deadline_ns=0 if plan.timeout_s is None else arrival_ns + int((plan.timeout_s - plan.spent_s) * 1e9),
             wait_objective_s=plan.wait_objective_s or 0.0,
             priority=plan.priority,
+            cache_salt=self.call.salt,
             stopwatch=Stopwatch(since_ns=_unix_ns(sent_s)),
         )
+
+
+def _salt(cache: CacheUse | None, owner: bytes) -> bytes:
+    """What keeps cached KV apart. `owner`: hash of an API key, or empty; a fixed length before the client's salt."""
+    if cache is None:
+        return b""
+    return (owner.ljust(1, b"-") + b"/" if cache.by_key else b"") + cache.salt
 
 
 def _unix_ns(monotonic_s: float) -> int:
@@ -204,6 +213,7 @@ class Call:
     def __init__(self, plan: CallPlan) -> None:
         self.plan = plan
         self.name: CallName = (caller.get(), plan.id)
+        self.salt = _salt(plan.cache, caller.get())
         self.sent_id = sent_request_id.get()
         self.arrival_ns = time.time_ns()
         self.arrival_s = time.monotonic()

@@ -78,12 +78,13 @@ class _Class:
         self.listed = False
 
     def push(self, blocks: array[int], touch: int, rank: float) -> None:
-        if not self.chunks or len(self.chunks[-1].blocks) >= CHUNK_ENTRIES:
-            self.chunks.append(_Chunk())
-        last, count = self.chunks[-1], len(blocks)
-        last.blocks += blocks
-        last.touches.extend((touch,) * count)
-        last.ranks.extend((rank,) * count)
+        for begin in range(0, len(blocks), CHUNK_ENTRIES):
+            if not self.chunks or len(self.chunks[-1].blocks) >= CHUNK_ENTRIES:
+                self.chunks.append(_Chunk())
+            last, piece = self.chunks[-1], blocks[begin : begin + CHUNK_ENTRIES]
+            last.blocks += piece
+            last.touches.extend((touch,) * len(piece))
+            last.ranks.extend((rank,) * len(piece))
 
     def head(self) -> tuple[float, int] | None:
         """Rank and touch of the first entry; None if there are no entries."""
@@ -121,7 +122,8 @@ class EvictionQueue:
         self._touched: Touches = np.zeros(capacity, np.int64)  # the touch that entered a block last; 0: none
         self._uses = np.zeros(capacity, np.uint16)
         # Single items are read faster through a memoryview.
-        self._rank_of, self._touched_of, self._uses_of = self.ranks.data, self._touched.data, self._uses.data
+        self._rank_of: Any = self.ranks.data
+        self._touched_of, self._uses_of = self._touched.data, self._uses.data
         self._touches = 0
         self._classes: dict[int, _Class] = {}
         self._heads: list[tuple[float, int, int]] = []  # heap of rank, touch and class of first runs; may be outdated
@@ -137,30 +139,36 @@ class EvictionQueue:
             if (count := uses[block]) < MOST_USES:
                 uses[block] = count + 1
 
-    def touch(self, block_ids: Sequence[int], chance: float = 1.0) -> None:
-        """The blocks of a chain, from its first block on, were used just now. `chance`: see `CachePolicy.value`."""
+    def touch(self, block_ids: Sequence[int], chance: float = 1.0, chain_blocks: int = 0) -> None:
+        """The blocks of a chain, from its first block on, were used just now. `chance`: see `CachePolicy.value`.
+
+        Or blocks of several chains, each block before those that continue it; `chain_blocks`: how long a chain is.
+        """
         count = len(block_ids)
         self._touches += 1
-        enter = self._enter_few if count <= FEW else self._enter
-        ids = block_ids if count <= FEW else np.array(block_ids, np.int32)
+        ids = np.array(block_ids, np.int32) if count > FEW else None
         end, value = count, LEAST_VALUE
-        for begin in self._changes_of_use(ids):
+        for begin in self._changes_of_use(block_ids, ids):
             uses = self._uses_of[block_ids[begin]]
             # No block is worth less than what continues it.
-            value = max(value, self._policy.value(uses, count, chance))
-            enter(ids[begin:end], math.ceil(math.log2(value) * CLASSES_PER_OCTAVE - 1e-6))
+            value = max(value, self._policy.value(uses, chain_blocks or count, chance))
+            number = math.ceil(math.log2(value) * CLASSES_PER_OCTAVE - 1e-6)
+            if ids is None:
+                self._enter_few(block_ids[begin:end], number)
+            else:
+                self._enter(ids[begin:end], number)
             end = begin
         if self.entries > self._most_entries:
             self._clean_up(count)
 
-    def _changes_of_use(self, ids: Any) -> Sequence[int]:
+    def _changes_of_use(self, block_ids: Sequence[int], ids: Ids | None) -> Sequence[int]:
         """The numbers of blocks from which on the number of uses is another, last one first."""
-        if not len(ids):
+        if not block_ids:
             return ()
-        if len(ids) > FEW:
+        if ids is not None:
             return [*(np.flatnonzero(np.diff(self._uses[ids])) + 1)[::-1].tolist(), 0]
-        uses = [self._uses_of[block] for block in ids]
-        if uses[0] == uses[-1] == max(uses) == min(uses):
+        uses = [self._uses_of[block] for block in block_ids]
+        if len(set(uses)) == 1:
             return (0,)
         return [*(place for place in range(len(uses) - 1, 0, -1) if uses[place] != uses[place - 1]), 0]
 

@@ -238,6 +238,9 @@ class GatewayConfig:
         low=0,
         high=65535,
     )
+    cache_isolation: str = _key(
+        "none", "whose prompts share cached KV: none (all), key (those of one API key)", choices=("none", "key")
+    )
     address_connections: int = _key(0, "maximum connections from one client address; 0: unlimited", low=0)
     address_requests: int = _key(0, "maximum requests per second from one client address; 0: unlimited", low=0)
     proxy: str = _key("haproxy", "the Ray Serve proxy in front of the gateways", choices=("haproxy", "python"))
