@@ -131,6 +131,9 @@ def measure_index(capacity: int, length: int, policy: str, repetitions: int, sca
     filled = Filled(capacity, length, policy, scattered=scattered)
     runs = [filled.repetition(max(1, 100_000 // length)) for _ in range(repetitions)]
     medians = {name: round(statistics.median(run[name] for run in runs), 3) for name in runs[0]}
+    successor = PrefixIndex(IndexEntries(filled.memory, BLOCK), BLOCK, cache_policy(policy, float, BLOCK))
+    medians["recovery, s"] = round(timed(successor.recover), 2)
+    assert successor.blocks == filled.chains * length
     return {**medians, "bytes a block": round(filled.bytes_a_block, 1), "entry bytes": entry_bytes(BLOCK)}
 
 
