@@ -181,6 +181,8 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="print where the time goes with all under a grammar")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds must be at least 2: quartiles are of the rounds' ratios")
     torch.set_num_threads(options.threads)
     if options.profile:
         rig = Rig(options.requests, options.prefix, options.library[0], overlap=options.overlap)

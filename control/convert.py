@@ -74,7 +74,9 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
         values["grammar"] = _grammar_from_proto(message.grammar)
     if message.HasField("thinking"):
         limit = message.thinking
-        values["thinking"] = ThinkingLimit(limit.budget, tuple(limit.open), tuple(limit.close), limit.begun)
+        values["thinking"] = ThinkingLimit(
+            limit.budget, tuple(limit.open), tuple(limit.close), limit.begun, tuple(limit.before)
+        )
     return SamplingParams(**values, logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias))
 
 

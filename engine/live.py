@@ -47,8 +47,9 @@ class LiveRequest:
         spec = self.spec
         spec.output_token_ids.append(sampled.token_id)
         stopped = self._stops is not None and self._stops.push(sampled.token_id)
-        early = self.row.grammar is None and len(spec.output_token_ids) < spec.sampling.min_tokens
-        if stopped or (not early and sampled.token_id in self._ends):
+        early = len(spec.output_token_ids) < spec.sampling.min_tokens
+        whole = self.row.grammar is not None and sampled.token_id in spec.sampling.eos_token_ids
+        if stopped or (sampled.token_id in self._ends and (whole or not early)):
             return FinishReason.STOP
         if spec.remaining_tokens <= 0:
             return FinishReason.LENGTH

@@ -242,7 +242,7 @@ def _logprob(tokenizer: Tokenizer | None, token: int, entry: TokenLogprobs) -> i
 def _finish_reason(view: AnswerView, part: Part) -> str:
     if part.finish is None:
         return ""
-    return TOOL_CALLS if part.finish is FinishReason.STOP and view.called else part.finish.value
+    return TOOL_CALLS if part.finish is FinishReason.STOP and view.calls_whole else part.finish.value
 
 
 def _usage(parts: Parts) -> inf.Usage:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from alignedserve.gateway.body.planning import ServedModel
 
 _PROMPT_END = 4096  # characters of the prompt that a reading keeps
+_SPACES = ("\n", "\n\n", " ")  # what models write before reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +38,18 @@ async def chat_form(model: ServedModel, request: ChatRequest, use: ToolUse, prom
     assert dialects is not None
     _check_tools(dialects, use)
     begun = dialects.reasoning is not None and dialects.reasoning.begun_by(prompt)
+    if begun and request.without_reasoning:
+        field = "reasoning_effort" if request.enable_thinking is None else "enable_thinking"
+        raise UnsupportedFeatureError(f"{field}: this model's reasoning cannot be turned off", param=field)
     bound = use.forced or (dialects.tools is not None and (use.most == 1 or any(tool.strict for tool in use.tools)))
     grammar = await _grammar(model, request, use, bound=bound, begun=begun)
     reading = None
     separate = request.separate_reasoning is not False
-    if use.any or (dialects.reads_reasoning and separate):
+    if use.any or (dialects.reads_reasoning and (separate or dialects.template is None)):
         include = request.include_reasoning is not False
         reading = Reading(
-            dialects, prompt[-_PROMPT_END:], use.tools, use.most, bound, include_reasoning=include,
-            separate_reasoning=separate,
+            dialects, prompt[-_PROMPT_END:], use.tools, use.most, bound, free=grammar is None,
+            include_reasoning=include, separate_reasoning=separate,
         )  # fmt: skip
     return ChatForm(grammar, reading, _limit(dialects, request, model.tokenizer, begun=begun))
 
@@ -99,6 +103,8 @@ async def _compiled(model: ServedModel, form: AnswerForm) -> GrammarSpec:
 
 def _loosened(tool: Tool) -> Tool:
     """The same function with the names and types of its parameters only: all that a tool without `strict` promises."""
+    if "properties" not in tool.parameters:
+        return replace(tool, parameters={})
     properties: dict[str, Any] = {}
     for name, inner in tool.parameters.get("properties", {}).items():
         kind = inner.get("type") if isinstance(inner, dict) else None
@@ -117,5 +123,8 @@ def _limit(
         raise UnsupportedFeatureError(
             f"thinking_token_budget is not supported: {reason}", param="thinking_token_budget"
         )
-    opened, closed = (tuple(tokenizer.encode(text, special_tokens=False)) for text in (thoughts.open, thoughts.close))
-    return ThinkingLimit(budget, opened, closed, begun)
+    opened, closed, *spaces = (
+        tuple(tokenizer.encode(text, special_tokens=False)) for text in (thoughts.open, thoughts.close, *_SPACES)
+    )
+    before = tuple(space[0] for space in spaces if len(space) == 1 and space[0] not in (*opened, *closed))
+    return ThinkingLimit(budget, opened, closed, begun, before)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, NotRequired
+import re
+from typing import Annotated, Any, Literal, NotRequired, cast
 
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict  # pydantic needs this class before Python 3.12
@@ -16,6 +17,7 @@ from alignedserve.text import CallArguments
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 256
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class TextPart(TypedDict):
@@ -45,7 +47,7 @@ class CalledFunction(TypedDict):
     __pydantic_config__ = STRICT  # type: ignore[misc]
 
     name: Annotated[str, Field(max_length=256)]
-    arguments: NotRequired[str]
+    arguments: NotRequired[str | None]
 
 
 class EarlierCall(TypedDict):
@@ -63,19 +65,22 @@ class Message(BaseModel):
 
     model_config = STRICT  # not a Body: its validator runs Python code for each of possibly thousands of messages
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str, Sent(_Content, _joined)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[EarlierCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    function_call: CalledFunction | None = Field(None, description="Older form of tool_calls.")
     reasoning_content: str | None = Field(None, description="An earlier answer's reasoning.")
     reasoning: str | None = Field(None, description="Alias of reasoning_content.")
 
     def check(self, where: str) -> None:
-        """Raises MissingFieldError without content, UnsupportedFeatureError for a field that the chat template would
-        not receive.
+        """Raises MissingFieldError without content, or without the name of a function whose result it is;
+        UnsupportedFeatureError for a field that the chat template would not receive.
         """
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.role == "function" and self.name is None:
+            raise MissingFieldError(f"{where}.name is required: the function's", param=f"{where}.name")
+        if self.content is None and not (self.role == "assistant" and self.calls):
             raise MissingFieldError(f"{where}.content is required", param=f"{where}.content")
         for name, value in (self.model_extra or {}).items():
             if value is not None and name in refused.MESSAGE:
@@ -84,18 +89,25 @@ class Message(BaseModel):
     @property
     def plain(self) -> bool:
         """Whether there is nothing to check."""
-        return self.content is not None and not self.model_extra
+        return self.content is not None and not self.model_extra and self.role != "function"
+
+    @property
+    def calls(self) -> list[EarlierCall]:
+        if self.function_call is not None and not self.tool_calls:
+            return [cast(EarlierCall, {"type": "function", "function": self.function_call})]
+        return self.tool_calls or []
 
     @property
     def turn(self) -> dict[str, Any]:
         """The message in the form that the chat template expects."""
-        turn: dict[str, Any] = {"role": self.role, "content": self.content}
+        role = "tool" if self.role == "function" else self.role
+        turn: dict[str, Any] = {"role": role, "content": self.content}
         if self.name is not None:
             turn["name"] = self.name
         if self.tool_call_id is not None:
             turn["tool_call_id"] = self.tool_call_id
-        if self.tool_calls:
-            turn["tool_calls"] = [_call(call) for call in self.tool_calls]
+        if self.calls:
+            turn["tool_calls"] = [_call(call) for call in self.calls]
         if (thought := self.reasoning_content or self.reasoning) is not None:
             turn["reasoning_content"] = thought
         return turn
@@ -104,10 +116,12 @@ class Message(BaseModel):
 def _call(call: EarlierCall) -> dict[str, Any]:
     """Arguments become a mapping, as templates expect them; text that is no JSON object stays text."""
     function = call["function"]
-    text = function.get("arguments", "")
+    text = function.get("arguments") or ""
     arguments: Any = text
     try:
         value = json.loads(text) if text.strip() else {}
+        if "\\u" in text:  # an escape may be half of a pair, which is no character
+            value = json.loads(_HALF_PAIR.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
         value = None
     if isinstance(value, dict):

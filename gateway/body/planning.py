@@ -206,11 +206,8 @@ async def chat_tokens(model: ServedModel, request: ChatRequest, most: int) -> tu
         raise InvalidRequestError("this model has no tokenizer: chat needs one; use /v1/completions with token ids")
     if model.template is None:
         raise InvalidRequestError("this model has no chat template: start the server with --chat-template FILE")
-    variables = request.template_variables(model.template)
-    if written_tools := request.tool_use().written:
-        variables["tools"] = list(written_tools)
     turns = [message.turn for message in request.messages]
-    written = await _written(model.encoder, model.template, turns, variables, most)
+    written = await _written(model.encoder, model.template, turns, request.variables(model.template), most)
     (tokens,) = await tokenise(model.encoder, [written], most, around=False)
     return written, tokens
 

@@ -33,8 +33,6 @@ _ONE = (1, 1.0)
 _ZERO = (0, 0.0)
 
 _BOTH = (
-    Refusal("functions", "there are no function calls", ([],)),
-    Refusal("function_call", "there are no function calls", _OFF),
     Refusal("lora", "there are no LoRA adapters"),
     Refusal("lora_path", "there are no LoRA adapters"),
     Refusal("lora_request", "there are no LoRA adapters"),
@@ -60,7 +58,7 @@ _BOTH = (
     Refusal("verbosity", "there is no option for verbosity; max_tokens limits the answer", ("medium",)),
     Refusal("stop_regex", "there are no regular expressions as stop conditions; use stop", ("", [])),
     Refusal("input_ids", "token ids are given as the prompt of /v1/completions", ()),
-    Refusal("guided_decoding_backend", "there is no structured output", ("", "auto")),
+    Refusal("guided_decoding_backend", "the server's engine.grammar chooses the library", ("", "auto")),
     Refusal("max_length", "use max_tokens", ()),
     Refusal("mirostat_mode", "there is no mirostat sampling", _ZERO),
     Refusal("thinking", "there are no options for reasoning", ({"type": "disabled"},)),
@@ -70,6 +68,8 @@ _BOTH = (
 
 _COMPLETION = (
     *_BOTH,
+    Refusal("functions", "tools belong to /v1/chat/completions", ([],)),
+    Refusal("function_call", "tools belong to /v1/chat/completions", _OFF),
     Refusal("tools", "tools belong to /v1/chat/completions", ([],)),
     Refusal("tool_choice", "tools belong to /v1/chat/completions", _OFF),
     Refusal("parallel_tool_calls", "tools belong to /v1/chat/completions", (True, False)),  # both have no effect
@@ -103,7 +103,6 @@ _CHAT = (
 
 # Fields of a message that the chat template would not receive.
 _MESSAGE = (
-    Refusal("function_call", "there are no tool calls"),
     Refusal("refusal", "only the content of a message is read"),
     Refusal("audio", "this server reads text only"),
 )

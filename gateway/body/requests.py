@@ -15,11 +15,10 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body import refused
 from alignedserve.gateway.body.aliases import Aliases
+from alignedserve.gateway.body.conversation import ConversationFields
 from alignedserve.gateway.body.exclusions import ExclusionFields
 from alignedserve.gateway.body.messages import MAX_MESSAGES, Message
 from alignedserve.gateway.body.structured import StructuredFields
-from alignedserve.gateway.body.thinking import ThinkingFields
-from alignedserve.gateway.body.tools import ToolFields
 from alignedserve.gateway.body.validation_errors import TOKEN_LIMIT, as_request_error, shown
 from alignedserve.gateway.body.values import INT64, Between, Body, LogitBias, Prompt, StopStrings, StopTokens
 from alignedserve.request import MAX_LOGPROBS, MAX_SAMPLES, WAIT_OBJECTIVE_S
@@ -269,7 +268,7 @@ class CompletionRequest(GenerationRequest):
         return self.n if self.best_of is None else self.best_of
 
 
-class ChatRequest(GenerationRequest, ToolFields, ThinkingFields):
+class ChatRequest(GenerationRequest, ConversationFields):
     refused = refused.CHAT
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 import orjson
-from pydantic import Field
+from pydantic import ConfigDict, Field, model_validator
 
 from alignedserve.errors import InvalidRequestError
-from alignedserve.gateway.body.values import Body
+from alignedserve.gateway.body.refused import Refusal
+from alignedserve.gateway.body.values import STRICT, Body
 from alignedserve.request import GrammarKind, GrammarSpec
 
 _OLDER = "Older spelling of structured_outputs.{}."
 _JSON_OBJECT = {"type": "object"}
+_HOLD_JSON = (GrammarKind.JSON, GrammarKind.GRAMMAR, GrammarKind.STRUCTURAL_TAG)
+_OUTPUTS = "structured_outputs"
+_REFUSED = (
+    Refusal("disable_additional_properties", "a schema says itself whether it has additionalProperties", (False,)),
+    Refusal("disable_fallback", "", (False, True)),  # there is one library
+)
 
 
 class StructuredOutputs(Body):
+    model_config = ConfigDict(**STRICT, json_schema_extra={"additionalProperties": False})
+    refused: ClassVar[Mapping[str, Refusal]] = {entry.field: entry for entry in _REFUSED}
+
     json_: Any = Field(None, alias="json", description="A JSON schema, as an object or as its text.")
     regex: str | None = Field(None, description="A regular expression that the whole answer matches.")
     choice: list[str] | None = Field(None, description="The answer is one of these strings.")
@@ -27,6 +38,21 @@ class StructuredOutputs(Body):
     whitespace_pattern: str | None = Field(
         None, description="Pattern between the tokens of JSON; by default at most one space."
     )
+    disable_any_whitespace: bool = Field(False, description="No whitespace between the tokens of JSON.")
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        for name in self.model_extra or {}:
+            raise InvalidRequestError(f"{_OUTPUTS} has no field {name[:60]!r}", param=f"{_OUTPUTS}.{name[:60]}")
+        if self.disable_any_whitespace and self.whitespace_pattern:
+            message = "whitespace_pattern and disable_any_whitespace differ; set only one of them"
+            raise InvalidRequestError(message, param=f"{_OUTPUTS}.whitespace_pattern")
+        return self
+
+    @property
+    def space(self) -> str | None:
+        """The pattern between the tokens of JSON; None: the default."""
+        return "" if self.disable_any_whitespace else self.whitespace_pattern
 
 
 class StructuredFields(Body):
@@ -59,7 +85,7 @@ class StructuredFields(Body):
     def _asked(self) -> list[tuple[str, GrammarSpec | None]]:
         own = self.structured_outputs
         space = self.guided_whitespace_pattern
-        within = None if own is None else own.whitespace_pattern
+        within = None if own is None else own.space
         space = space if within is None else within
         fields: list[tuple[str, GrammarKind, Any]] = [
             ("guided_json", GrammarKind.JSON, self.guided_json),
@@ -74,7 +100,7 @@ class StructuredFields(Body):
             ("structural_tag", GrammarKind.STRUCTURAL_TAG, self.structural_tag),
         ]
         if own is not None:
-            outputs = "structured_outputs."
+            outputs = f"{_OUTPUTS}."
             fields += [
                 (outputs + "json", GrammarKind.JSON, own.json_),
                 (outputs + "json_object", GrammarKind.JSON, _JSON_OBJECT if own.json_object else None),
@@ -83,13 +109,13 @@ class StructuredFields(Body):
                 (outputs + "grammar", GrammarKind.GRAMMAR, own.grammar),
                 (outputs + "structural_tag", GrammarKind.STRUCTURAL_TAG, own.structural_tag),
             ]
-        specs = [(name, None if _absent(name, value) else _spec(kind, value, space)) for name, kind, value in fields]
+        specs = [(name, None if _absent(kind, value) else _spec(kind, value, space)) for name, kind, value in fields]
         return [("response_format", _of_format(self.response_format, space)), *specs]
 
 
-def _absent(name: str, value: Any) -> bool:
+def _absent(kind: GrammarKind, value: Any) -> bool:
     """Whether it asks for nothing: clients of other servers send empty values. As a schema, {} is JSON of any kind."""
-    return value is None or (not value and not (value == {} and name.endswith("json")))
+    return value is None or value in ("", []) or (value == {} and kind is not GrammarKind.JSON)
 
 
 def _of_format(wanted: dict[str, Any] | None, whitespace: str | None) -> GrammarSpec | None:
@@ -111,5 +137,8 @@ def _of_format(wanted: dict[str, Any] | None, whitespace: str | None) -> Grammar
 
 
 def _spec(kind: GrammarKind, value: Any, whitespace: str | None) -> GrammarSpec:
-    text = value if isinstance(value, str) and kind is not GrammarKind.CHOICE else orjson.dumps(value).decode()
-    return GrammarSpec(kind, text, whitespace if kind is GrammarKind.JSON else None)
+    try:
+        text = value if isinstance(value, str) and kind is not GrammarKind.CHOICE else orjson.dumps(value).decode()
+    except TypeError as error:  # nested too deeply
+        raise InvalidRequestError(f"{kind}: it cannot be read: {error}") from None
+    return GrammarSpec(kind, text, whitespace if kind in _HOLD_JSON else None)

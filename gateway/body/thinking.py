@@ -29,6 +29,11 @@ class ThinkingFields(Body):
         None, description="After this many tokens of reasoning, the marker that ends it is forced."
     )
 
+    @property
+    def without_reasoning(self) -> bool:
+        """Whether the client turns reasoning off."""
+        return self.enable_thinking is False or (self.enable_thinking is None and self.reasoning_effort == "none")
+
     def template_variables(self, template: ChatTemplate) -> dict[str, Any]:
         """The variables that the client sets. Raises UnsupportedFeatureError for what the template does not read."""
         variables = dict(self.chat_template_kwargs or {})
@@ -49,7 +54,7 @@ class ThinkingFields(Body):
 
     def _switch(self, template: ChatTemplate, variables: dict[str, Any]) -> None:
         """Turns reasoning on or off, if the client says so."""
-        wanted = False if self.enable_thinking is None and self.reasoning_effort == "none" else self.enable_thinking
+        wanted = False if self.without_reasoning else self.enable_thinking
         if wanted is None:
             return
         known = [name for name in _SWITCHES if template.mentions(name)]

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, ValidationError, model_validator
 
 from alignedserve.errors import InvalidRequestError
+from alignedserve.gateway.body.conversation import ConversationFields
 from alignedserve.gateway.body.messages import MAX_MESSAGES, Message
 from alignedserve.gateway.body.refused import Refusal
 from alignedserve.gateway.body.validation_errors import as_request_error
@@ -17,14 +18,12 @@ _Model = Annotated[str, Field(max_length=1024)]
 _REFUSALS = (
     Refusal("continue_final_message", "the answer is always a new turn", (False,)),
     Refusal("chat_template", "the server sets the chat template: --chat-template FILE"),
-    Refusal("chat_template_kwargs", "the chat template takes no arguments"),
     Refusal("mm_processor_kwargs", "this server reads text only"),
-    Refusal("tools", "tools are not part of the count", ([],)),
 )
 _REFUSED: Mapping[str, Refusal] = {entry.field: entry for entry in _REFUSALS}
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(ConversationFields):
     refused = _REFUSED
 
     model: _Model | None = Field(None, description="The served model's name; may be omitted.")
@@ -45,6 +44,10 @@ class TokenizeRequest(Body):
     def _one_input(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("exactly one of prompt and messages is required", param="prompt")
+        if self.messages is None:
+            for name in ConversationFields.model_fields:
+                if getattr(self, name) not in (None, []):
+                    raise InvalidRequestError(f"{name} belongs to messages, not to a prompt", param=name)
         return self
 
 

@@ -17,7 +17,7 @@ from alignedserve.gateway.failures import MissingFieldError, UnsupportedFeatureE
 
 MAX_TOOLS = 256
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_FUNCTION_KEYS = ("name", "description", "parameters", "strict")
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}  # what a function without parameters has
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,35 +45,61 @@ class ToolFields(Body):
         None, description="none, auto, required, or one function: the answer is then a call of it. By default auto."
     )
     parallel_tool_calls: bool | None = Field(None, description="If false, an answer has at most one call.")
+    functions: list[dict[str, Any]] | None = Field(
+        None, max_length=MAX_TOOLS, description="Older form of tools. The answer has function_call, at most one."
+    )
+    function_call: Any = Field(None, description="Older form of tool_choice, for functions: none, auto, or a name.")
+
+    @property
+    def older(self) -> bool:
+        """Whether the client uses OpenAI's older form, and gets it back."""
+        return bool(self.functions)
 
     def tool_use(self) -> ToolUse:
         """Raises InvalidRequestError (or one of its kinds), which names the field."""
-        tools = [_tool(entry, f"tools[{number}]") for number, entry in enumerate(self.tools or ())]
+        if self.functions and self.tools:
+            raise InvalidRequestError("functions is the older form of tools; set only one", param="functions")
+        written = [{"type": "function", "function": one} for one in self.functions or ()] or self.tools or []
+        place = "functions[{}]" if self.older else "tools[{}].function"
+        tools = [_tool(entry, place.format(number)) for number, entry in enumerate(written)]
         names = [tool.name for tool in tools]
         for number, name in enumerate(names):
             if name in names[:number]:
-                where = f"tools[{number}].function.name"
+                where = f"{place.format(number)}.name"
                 raise InvalidRequestError(f"{where}: another tool is called {name!r}, too", param=where)
         chosen, forced = self._choice(names)
         offered = [tool for tool in tools if chosen is None or tool.name == chosen]
-        if not offered or self.tool_choice == "none":
+        if not offered or "none" in (self.tool_choice, self.function_call if self.older else None):
             return ToolUse()
-        most = 1 if self.parallel_tool_calls is False or chosen is not None else None
-        return ToolUse(tuple(offered), tuple(self.tools or ()), forced, most)
+        most = 1 if self.parallel_tool_calls is False or chosen is not None or self.older else None
+        return ToolUse(tuple(offered), tuple(written), forced, most)
 
     def _choice(self, names: Sequence[str]) -> tuple[str | None, bool]:
         """The function that must be called (None: any), and whether one must be called."""
-        choice = self.tool_choice
-        if choice is None or choice in ("none", "auto"):
+        asked = [
+            (param, kind, choice)
+            for param, kind in (("tool_choice", "tools"), ("function_call", "functions"))
+            if (choice := getattr(self, param)) is not None and choice not in ("none", "auto")
+        ]
+        if not asked:
             return None, False
-        if not names:
-            raise InvalidRequestError("tool_choice asks for a call, but there are no tools", param="tool_choice")
-        if choice == "required":
+        param, kind, choice = asked[0]
+        if not getattr(self, kind):
+            raise InvalidRequestError(f"{param} asks for a call, but there are no {kind}", param=param)
+        if choice == "required" and not self.older:
             return None, True
-        name = _chosen(choice)
+        name = _chosen_function(choice) if self.older else _chosen(choice)
         if name not in names:
-            raise InvalidRequestError(f"tool_choice: no tool is called {name!r}", param="tool_choice")
+            raise InvalidRequestError(f"{param}: no tool is called {name!r}", param=param)
         return name, True
+
+
+def _chosen_function(choice: Any) -> str:
+    """The name in `{"name": …}`."""
+    name = choice.get("name") if isinstance(choice, dict) else None
+    if not isinstance(name, str):
+        raise InvalidRequestError('function_call must be "none", "auto", or {"name": …}', param="function_call")
+    return name
 
 
 def _chosen(choice: Any) -> str:
@@ -90,13 +116,13 @@ def _chosen(choice: Any) -> str:
 
 
 def _tool(entry: dict[str, Any], where: str) -> Tool:
-    kind = entry.get("type")
+    """`where`: the place of its function."""
+    kind, own = entry.get("type"), where.removesuffix(".function")
     if kind != "function":
         if kind is None:
-            raise MissingFieldError(f"{where}.type is required", param=f"{where}.type")
-        raise UnsupportedFeatureError(f"{where}: tools of type {str(kind)[:60]!r} are not supported", param=where)
+            raise MissingFieldError(f"{own}.type is required", param=f"{own}.type")
+        raise UnsupportedFeatureError(f"{own}: tools of type {str(kind)[:60]!r} are not supported", param=own)
     function = entry.get("function")
-    where = f"{where}.function"
     if not isinstance(function, dict):
         raise WrongTypeError(f"{where} must be an object", param=where)
     name, parameters, strict = (function.get(key) for key in ("name", "parameters", "strict"))
@@ -109,7 +135,7 @@ def _tool(entry: dict[str, Any], where: str) -> Tool:
         raise WrongTypeError(f"{where}.strict must be true or false", param=f"{where}.strict")
     _check_parameters(parameters, f"{where}.parameters")
     check_depth(entry, where)
-    return Tool(name, parameters or {}, bool(strict))
+    return Tool(name, _NO_PARAMETERS if parameters is None else parameters, bool(strict))
 
 
 def _check_parameters(parameters: Any, where: str) -> None:

@@ -13,10 +13,15 @@ from alignedserve.gateway.dialects.pieces import MakeId, Parser
 
 
 class ToolDialect(ABC):
-    """How models of a family write tool calls. `markers`: tokens that its parser must see, special or not."""
+    """How models of a family write tool calls.
+
+    `markers`: tokens that its parser must see, special or not. `ends_reasoning`: beginnings of a call that its models
+    write within reasoning, without closing it.
+    """
 
     name: ClassVar[str]
     markers: ClassVar[tuple[str, ...]] = ()
+    ends_reasoning: ClassVar[tuple[str, ...]] = ()
     id_length: ClassVar[int] = 0  # of ids that we make; 0: any
 
     @abstractmethod

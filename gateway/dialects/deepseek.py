@@ -30,15 +30,8 @@ class _Parser(CallMachine):
         yield from self.spaces()
         if not (yield from self.literal(_FENCE if fenced else SEPARATOR)):
             return False
-        yield from self.spaces()
-        if (yield from self.peek()) != "{":
-            return False
-        self.begin(name)
-        if (yield from self.json_arguments()):
-            fence = [_FENCE_END.strip()] if fenced else []
-            if (yield from self.close(*fence, CALL_END)):
-                yield from self.close(END)
-        return True
+        fence = [_FENCE_END.strip()] if fenced else []
+        return (yield from self.call_of(name, (*fence, CALL_END, END)))
 
 
 class DeepseekV3(ToolDialect):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 _TOOLS: Sequence[tuple[str, str]] = (
     ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("tool_declare<|im_middle|>", "kimi_k2"),
     ("[TOOL_CALLS]", "mistral"),
     ("<arg_key>", "glm45"),
     ("<function=", "qwen3_coder"),

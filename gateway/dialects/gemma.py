@@ -12,8 +12,9 @@ from alignedserve.errors import GrammarError
 from alignedserve.gateway.dialects.base import ToolDialect
 from alignedserve.gateway.dialects.lark import CallRules, Lark
 from alignedserve.gateway.dialects.machine import CallMachine, Reading, Tool
-from alignedserve.gateway.dialects.parameters import as_json, escaped, parameter_rules, with_commas
+from alignedserve.gateway.dialects.parameters import as_json, check_key, escaped
 from alignedserve.gateway.dialects.pieces import MakeId, Parser
+from alignedserve.gateway.dialects.values import Values, Writing
 
 _HEAD = "call:"
 _MOST_DEPTH = 32
@@ -36,12 +37,22 @@ class _Parser(CallMachine):
         if not (yield from self.literal(_HEAD)):
             return False
         name = yield from self.name("{")
-        if not name:
+        if not name or not (yield from self._arguments_begin()):
             return False
         self.begin(name)
         if (yield from self._value(0)):
             yield from self.close(self._close)
         return True
+
+    def _arguments_begin(self) -> Reading[bool]:
+        """Whether `{` and then `key:` or `}` follow. Passes nothing."""
+        read = (yield from self.char()) + (yield from self.spaces())
+        if (yield from self.peek()) == "}":
+            self.back(read)
+            return True
+        passed, key = yield from self._read_key()
+        self.back(read + passed)
+        return bool(key)
 
     def _value(self, depth: int) -> Reading[bool]:
         """Reads a value and writes it as JSON. False if it is none from here on."""
@@ -86,16 +97,27 @@ class _Parser(CallMachine):
 
     def _key(self) -> Reading[bool]:
         yield from self.spaces()
+        passed, key = yield from self._read_key()
+        if not key:
+            self.back(passed)
+            return False
+        self.argue(f"{escaped(key, quotes=True)}: ")
+        return True
+
+    def _read_key(self) -> Reading[tuple[str, str]]:
+        """Passes `key:`. Returns the text that was passed, and the key: "" if this is none."""
         quote = yield from self.one_of((self._quote, '"'))
         key = ""
         while (character := (yield from self.char())) and character not in ':"<{}\n' and len(key) < _LONGEST_WORD:
             key += character
         self.back(character)
-        if key.strip() and (not quote or (yield from self.literal(quote))) and (yield from self.literal(":")):
-            self.argue(f"{escaped(key.strip(), quotes=True)}: ")
-            return True
-        self.back(quote + key)
-        return False
+        passed = quote + key
+        if not key.strip() or (quote and not (yield from self.literal(quote))):
+            return passed, ""
+        passed += quote
+        if not (yield from self.literal(":")):
+            return passed, ""
+        return passed + ":", key.strip()
 
     def _quoted(self, quote: str) -> Reading[bool]:
         yield from self.literal(quote)
@@ -117,10 +139,11 @@ class Gemma4(ToolDialect):
         opening, closing, quote = self.marks
         forms = []
         for tool in tools:
-            _require_flat(tool)
-            values = parameter_rules(lark, tool, lambda key: f"{key}:", quotes=(quote, quote))
+            writing = _writing(tool, quote)
+            properties = tool.parameters.get("properties", {})
+            values = Values(lark, tool, writing).named(properties, tool.parameters, "")
             head, tail = lark.literal(f"{_HEAD}{tool.name}{{"), lark.literal("}" + closing)
-            forms.append(f"{head} {with_commas(lark, values, ',')} {tail}")
+            forms.append(f"{head} {values} {tail}")
         return CallRules(lark.rule(" | ".join(forms)), between=lark.literal(opening), trigger=opening)
 
 
@@ -130,15 +153,21 @@ class FunctionGemma(Gemma4):
     markers = marks
 
 
-def _require_flat(tool: Tool) -> None:
-    """Raises GrammarError for a parameter that is a list or an object: within them, JSON is not this format."""
-    for name, inner in tool.parameters.get("properties", {}).items():
-        kind = inner.get("type") if isinstance(inner, dict) else None
-        if kind not in ("string", "integer", "number", "boolean", "null") and not _only_scalars(inner):
-            message = f"tool {tool.name}, {name}: lists and objects cannot be followed in this model's format of calls"
-            raise GrammarError(message)
+def _writing(tool: Tool, quote: str) -> Writing:
+    def text(value: str) -> str:
+        if quote in value:
+            raise GrammarError(f"tool {tool.name}: a string with {quote} has no form in this model's format of calls")
+        return f"{quote}{value}{quote}"
 
+    def key(name: str) -> str:
+        check_key(tool, name)
+        return f"{name}:"
 
-def _only_scalars(inner: object) -> bool:
-    options = inner.get("enum") if isinstance(inner, dict) else None
-    return isinstance(options, list) and all(isinstance(option, str) for option in options)
+    return Writing(
+        words={"true": "true", "false": "false", "null": "null"},
+        comma=",",
+        string=lambda lark: f"({lark.literal(quote)} {lark.text_until(quote)})",
+        text=text,
+        key=key,
+        any_key=lambda lark: f"/[A-Za-z_][A-Za-z0-9_]{{0,31}}/ {lark.literal(':')}",
+    )

@@ -60,10 +60,9 @@ class HarmonyParser(CallMachine):
         recipient = found and (found["first"] or found["second"])
         if found is None or (recipient and not self._knows(recipient)):
             return False
-        self.commit()
         if recipient:
-            yield from self._arguments(recipient.removeprefix(_PREFIX))
-            return True
+            return (yield from self._arguments(recipient.removeprefix(_PREFIX)))
+        self.commit()
         self._thinks = found["channel"] == "analysis"
         yield from self._body()
         return True
@@ -77,11 +76,17 @@ class HarmonyParser(CallMachine):
         self._thinks = False
         self.back(end)
 
-    def _arguments(self, name: str) -> Reading[None]:
-        self.begin(name)
+    def _arguments(self, name: str) -> Reading[bool]:
+        """Reads a call's arguments. An empty message, which is no JSON, has none."""
+        if not (yield from self.call_of(name, ())):
+            end = yield from self.one_of(_ENDS)
+            self.back(end)
+            if not end:
+                return False
+            self.begin(name)
+            self.argue("{}")
         yield from self.spaces()
-        yield from self.json_arguments()
-        yield from self.spaces()
+        return True
 
     def _after(self) -> Reading[None]:
         """Passes the end of a message and the beginning of the next one's header."""

@@ -11,6 +11,8 @@ from alignedserve.gateway.dialects.machine import CallMachine, Reading, Tool
 from alignedserve.gateway.dialects.pieces import MakeId, Parser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_OF_OTHERS = {"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "minProperties",
+              "anyOf", "oneOf", "allOf", "if", "not", "dependentSchemas", "$ref", "$dynamicRef"}  # fmt: skip
 
 
 class _Parser(CallMachine):
@@ -46,5 +48,12 @@ def json_call_rule(lark: Lark, tool: Tool, key: str) -> str:
 
 
 def arguments_rule(lark: Lark, tool: Tool) -> str:
-    """The name of a rule for a call's arguments as JSON."""
-    return lark.json({"type": "object", **tool.parameters})
+    """The name of a rule for a call's arguments as JSON.
+
+    Unless the schema speaks of others, they are those that it names: else a wild model goes on with new ones for ever.
+    """
+    schema = {"type": "object", **tool.parameters}
+    named = schema.get("properties")
+    if isinstance(named, dict) and not _OF_OTHERS & schema.keys() and named.keys() >= set(schema.get("required", ())):
+        schema["additionalProperties"] = False
+    return lark.json(schema)

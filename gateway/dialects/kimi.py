@@ -35,18 +35,13 @@ class _Parser(CallMachine):
         yield from self.spaces()
         if not (yield from self.literal(ARGUMENTS)):
             return False
-        yield from self.spaces()
-        if (yield from self.peek()) != "{":
-            return False
-        self.begin(name, prefix + name + number)
-        if (yield from self.json_arguments()) and (yield from self.close(CALL_END)):
-            yield from self.close(END)
-        return True
+        return (yield from self.call_of(name, (CALL_END, END), prefix + name + number))
 
 
 class KimiK2(ToolDialect):
     name = "kimi_k2"
     markers = (BEGIN, END, CALL, ARGUMENTS, CALL_END)
+    ends_reasoning = (BEGIN,)
 
     def parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:
         return _Parser(tools, make_id, most)

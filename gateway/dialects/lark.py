@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +65,7 @@ class Lark:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """The name of a rule for JSON that satisfies the schema. Raises GrammarError for what cannot be followed."""
-        return self.rule("%json " + json_text(schema))
+        return self.rule("%json " + json_text(deepcopy(schema)))  # a response repeats it as it was sent
 
     def text_until(self, end: str) -> str:
         """An expression for any text up to and including the first `end`."""

@@ -20,6 +20,7 @@ from alignedserve.gateway.dialects.pieces import (
 )
 
 _ARGUMENTS = ('"arguments"', '"parameters"')
+_BESIDES = ('"type"', '"id"')  # keys of a call that say nothing more
 T = TypeVar("T")
 Reading = Generator[None, str, T]
 
@@ -233,7 +234,7 @@ class CallMachine(Machine):
         for text in texts:
             space = yield from self.spaces()
             if not (yield from self.literal(text)):
-                self._space = space
+                self.back(space)
                 return False
         return True
 
@@ -261,9 +262,27 @@ class CallMachine(Machine):
             take(text)
         return True
 
-    def json_arguments(self) -> Reading[bool]:
-        """Reads the arguments of the last call, as JSON."""
-        return (yield from self.json_object(self.argue))
+    def object_begins(self) -> Reading[bool]:
+        """Whether a JSON object follows, as far as the character after its bracket. Passes white space before it."""
+        yield from self.spaces()
+        if not (yield from self.literal("{")):
+            return False
+        space = yield from self.spaces()
+        character = yield from self.peek()
+        self.back("{" + space)
+        return character in ('"', "}")
+
+    def call_of(self, name: str, ends: Iterable[str], call_id: str | None = None) -> Reading[bool]:
+        """Reads a call's arguments as JSON, then passes the markers `ends` as far as they follow.
+
+        False, without a call, if no object begins.
+        """
+        if not (yield from self.object_begins()):
+            return False
+        self.begin(name, call_id)
+        if (yield from self.json_object(self.argue)):
+            yield from self.close(*ends)
+        return True
 
     # ---- {"name": …, "arguments": {…}}
 
@@ -279,15 +298,15 @@ class CallMachine(Machine):
         key, arguments = "", ""
         while True:
             yield from self.spaces()
-            key = yield from self.one_of(['"name"', '"type"', '"id"', *_ARGUMENTS])
+            key = yield from self.one_of(['"name"', *_BESIDES, *_ARGUMENTS])
             if not key or not (yield from self._colon()):
                 return False
             if key == '"name"':
                 break
-            if key in ('"type"', '"id"'):
+            if key in _BESIDES:
                 if not (yield from self._short_string()):
                     return False
-            elif arguments or (yield from self.peek()) != "{":
+            elif arguments or not (yield from self.object_begins()):
                 return False
             else:
                 found: list[str] = []
@@ -303,21 +322,40 @@ class CallMachine(Machine):
 
     def _json_rest(self, name: str, arguments: str) -> Reading[bool]:
         """What follows the name."""
-        yield from self.spaces()
-        if not arguments and (yield from self.literal(",")):
-            yield from self.spaces()
-            known = yield from self.one_of(_ARGUMENTS)
-            if not known or not (yield from self._colon()) or (yield from self.peek()) != "{":
-                return False
+        while not (yield from self._closed()):
+            key = ""
+            if (yield from self._comma()):
+                yield from self.spaces()
+                key = yield from self.one_of([*_BESIDES, *_ARGUMENTS])
+            if not key or not (yield from self._colon()):
+                return self._all_text() if arguments else False
+            if key in _BESIDES:
+                if not (yield from self._short_string()):
+                    return self._all_text() if arguments else False
+                continue
+            if arguments or not (yield from self.object_begins()):
+                return self._all_text() if arguments else False
             self.begin(name)
-            if (yield from self.json_arguments()):
+            if (yield from self.json_object(self.argue)):
+                while (yield from self.attempt(self._besides())):
+                    pass
                 yield from self.close("}")
             return True
-        if not (yield from self.literal("}")):
-            return self._all_text() if arguments else False
         self.begin(name)
         self.argue(arguments or "{}")
         return True
+
+    def _besides(self) -> Reading[None]:
+        """Passes `, "id": "…"`."""
+        if (yield from self._comma()):
+            yield from self.spaces()
+            key = yield from self.one_of(_BESIDES)
+            if key and (yield from self._colon()) and (yield from self._short_string()):
+                self.commit()
+
+    def _closed(self) -> Reading[bool]:
+        yield from self.spaces()
+        return (yield from self.literal("}"))
 
     def _colon(self) -> Reading[bool]:
         yield from self.spaces()

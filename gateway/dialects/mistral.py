@@ -54,12 +54,7 @@ class _Parser(CallMachine):
             self.back(character)
         if not (yield from self.literal(ARGUMENTS)) and call_id:
             return False
-        yield from self.spaces()
-        if (yield from self.peek()) != "{":
-            return False
-        self.begin(name, call_id or None)
-        yield from self.json_arguments()
-        return True
+        return (yield from self.call_of(name, (), call_id or None))
 
 
 class Mistral(ToolDialect):

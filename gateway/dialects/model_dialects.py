@@ -56,7 +56,8 @@ NO_DIALECTS = ModelDialects()
 class Reading:
     """How the answers of a call are read. `prompt`: the text before them, or its end.
 
-    `from_grammar`: a grammar makes the calls, so its dialect reads them, not the tokenizer's template.
+    `from_grammar`: a grammar makes the calls, so its dialect reads them, not the tokenizer's template. `free`: without
+    any grammar, so that calls may begin within reasoning.
     `include_reasoning`: the reply has reasoning. `separate_reasoning`: apart from the content.
     """
 
@@ -65,6 +66,7 @@ class Reading:
     tools: Sequence[Tool] = ()
     most: int | None = None
     from_grammar: bool = False
+    free: bool = True
     include_reasoning: bool = True
     separate_reasoning: bool = True
 
@@ -78,7 +80,7 @@ class Reading:
             return _call_id(f"{seed}/{index}", length)
 
         if own.template is not None and not self.from_grammar:
-            return TemplateParser(own.template, self.prompt, self.tools, make_id)
+            return TemplateParser(own.template, self.prompt, self.tools, make_id, self.most)
         thoughts = own.reasoning
         if _HARMONY in (thoughts and thoughts.name, dialect and self.tools and dialect.name):
             return HarmonyParser(self.tools, make_id, self.most)
@@ -86,7 +88,13 @@ class Reading:
         if thoughts is None:
             assert calls is not None
             return calls
-        first = ThinkingParser(thoughts.open, thoughts.close, begun=thoughts.begun_by(self.prompt))
+        first = ThinkingParser(
+            thoughts.open,
+            thoughts.close,
+            begun=thoughts.begun_by(self.prompt),
+            cut_by=dialect.ends_reasoning if dialect is not None and calls is not None and self.free else (),
+            whole=not self.separate_reasoning,
+        )
         return first if calls is None else Chain(first, calls)
 
 

@@ -2,40 +2,64 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from alignedserve.errors import GrammarError
 from alignedserve.gateway.dialects.lark import Lark
 from alignedserve.gateway.dialects.machine import CallMachine, Reading, Tool
+from alignedserve.gateway.dialects.schema_types import TEXT, Types, parameter_schema, parameter_types, type_of
 
 _KEY = re.compile(r"[^\s<>{}()\[\]:=\"',|]{1,200}")
-_COMBINED = {"anyOf", "oneOf", "allOf", "not", "if", "$ref"}
+_OBJECT_KEYS = {"type", "properties", "required", "additionalProperties", "description", "title", "default",
+                "examples", "$defs", "definitions", "$schema"}  # fmt: skip
 _TEXT_KEYS = {"type", "description", "title", "default", "examples", "enum", "const"}
 
 
 def is_text(tool: Tool, parameter: str) -> bool:
     """Whether the value is a string, so that it is taken as it is written. Without a schema it is."""
-    schema = _properties(tool).get(parameter)
-    if not isinstance(schema, dict):
-        return True
-    kind = schema.get("type")
-    if kind is None:
-        options = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        return isinstance(options, list) and all(isinstance(option, str) for option in options)
-    return kind == "string" or (isinstance(kind, list) and all(entry == "string" for entry in kind))
+    return parameter_types(tool.parameters, parameter) == TEXT
 
 
-def as_json(raw: str) -> str:
-    """A value that is no string by its schema: JSON if it is, Python's words, else a string."""
+def as_json(raw: str, types: Types = None) -> str:
+    """A value that need not be a string: JSON if it is of these types, or Python's words, else a string.
+
+    A value that must not be a string may be a Python literal, too.
+    """
     text = raw.strip()
     text = {"True": "true", "False": "false", "None": "null"}.get(text, text)
     try:
-        json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
+        return escaped(raw, quotes=True) if types is None or "string" in types else python_as_json(raw)
+    fits = types is None or "string" not in types or type_of(value) in types
+    return text if fits else escaped(raw, quotes=True)
+
+
+def python_as_json(raw: str) -> str:
+    """A Python literal as JSON; its text as a string if it is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            return json_of(ast.literal_eval(raw.strip()))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return escaped(raw, quotes=True)
+
+
+def json_of(value: Any) -> str:
+    """The value as JSON that UTF-8 can hold: half of a surrogate pair is written as an escape.
+
+    Raises ValueError or TypeError for a value that JSON lacks.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
     return text
 
 
@@ -73,7 +97,9 @@ def read_value(machine: CallMachine, tool: Tool, key: str, end: str, *, breaks: 
     if not is_text(tool, key):
         raw: list[str] = []
         ended = yield from machine.until([end], raw.append)
-        machine.argue(as_json("".join(raw)))
+        text = "".join(raw)
+        text = text.removeprefix("\n").removesuffix("\n") if breaks else text
+        machine.argue(as_json(text, parameter_types(tool.parameters, key)))
         return bool(ended)
     machine.argue('"')
     if breaks:
@@ -98,24 +124,25 @@ def parameter_rules(
     written: Callable[[str], str],
     end: str = "",
     *,
-    quotes: tuple[str, str] = ("", ""),
     json_end: str = "",
 ) -> list[tuple[str, bool]]:
     """An expression for each parameter of the schema, in its order, and whether the parameter is required.
 
-    `written`: what comes before a value. `end`: what comes after it. `quotes`: what else comes around a string.
-    `json_end`: what comes after other values, if not `end`. Raises GrammarError for a name that the format cannot hold,
-    and for a strict schema that says more than it can.
+    `written`: what comes before a value. `end`: what comes after it. `json_end`: what comes
+    after one that is no string, if not `end`. Raises GrammarError for a name that the format cannot hold, and for a
+    strict schema that says more than it can.
     """
     schema = tool.parameters
-    if tool.strict and (found := sorted(set(schema) & _COMBINED)):
-        raise GrammarError(f"tool {tool.name}: {found[0]} cannot be followed in this model's format of calls")
     required = schema.get("required", [])
+    if tool.strict and (found := sorted(schema.keys() - _OBJECT_KEYS)):
+        raise GrammarError(f"tool {tool.name}: {found[0]} cannot be followed in this model's format of calls")
+    if tool.strict and (unknown := sorted(set(required) - _properties(tool).keys())):
+        raise GrammarError(f"tool {tool.name}: required: {unknown[0][:60]!r} is not among the properties")
     rules = []
     for name, inner in _properties(tool).items():
         check_key(tool, name)
         if is_text(tool, name):
-            body = f"{lark.literal(written(name) + quotes[0])} {_text_rule(lark, tool, name, inner, quotes[1] + end)}"
+            body = f"{lark.literal(written(name))} {_text_rule(lark, tool, name, end)}"
         else:
             shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
             value = lark.json({**shared, **(inner if isinstance(inner, dict) else {})})
@@ -148,8 +175,8 @@ def check_key(tool: Tool, name: str) -> None:
         raise GrammarError(f"tool {tool.name}: the parameter {name[:60]!r} has no form in this model's format of calls")
 
 
-def _text_rule(lark: Lark, tool: Tool, name: str, inner: Any, end: str) -> str:
-    schema = inner if isinstance(inner, dict) else {}
+def _text_rule(lark: Lark, tool: Tool, name: str, end: str) -> str:
+    schema = parameter_schema(tool.parameters, name) or {}
     options = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if options is not None:
         if not isinstance(options, list) or not options or not all(isinstance(one, str) and one for one in options):

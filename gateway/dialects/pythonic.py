@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import ast
-import json
-import warnings
 from collections.abc import Sequence
 
 from alignedserve.errors import GrammarError
 from alignedserve.gateway.dialects.base import ToolDialect
 from alignedserve.gateway.dialects.lark import CallRules, Lark
 from alignedserve.gateway.dialects.machine import CallMachine, Reading, Tool
-from alignedserve.gateway.dialects.parameters import ArgumentsWriter, escaped, with_commas
+from alignedserve.gateway.dialects.parameters import ArgumentsWriter, escaped, python_as_json
 from alignedserve.gateway.dialects.pieces import MakeId, Parser
+from alignedserve.gateway.dialects.values import Values, Writing
 
 START, END = "<|python_start|>", "<|python_end|>"
 _LONGEST_KEY = 256
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
-_SCALARS = {
-    "string": r'/"([^"\\\n\x00-\x1f]|\\["\\n])*"/',
-    "integer": "/-?(0|[1-9][0-9]{0,17})/",
-    "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?/",
-    "boolean": '("True" | "False")',
-    "null": '"None"',
-}
-_PLAIN = {"type", "description", "title", "default", "examples", "enum"}
+_STRING = r'/"([^"\\\n\x00-\x1f]|\\["\\n])*"/'
+
+
+def _quoted(text: str) -> str:
+    return escaped(text, quotes=True)
+
+
+_WRITING = Writing(
+    words={"true": "True", "false": "False", "null": "None"},
+    comma=", ",
+    string=lambda lark: _STRING,
+    text=_quoted,
+    key=lambda name: f"{_quoted(name)}: ",
+    any_key=lambda lark: f"{_STRING} {lark.literal(': ')}",
+)
 
 
 class _Parser(CallMachine):
@@ -39,7 +44,7 @@ class _Parser(CallMachine):
         while True:
             yield from self.spaces()
             name = yield from self.name("(")
-            if not name:
+            if not name or not (yield from self._arguments_begin()):
                 return False
             self.begin(name)
             yield from self.char()
@@ -59,9 +64,27 @@ class _Parser(CallMachine):
         if not (yield from self.literal(",")):
             return
         yield from self.spaces()
-        if name := (yield from self.name("(")):
+        if (name := (yield from self.name("("))) and (yield from self._arguments_begin()):
             self.commit()
             self.back(name)
+
+    def _arguments_begin(self) -> Reading[bool]:
+        """Whether `(` and then `key=` or `)` follow. Passes nothing."""
+        read = (yield from self.char()) + (yield from self.spaces())
+        key = yield from self._key()
+        space = yield from self.spaces()
+        character = yield from self.peek()
+        self.back(read + key + space)
+        return character == ("=" if key else ")")
+
+    def _key(self) -> Reading[str]:
+        key = ""
+        while (character := (yield from self.char())).isidentifier() or (key and character.isdecimal()):
+            key += character
+            if len(key) > _LONGEST_KEY:
+                return key
+        self.back(character)
+        return key
 
     def _arguments(self) -> Reading[bool]:
         """Reads `key=value, …)`. False if something else follows."""
@@ -78,13 +101,7 @@ class _Parser(CallMachine):
                 yield from self.spaces()
                 if (yield from self.peek()) == ")":
                     continue
-            key = ""
-            while (character := (yield from self.char())).isidentifier() or (key and character.isdecimal()):
-                key += character
-                if len(key) > _LONGEST_KEY:
-                    break
-            space = ""
-            self.back(character)
+            key = yield from self._key()
             space = yield from self.spaces()
             if not key or arguments.has(key) or not (yield from self.literal("=")):
                 self.back(key + space)
@@ -92,7 +109,7 @@ class _Parser(CallMachine):
             arguments.key(key)
             raw = yield from self._value()
             ended = bool((yield from self.peek()))
-            self.argue(_as_json(raw) if ended else escaped(raw, quotes=True)[:-1])
+            self.argue(python_as_json(raw) if ended else escaped(raw, quotes=True)[:-1])
             if not ended:
                 return False
             first = False
@@ -131,38 +148,14 @@ class Pythonic(ToolDialect):
     def calls(self, lark: Lark, tools: Sequence[Tool]) -> CallRules:
         forms = []
         for tool in tools:
-            required = tool.parameters.get("required", [])
-            values = []
-            for key, inner in tool.parameters.get("properties", {}).items():
-                if not key.isidentifier():
-                    raise GrammarError(f"tool {tool.name}: the parameter {key[:60]!r} is no name in Python")
-                rule = lark.rule(f"{lark.literal(key + '=')} {_literal_rule(lark, tool, key, inner)}")
-                values.append((rule, key in required))
-            forms.append(f"{lark.literal(tool.name + '(')} {with_commas(lark, values, ', ')} {lark.literal(')')}")
+
+            def before(name: str, tool: Tool = tool) -> str:
+                if not name.isidentifier():
+                    raise GrammarError(f"tool {tool.name}: the parameter {name[:60]!r} is no name in Python")
+                return f"{name}="
+
+            properties = tool.parameters.get("properties", {})
+            values = Values(lark, tool, _WRITING).named(properties, tool.parameters, "", key=before)
+            forms.append(f"{lark.literal(tool.name + '(')} {values} {lark.literal(')')}")
         call = lark.rule(" | ".join(forms))
         return CallRules(call, lark.literal("["), lark.literal(", "), lark.literal("]"))
-
-
-def _literal_rule(lark: Lark, tool: Tool, key: str, inner: object) -> str:
-    """A Python literal that satisfies the schema. Raises GrammarError for more than a scalar."""
-    schema = inner if isinstance(inner, dict) else {}
-    options = schema.get("enum")
-    if isinstance(options, list) and options and all(isinstance(option, str) for option in options):
-        return "(" + " | ".join(lark.literal(escaped(option, quotes=True)) for option in options) + ")"
-    kind = schema.get("type")
-    if not isinstance(kind, str) or kind not in _SCALARS or options is not None:
-        message = f"tool {tool.name}, {key}: only scalar types can be followed in this model's format of calls"
-        raise GrammarError(message)
-    if tool.strict and (other := sorted(schema.keys() - _PLAIN)):
-        raise GrammarError(f"tool {tool.name}, {key}: {other[0]} cannot be followed in this model's format of calls")
-    return _SCALARS[kind]
-
-
-def _as_json(raw: str) -> str:
-    """A Python literal as JSON; its text as a string if it is none."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
-            return json.dumps(ast.literal_eval(raw.strip()), ensure_ascii=False, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return escaped(raw, quotes=True)

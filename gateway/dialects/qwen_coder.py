@@ -27,15 +27,20 @@ class _Parser(CallMachine):
         if not name:
             return False
         yield from self.char()
+        space = yield from self.spaces()
+        follows = yield from self.one_of((PARAMETER, FUNCTION_END, CLOSE))
+        if not follows:
+            return False
+        self.back(space + follows)
         self.begin(name)
         arguments, tool = ArgumentsWriter(self), self.tools[name]
         while key := (yield from self._key(arguments)):
             arguments.key(key)
             if not (yield from read_value(self, tool, key, PARAMETER_END, breaks=True)):
                 return True
-        if (yield from self.close(FUNCTION_END)):
+        ended = yield from self.close(FUNCTION_END)
+        if (yield from self.close(CLOSE)) or ended:
             arguments.close()
-            yield from self.close(CLOSE)
         return True
 
     def _key(self, arguments: ArgumentsWriter) -> Reading[str]:
@@ -56,6 +61,7 @@ class _Parser(CallMachine):
 class Qwen3Coder(ToolDialect):
     name = "qwen3_coder"
     markers = (OPEN, CLOSE)
+    ends_reasoning = (f"{OPEN}\n{FUNCTION}",)
 
     def parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:
         return _Parser(tools, make_id, most)

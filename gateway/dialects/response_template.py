@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from alignedserve.errors import ModelError
 from alignedserve.gateway.dialects.machine import Tool
+from alignedserve.gateway.dialects.parameters import json_of
 from alignedserve.gateway.dialects.pieces import (
     CallArguments,
     CallStart,
@@ -49,7 +49,15 @@ class TemplateParser(Parser):
     `prompt` is the text before the answer. Where the library fails, the text from there on is content.
     """
 
-    def __init__(self, template: Mapping[str, Any], prompt: str, tools: Sequence[Tool], make_id: MakeId) -> None:
+    def __init__(
+        self,
+        template: Mapping[str, Any],
+        prompt: str,
+        tools: Sequence[Tool],
+        make_id: MakeId,
+        most: int | None = None,
+    ) -> None:
+        self._most = most  # of calls; further ones are text
         self._names = frozenset(tool.name for tool in tools)
         self._make_id = make_id
         self._inner: Any = _parser_of(template, prompt, tools)
@@ -112,14 +120,23 @@ class TemplateParser(Parser):
         for entry in value if isinstance(value, list) else [value]:
             function = entry.get("function", entry) if isinstance(entry, dict) else None
             name = function.get("name") if isinstance(function, dict) else None
-            if not isinstance(function, dict) or not isinstance(name, str) or name not in self._names:
-                return [Content(raw)] if raw else []
-            arguments = function.get("arguments", {})
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             index = self._calls + len(found) // 2
+            full = self._most is not None and index >= self._most
+            text = _arguments(function) if isinstance(function, dict) else None
+            if full or text is None or not isinstance(name, str) or name not in self._names:
+                return [Content(raw)] if raw else []
             found += [CallStart(index, self._make_id(index), name), CallArguments(index, text)]
         self._calls += len(found) // 2
         return found
+
+
+def _arguments(function: Mapping[str, Any]) -> str | None:
+    """A call's arguments as JSON; None if they cannot be written as it."""
+    arguments = function.get("arguments", {})
+    try:
+        return arguments if isinstance(arguments, str) and arguments.encode() else json_of(arguments)
+    except (ValueError, TypeError, RecursionError):
+        return None
 
 
 def _parser_of(template: Mapping[str, Any], prompt: str, tools: Sequence[Tool]) -> Any:

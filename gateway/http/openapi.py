@@ -50,7 +50,7 @@ def _array(items: Schema) -> Schema:
 
 def _reply_schemas() -> dict[str, Schema]:
     finish = {"anyOf": [{"enum": ["stop", "length"]}, {"type": "null"}]}
-    chat_finish = {"anyOf": [{"enum": ["stop", "length", "tool_calls"]}, {"type": "null"}]}
+    chat_finish = {"anyOf": [{"enum": ["stop", "length", "tool_calls", "function_call"]}, {"type": "null"}]}
     head = {"id": _STRING, "created": _INTEGER, "model": _STRING}
     tail = {
         "prompt_token_ids": {
@@ -88,6 +88,7 @@ def _reply_schemas() -> dict[str, Schema]:
             "content": _nullable(_STRING),
             "reasoning_content": {**_STRING, "description": "The model's reasoning, if there is any."},
             "tool_calls": _array(call),
+            "function_call": {**function, "description": "For functions, in place of tool_calls."},
             "refusal": {"type": "null"},
         },
         ["role", "content"],

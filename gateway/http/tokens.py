@@ -99,9 +99,8 @@ class TokenEndpoints:
         if template is None:
             message = "this model has no chat template: start the server with --chat-template FILE"
             raise InvalidRequestError(message, param="messages")
-        turns = [message.turn for message in request.messages]
-        written = partial(encoder.of_chat, template, turns, add_generation_prompt=request.add_generation_prompt)
-        return await in_turn(written)
+        turns, variables = [message.turn for message in request.messages], request.variables(template)
+        return await in_turn(partial(encoder.of_chat, template, turns, variables, request.add_generation_prompt))
 
     async def _text(self, body: Any) -> dict[str, Any]:
         request = parse_detokenize(body)

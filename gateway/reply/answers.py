@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -65,6 +66,7 @@ class AnswerView:
         self._text: StoppableText | MarkedText | None = None
         self.reasoning_tokens = 0  # of those that the client has
         self.called = False  # whether a tool call has begun
+        self._arguments: list[str] = []  # of the last call
         self._reading = plan.reading
         self._parser: Parser | None = None
         if tokenizer is not None:
@@ -81,6 +83,16 @@ class AnswerView:
     def wants_prompt_scores(self) -> bool:
         """Whether the next part needs the prompt's log-probabilities."""
         return (self._echo and self.scored) or self._wants_scores
+
+    @property
+    def calls_whole(self) -> bool:
+        """Whether there are tool calls, and the last one is complete."""
+        if not self.called:
+            return False
+        try:
+            return isinstance(json.loads("".join(self._arguments)), dict)
+        except (ValueError, RecursionError):
+            return False
 
     @property
     def stop_string(self) -> str | None:
@@ -175,6 +187,10 @@ class AnswerView:
                 part.reasoning += piece.text if self._reading.include_reasoning else ""
             else:
                 self.called = True
+                if isinstance(piece, CallStart):
+                    self._arguments = []
+                else:
+                    self._arguments.append(piece.text)
                 part.calls.append(piece)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from alignedserve.gateway.body.requests import ChatRequest
 from alignedserve.gateway.reply.answers import AnswerView, Part, ScoredToken
 from alignedserve.gateway.reply.prompt_scores import prompt_scores
 from alignedserve.gateway.reply.replies import Reply, finite
@@ -55,8 +56,9 @@ class ChatReply(Reply):
         if part.reasoning:
             message["reasoning_content"] = part.reasoning
         if part.calls:
+            calls = [call.whole for call in written_calls(part.calls)]
             message["content"] = part.text or None
-            message["tool_calls"] = [call.whole for call in written_calls(part.calls)]
+            message |= {"function_call": calls[0]["function"]} if self._older else {"tool_calls": calls}
         return self._choice(view, part, "message", message)
 
     def body(self) -> dict[str, Any]:
@@ -69,20 +71,26 @@ class ChatReply(Reply):
         if part.text or (part.finish is None and not delta and not view.called):
             delta["content"] = part.text
         if part.calls:
-            delta["tool_calls"] = [call.delta for call in written_calls(part.calls)]
+            calls = [call.delta for call in written_calls(part.calls)]
+            delta |= {"function_call": calls[0]["function"]} if self._older else {"tool_calls": calls}
         return self._choice(view, part, "delta", delta)
 
     def opening_chunk(self, view: AnswerView) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
         return {"index": view.answer.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
+    @property
+    def _older(self) -> bool:
+        """Whether calls are written in OpenAI's older form."""
+        return isinstance(self.request, ChatRequest) and self.request.older
+
     def _choice(self, view: AnswerView, part: Part, name: str, content: dict[str, Any]) -> dict[str, Any]:
         logprobs = (
             {"content": [self._logprob(entry) for entry in part.scored], "refusal": None} if view.scored else None
         )
         finish = None if part.finish is None else part.finish.value
-        if part.finish is FinishReason.STOP and view.called:
-            finish = "tool_calls"
+        if part.finish is FinishReason.STOP and view.calls_whole:
+            finish = "function_call" if self._older else "tool_calls"
         return {"index": view.answer.index, name: content, "logprobs": logprobs, "finish_reason": finish}
 
     def _usage(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from alignedserve.cluster.launch.descendants import Descendants
 from alignedserve.control.samples import value
 from alignedserve.model import resolve_model
 from support.broken_models import edit_json
-from support.grammar_rows import ROWS
+from support.client_rows import ROWS
 from support.openai_rows import GREEDY, PAGE, PROMPT, World
 from support.requirements import needs
 from support.small_disk import SmallDisk, why_not

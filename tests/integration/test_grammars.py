@@ -88,12 +88,15 @@ def check(number: int, text: str, finish: str) -> None:
         assert not {"the", " the", "value", " value"} & {TOKENIZER.token_text(token) for token in ids}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served() -> AsyncIterator[Served]:
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)]
+)
+async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
     config = from_tree(
         {
             "model": {"path": str(TINY)},
             "cluster": {"device": "cpu", "threads": 1},
+            "engine": {"grammar": request.param},
             "kv_pool": {"size_gib": 0.1, "block_size": 4},
             "decode": {"cache_blocks": 300},
             "supervisor": {"heartbeat_s": 0.1},
@@ -133,11 +136,12 @@ async def test_a_death_in_the_middle_changes_no_answer(served: Served, role: str
 
 async def test_a_grammar_that_cannot_be_followed_is_refused_and_harms_no_other_request(served: Served) -> None:
     good = asyncio.create_task(served.write(0))
-    bad = {"prompt": "x", "guided_json": {"type": "array", "uniqueItems": True}}
-    answer = await served.http.post("/v1/completions", json=bad)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_grammar", "guided_json")
-    assert "uniqueItems" in error["message"]
+    bad = {"uniqueItems": {"type": "array", "uniqueItems": True}, "const": {"const": -(2**63)}}
+    for keyword, schema in bad.items():  # the second one ended llguidance's process
+        answer = await served.http.post("/v1/completions", json={"prompt": "x", "guided_json": schema})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_grammar", "guided_json")
+        assert keyword in error["message"]
     check(0, *await good)
 
 

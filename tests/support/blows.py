@@ -128,6 +128,7 @@ class Seen:
     struck_s: float = 0.0
     streams: int = 0
     wrong: int = 0
+    invalid: int = 0
     errors: list[str] = field(default_factory=list)
     untyped: list[str] = field(default_factory=list)
     serves_again_s: float = 0.0
@@ -140,6 +141,7 @@ class Seen:
         late = f"served again after {self.serves_again_s:.1f} s"
         found = [late] if self.serves_again_s > self.blow.limit_s else []
         found += [f"{self.wrong} wrong answers"] if self.wrong else []
+        found += [f"{self.invalid} answers that break their grammar"] if self.invalid else []
         found += [f"{len(self.errors)} streams lost, one with {self.errors[0]}"] if self.errors else []
         found += [f"{self.blocks_left} blocks left"] if self.blocks_left else []
         return [*found, *self.untyped, *self.lies]
@@ -188,7 +190,8 @@ class Ring(Chaos):
     def _note(self, seen: Seen, streams: Sequence[Stream]) -> None:
         seen.streams = len(streams)
         for stream, expected in zip(streams, self._expected, strict=True):
-            seen.wrong += stream.tokens != (expected[: len(stream.tokens)] if stream.error else expected)
+            seen.wrong += stream.wrong(expected)
+            seen.invalid += stream.invalid
             seen.errors += [stream.error] if stream.error else []
 
     async def _pids(self, role: str) -> list[int]:

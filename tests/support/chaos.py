@@ -22,6 +22,7 @@ import psutil
 from alignedserve.client import AsyncClient
 from alignedserve.control.samples import by_instance, value
 from alignedserve.errors import AlignedServeError
+from support.chaos_asks import Ask, Heard
 
 REPEATED = "alignedserve_prefill_repeated_tokens_total"
 REUSED = "alignedserve_prefill_reused_tokens_total"
@@ -32,12 +33,25 @@ SETTLED_S = 10.0
 class Stream:
     """What one client received."""
 
-    prompt: Sequence[int]
+    ask: Ask
+    heard: Heard = field(default_factory=Heard)
     begun_s: float = field(default_factory=time.monotonic)
-    tokens: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     error: str = ""
     ended: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.heard.tokens
+
+    def wrong(self, expected: Heard) -> bool:
+        """Whether it is not `expected`; of a stream that failed, not how `expected` begins."""
+        return not self.heard.begins(expected) if self.error else self.heard != expected
+
+    @property
+    def invalid(self) -> bool:
+        """Whether it ended well and breaks the grammar that it was asked to follow."""
+        return not self.error and not self.ask.valid(self.heard)
 
     @property
     def longest_gap_s(self) -> float:
@@ -67,7 +81,8 @@ class Round:
 
     strike: Strike | None
     streams: int
-    wrong_tokens: int
+    wrong: int  # streams whose tokens, text or calls are not those of the undisturbed run
+    invalid: int  # streams that ended, and do not follow their grammar
     errors: tuple[str, ...]
     longest_gap_s: float
     longest_first_s: float  # from the strike to the first token, for streams without tokens before it
@@ -83,27 +98,27 @@ class Round:
 
 
 class Chaos:
-    """`async with Chaos(url, grpc_address, prompts) as chaos`, then `undisturbed()` once and `strike()` at will.
+    """`async with Chaos(url, grpc_address, asks) as chaos`, then `undisturbed()` once and `strike()` at will.
 
-    Every round runs the same prompts with `max_tokens` greedy tokens each. It is compared with the undisturbed run.
+    Every round asks the same, with `max_tokens` for answers without a grammar. It is compared with the undisturbed run.
     """
 
     def __init__(
         self,
         url: str,
         grpc_address: str,
-        prompts: Sequence[Sequence[int]],
+        asks: Sequence[Ask],
         *,
         max_tokens: int = 96,
         seed: int = 0,
         resume_s: float = 15.0,
     ) -> None:
-        self._prompts = prompts
+        self._asks = asks
         self._max_tokens = max_tokens
         self._draw = random.Random(seed)
         self._http = httpx.AsyncClient(base_url=url, timeout=5.0)
         self._client = AsyncClient(grpc_address, resume_s=resume_s)
-        self._expected: list[list[int]] = []
+        self._expected: list[Heard] = []
         self._segments = 0
 
     async def __aenter__(self) -> Chaos:
@@ -118,9 +133,14 @@ class Chaos:
         streams = await self._run(None)
         failed = [stream.error for stream in streams if stream.error]
         assert not failed, failed
-        self._expected = [stream.tokens for stream in streams]
+        self._expected = [stream.heard for stream in streams]
         self._segments = await self._count_segments()
         return await self._judge(None, streams, 0.0, {}, {})
+
+    @property
+    def expected_tokens(self) -> int:
+        """Tokens of all answers of the undisturbed run."""
+        return sum(len(heard.tokens) for heard in self._expected)
 
     async def strike(self, role: str, number: int = signal.SIGKILL, *, at: float | None = None) -> Round:
         """Signal a process of the role once the share `at` (random by default) of all tokens has been delivered."""
@@ -131,7 +151,7 @@ class Chaos:
 
         def watch(streams: Sequence[Stream]) -> None:
             delivered = sum(len(stream.tokens) for stream in streams)
-            if not struck and delivered >= share * len(streams) * self._max_tokens:
+            if not struck and delivered >= share * self.expected_tokens:
                 in_flight = sum(1 for stream in streams if stream.tokens and not stream.ended)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(victim["pid"], number)
@@ -149,17 +169,14 @@ class Chaos:
     # ---- the streams
 
     async def _run(self, watch: Any) -> list[Stream]:
-        streams = [Stream(prompt) for prompt in self._prompts]
+        streams = [Stream(ask) for ask in self._asks]
         await asyncio.gather(*(self._follow(stream, streams, watch) for stream in streams))
         return streams
 
     async def _follow(self, stream: Stream, streams: Sequence[Stream], watch: Any) -> None:
         try:
-            chunks = self._client.stream(
-                prompt_token_ids=stream.prompt, max_tokens=self._max_tokens, temperature=0, ignore_eos=True
-            )
-            async for chunk in chunks:
-                stream.tokens += chunk.token_ids
+            async for chunk in stream.ask.stream(self._client, self._max_tokens):
+                stream.heard.take(chunk)
                 stream.times_s.append(time.monotonic())
                 if watch is not None:
                     watch(streams)
@@ -175,21 +192,13 @@ class Chaos:
         repeated: dict[str, float],
         reused: dict[str, float],
     ) -> Round:
-        wrong = sum(
-            1
-            for stream, expected in zip(streams, self._expected, strict=True)
-            if not stream.error and stream.tokens != expected
-        )
-        wrong += sum(  # includes the tokens of streams that then ended with an error
-            1
-            for stream, expected in zip(streams, self._expected, strict=True)
-            if stream.error and stream.tokens != expected[: len(stream.tokens)]
-        )
+        pairs = zip(streams, self._expected, strict=True)
         left = await self._blocks_left()
         return Round(
             strike=strike,
             streams=len(streams),
-            wrong_tokens=wrong,
+            wrong=sum(stream.wrong(expected) for stream, expected in pairs),
+            invalid=sum(stream.invalid for stream in streams),
             errors=tuple(stream.error for stream in streams if stream.error),
             longest_gap_s=max(stream.longest_gap_s for stream in streams),
             longest_first_s=max(stream.first_token_after_s(struck_s) for stream in streams),
@@ -274,7 +283,8 @@ HEADER = (
     "struck by",
     "kills",
     "streams",
-    "wrong tokens",
+    "wrong",
+    "invalid",
     "errors",
     "longest gap",
     "first token",
@@ -300,7 +310,8 @@ def table(rounds: Sequence[Round]) -> list[list[str]]:
                 how,
                 str(sum(one.strike is not None for one in found)),
                 str(sum(one.streams for one in found)),
-                str(sum(one.wrong_tokens for one in found)),
+                str(sum(one.wrong for one in found)),
+                str(sum(one.invalid for one in found)),
                 str(sum(len(one.errors) for one in found)),
                 f"{max(one.longest_gap_s for one in found):.2f} s",
                 f"{max(one.longest_first_s for one in found):.2f} s",

@@ -7,11 +7,12 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, InvalidOperation, localcontext
 from typing import Any
 
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator, FormatChecker
+from jsonschema.validators import validator_for
 
 Schema = dict[str, Any]
 
@@ -274,8 +275,10 @@ def problem(schema: Schema, answer: str) -> str | None:
         value = exact(answer)
     except ValueError as error:
         return f"not JSON: {error}"
-    errors = Draft202012Validator(exact(json.dumps(schema)), format_checker=_CHECKER).iter_errors(value)
-    return next((error.message for error in errors), None)
+    known = validator_for(schema, default=Draft202012Validator)
+    with localcontext(prec=1000):  # a remainder has as many digits as the number
+        errors = known(exact(json.dumps(schema)), format_checker=_CHECKER).iter_errors(value)
+        return next((error.message for error in errors), None)
 
 
 def keywords_of(schema: Any) -> set[str]:

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from alignedserve.errors import GrammarError
 from alignedserve.request import GrammarSpec
+from alignedserve.text import Tokenizer
 
 Bits = npt.NDArray[np.int32]
 """One bit a token of the vocabulary, `[rows, ceil(vocabulary / 32)]`; bit i % 32 of word i / 32 allows token i."""
@@ -32,6 +34,12 @@ class Grammar(ABC):
     @abstractmethod
     def matcher(self) -> Matcher:
         """A matcher at the beginning."""
+
+
+def require_pieces(tokenizer: Tokenizer) -> None:
+    """Raises GrammarError for a tokenizer whose tokens have no text of their own: a mask could not be exact."""
+    if tokenizer.piece_rules is None:
+        raise GrammarError("this model's tokenizer has no text for single tokens: it has no structured output")
 
 
 class GrammarLibrary(ABC):

@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
-from threading import Lock, Thread
+from threading import Lock, Thread, stack_size
 
 from alignedserve.config import EngineConfig
 from alignedserve.errors import ConfigError, GrammarError
@@ -25,6 +25,9 @@ MOST_CHARACTERS = 1 << 26  # of the kept grammars' specs, all together
 THREADS = 2  # that compile, beside those that have exceeded the time limit
 MOST_OVERDUE = 4  # threads that have: no library can be interrupted
 _POLL_S = 0.05
+_STACK_A_CHARACTER = 512  # bytes: libraries recurse by rules and references, and an overflow ends the process
+_LEAST_STACK = 16 << 20
+_stack_size = Lock()  # Python's setting is the process's
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _Key = tuple[str, bytes, str | None, tuple[int, ...]]
 
@@ -165,7 +168,14 @@ class Grammars:
         """Holding the lock."""
         while self._waiting and self._running < THREADS:
             self._running += 1
-            Thread(target=self._run, args=(self._waiting.popleft(),), name="grammar", daemon=True).start()
+            job = self._waiting.popleft()
+            thread = Thread(target=self._run, args=(job,), name="grammar", daemon=True)
+            try:
+                _start(thread, max(_LEAST_STACK, _STACK_A_CHARACTER * len(job.spec.text)))
+            except RuntimeError as error:  # no memory for its stack
+                self._running -= 1
+                del self._jobs[job.key]
+                job.future.set_exception(GrammarError(f"{job.spec.kind}: no thread to compile it: {error}"))
 
     def _run(self, job: _Job) -> None:
         job.began_s = time.monotonic()
@@ -174,7 +184,7 @@ class Grammars:
             found = self.library.compile(job.spec, job.eos_token_ids)
         except GrammarError as error:
             found = error
-        except Exception as error:  # the library's own
+        except BaseException as error:  # the library's own; a panic of Rust is no Exception
             found = GrammarError(f"{job.spec.kind}: {' '.join(str(error).split())[:300]}")
         with self._lock:
             self.meter.compile_seconds.observe(time.monotonic() - job.began_s)
@@ -243,6 +253,16 @@ def grammar_library(name: str, tokenizer: Tokenizer, vocab_size: int) -> Grammar
 def fill_threads() -> int:
     """Threads that fill one batch's masks: a quarter of the cores, at most 8; the others have their own work."""
     return max(1, min(8, len(os.sched_getaffinity(0)) // 4))
+
+
+def _start(thread: Thread, stack_bytes: int) -> None:
+    """Start a thread with a stack of this size, of which memory is used only as it is reached."""
+    with _stack_size:
+        before = stack_size(-(-stack_bytes // 4096) * 4096)
+        try:
+            thread.start()
+        finally:
+            stack_size(before)
 
 
 def _key(spec: GrammarSpec, eos_token_ids: tuple[int, ...]) -> _Key:

@@ -8,11 +8,13 @@ from threading import Lock
 from typing import Any, cast
 
 import llguidance
-from llguidance.numpy import fill_next_token_bitmask_par
+import numpy as np
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from alignedserve.errors import GrammarError
 from alignedserve.grammar import schema as rules
-from alignedserve.grammar.base import Bits, Grammar, GrammarLibrary, Matcher
+from alignedserve.grammar.base import Bits, Grammar, GrammarLibrary, Matcher, require_pieces
+from alignedserve.grammar.client_grammars import lark_of
 from alignedserve.grammar.llguidance_schema import json_text
 from alignedserve.grammar.llguidance_tags import LarkText, tags_grammar
 from alignedserve.request import GrammarKind, GrammarSpec
@@ -52,12 +54,23 @@ class LlguidanceLibrary(GrammarLibrary):
     def compile(self, spec: GrammarSpec, eos_token_ids: tuple[int, ...]) -> Grammar:
         tokenizer = self._tokenizer_of(eos_token_ids)
         if spec.kind is GrammarKind.JSON:
-            return LlguidanceGrammar(_compiled_schema(tokenizer, spec))
+            return self._begun(_compiled_schema(tokenizer, spec), spec.kind)
         text = grammar_text(spec, self._tokenizer)
         matcher, error = _compiled(tokenizer, text)
         if error:
-            raise GrammarError(f"{spec.kind}: {error}")
-        return LlguidanceGrammar(matcher)
+            raise GrammarError(f"{spec.kind}: {_in_pattern(error) if spec.kind is GrammarKind.REGEX else error}")
+        return self._begun(matcher, spec.kind)
+
+    def _begun(self, first: llguidance.LLMatcher, kind: GrammarKind) -> Grammar:
+        """The grammar, if an answer to it can begin. Raises GrammarError."""
+        bits = np.zeros((1, -(-self._vocab_size // 32)), dtype=np.int32)
+        matcher = first.deep_copy()
+        fill_next_token_bitmask(matcher, bits)  # on this thread: a batch does not wait for it
+        if matcher.is_error():
+            raise GrammarError(f"{kind}: no answer can begin: {_line(matcher.get_error())}")
+        if not bits.any():
+            raise GrammarError(f"{kind}: no answer can begin: nothing satisfies it, or this vocabulary cannot write it")
+        return LlguidanceGrammar(first)
 
     def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
         inner = [cast(LlguidanceMatcher, matcher).inner for matcher in matchers]
@@ -69,11 +82,15 @@ class LlguidanceLibrary(GrammarLibrary):
     def _tokenizer_of(self, eos_token_ids: tuple[int, ...]) -> llguidance.LLTokenizer:
         if not eos_token_ids:
             raise GrammarError("structured output needs a model with an end token")
+        require_pieces(self._tokenizer)
         with self._lock:
             found = self._tokenizers.get(eos_token_ids)
             if found is None:
                 spelling, ends = self._tokenizer.backend.to_str(), list(eos_token_ids)
-                found = llguidance.LLTokenizer(spelling, n_vocab=self._vocab_size, eos_token=ends)
+                try:
+                    found = llguidance.LLTokenizer(spelling, n_vocab=self._vocab_size, eos_token=ends)
+                except ValueError as error:
+                    raise GrammarError(f"llguidance cannot use this model's tokenizer: {_line(str(error))}") from error
                 self._tokenizers[eos_token_ids] = found
             return found
 
@@ -120,6 +137,8 @@ def _compiled_schema(tokenizer: llguidance.LLTokenizer, spec: GrammarSpec) -> ll
 def _own_words(error: str) -> str:
     if error.startswith("oneOf constraints"):
         return "oneOf: more than one of its alternatives may match a value"
+    if error.startswith("Unknown format"):
+        return f"format: llguidance cannot follow this one ({error.partition(': ')[2]})"
     return error
 
 
@@ -153,12 +172,13 @@ def _of_choice(spec: GrammarSpec) -> str:
 def _of_regex(spec: GrammarSpec) -> str:
     if trouble := rules.pattern_trouble(spec.text, flags=True):
         raise GrammarError(f"regex: {trouble}")
-    return llguidance.LLMatcher.grammar_from_regex(rules.ascii_classes(spec.text))
+    return llguidance.LLMatcher.grammar_from_regex(rules.common_classes(spec.text))
 
 
 def _of_grammar(spec: GrammarSpec) -> str:
     """Lark, or GBNF, which has `::=`."""
-    return llguidance.LLMatcher.grammar_from_lark(LarkText.of(spec.text))
+    lark = lark_of(spec.text, spec.whitespace, json_text)
+    return json.dumps({"grammars": [{"lark_grammar": lark}]})  # by itself it could be llguidance's JSON, not checked
 
 
 def _of_composed(spec: GrammarSpec) -> str:
@@ -190,6 +210,12 @@ _FORMS: dict[GrammarKind, Callable[[GrammarSpec], str]] = {
     GrammarKind.GRAMMAR: _of_grammar,
     GrammarKind.COMPOSED: _of_composed,
 }
+
+
+def _in_pattern(error: str) -> str:
+    """The message about a regular expression without the grammar that we wrote around it."""
+    found = error.partition("(in regex): ")[2] or error
+    return found.partition(" 1 | start: ")[0][:300]
 
 
 def _line(message: str) -> str:

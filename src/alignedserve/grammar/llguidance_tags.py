@@ -14,12 +14,12 @@ from typing import Any
 import llguidance
 
 from alignedserve.errors import GrammarError
-from alignedserve.grammar.schema import MOST_DEPTH, ascii_classes, pattern_trouble
+from alignedserve.grammar.client_grammars import JsonText, lark_of
+from alignedserve.grammar.schema import MOST_DEPTH, common_classes, pattern_trouble
 from alignedserve.grammar.tags import Format, check_triggers, format_of, nodes_of, texts_of
 from alignedserve.request import GrammarSpec
 from alignedserve.text import Tokenizer
 
-JsonText = Callable[[Any, str | None, str], str]
 _ANY = r"/(.|\n)*/"
 _SIGNS = {"optional": "?", "plus": "+", "star": "*"}
 _KEYS: dict[str, set[str]] = {
@@ -47,29 +47,15 @@ class LarkText:
     def quoted(text: str) -> str:
         return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
-    @staticmethod
-    def of(text: str) -> str:
-        """A client's grammar in Lark, or in GBNF, which has `::=`. Raises GrammarError."""
-        if "::=" not in text:
-            return text
-        from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
-
-        try:
-            return gbnf_to_lark(text)
-        except GbnfToLarkError as error:
-            raise GrammarError(f"grammar: {' '.join(str(error).split())[:500]}") from error
-        except RecursionError:
-            raise GrammarError("grammar: it is nested too deeply") from None
-
 
 def tags_grammar(spec: GrammarSpec, tokenizer: Tokenizer, json_text: JsonText) -> str:
     """llguidance's grammar for a structural tag. `json_text` prepares a JSON schema. Raises GrammarError."""
-    return _Writer(tokenizer, json_text).grammar(format_of(spec))
+    return _Writer(tokenizer, json_text, spec.whitespace).grammar(format_of(spec))
 
 
 class _Writer:
-    def __init__(self, tokenizer: Tokenizer, json_text: JsonText) -> None:
-        self._json_text = json_text
+    def __init__(self, tokenizer: Tokenizer, json_text: JsonText, whitespace: str | None) -> None:
+        self._json_text, self._whitespace = json_text, whitespace
         self._rules: list[str] = []
         self._others: list[dict[str, str]] = []  # grammars of their own, by name
         added = tokenizer.backend.get_added_tokens_decoder()
@@ -135,14 +121,18 @@ class _Writer:
 
     def _schema(self, node: Format, place: str, last: bool, depth: int) -> str:
         try:
-            return "%json " + self._json_text(node.get("json_schema"), None, f"{place}/json_schema")
+            return "%json " + self._json_text(node.get("json_schema"), self._whitespace, f"{place}/json_schema")
         except GrammarError as error:
             raise GrammarError(f"structural_tag: {error.message}") from None
 
     def _grammar(self, node: Format, place: str, last: bool, depth: int) -> str:
         (text,) = texts_of(node, "grammar", place)
         name = f"grammar_{len(self._others)}"
-        self._others.append({"name": name, "lark_grammar": LarkText.of(text)})
+        try:
+            lark = lark_of(text, self._whitespace, self._json_text)
+        except GrammarError as error:
+            raise GrammarError(f"structural_tag: {place}: {error.message}") from None
+        self._others.append({"name": name, "lark_grammar": lark})
         return f"@{name}"
 
     def _sequence(self, node: Format, place: str, last: bool, depth: int) -> str:
@@ -262,7 +252,7 @@ def _pattern(node: Format, place: str) -> str:
     (pattern,) = texts_of(node, "pattern", place)
     if trouble := pattern_trouble(pattern):
         raise GrammarError(f"structural_tag: {place}: {trouble}")
-    return llguidance.regex_to_lark(ascii_classes(pattern))
+    return llguidance.regex_to_lark(common_classes(pattern))
 
 
 def _count(node: Format, kind: str, place: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
+from urllib.parse import unquote
 
 from alignedserve.errors import GrammarError
 
@@ -17,11 +18,12 @@ _ONE = ("additionalItems", "additionalProperties", "contains", "else", "if", "it
         "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _MAPS = ("dependentSchemas", "patternProperties", "properties")
-_DEFINITIONS = ("$defs", "definitions")
+_IDLE: dict[str, tuple[Node, ...]] = {"propertyNames": ({}, {"type": "string"})}
 MOST_DEPTH = 64  # of a schema's subschemas, references not counted
 _FORMATS = {"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6",
             "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer",
             "relative-json-pointer", "regex"}  # fmt: skip
+MOST_NUMBER = (1 << 53) - 1  # beyond it integers are rounded, and -2^63 ends llguidance's process
 _WRITABLE = frozenset("\b\f\n\r\t")  # control characters with an escape of their own
 
 
@@ -36,13 +38,16 @@ def parsed_schema(text: str, kind: str) -> Any:
 
 
 def checked_schema(schema: Any, keywords: Mapping[str, Rule], library: str, place: str = "") -> dict[str, Any]:
-    """The schema as an object. Raises GrammarError for what `library` cannot follow by its `keywords`."""
+    """A copy of the schema, as an object. Raises GrammarError for what `library` cannot follow by its `keywords`."""
     if not isinstance(schema, dict | bool):
         raise GrammarError(f"a schema is an object, true or false, not {json.dumps(schema)[:50]}")
     if schema is False:
         raise GrammarError("no value satisfies the schema false")
-    found: dict[str, Any] = {} if schema is True else schema
-    check_schema(found, keywords, library, place)
+    try:
+        found: dict[str, Any] = {} if schema is True else json.loads(json.dumps(schema))
+        check_schema(found, keywords, library, place)
+    except RecursionError:
+        raise GrammarError("a schema is nested too deeply") from None
     return found
 
 
@@ -54,6 +59,7 @@ def check_schema(schema: Any, rules: Mapping[str, Rule], library: str, place: st
     """
     for found, node in reachable(schema, place):
         _remove_idle(node)
+        _limit_numbers(node, found)
         for keyword in list(node):
             reason = rules[keyword](node) if keyword in rules and keyword in node else None
             if reason is not None:
@@ -63,22 +69,51 @@ def check_schema(schema: Any, rules: Mapping[str, Rule], library: str, place: st
 def reachable(schema: Any, place: str = "") -> Iterator[tuple[str, Node]]:
     """Each schema that applies to a value, with its JSON pointer; references within the document are followed.
 
-    Raises GrammarError for one that is nested too deeply, or leads nowhere.
+    Raises GrammarError for one that is nested too deeply, or leads nowhere, and for a reference that is not a place in
+    this schema: what it leads to would not be looked at.
     """
     seen: set[int] = set()
+    key = "id" if isinstance(schema, dict) and re.search("draft-0[34]", str(schema.get("$schema"))) else "$id"
+    base = _address(schema, key)
     waiting: list[tuple[str, Any, int]] = [(place, schema, 0)]
     while waiting:
         found, node, depth = waiting.pop()
         if not isinstance(node, dict) or id(node) in seen:
             continue
+        if node is not schema and _address(node, key) and _refers(node):
+            raise GrammarError(
+                f"{key} at {found}: references within a schema with an address of its own are not followed"
+            )
         if depth > MOST_DEPTH:
             raise GrammarError(f"{found[:200]}: schemas are nested more than {MOST_DEPTH} deep")
         seen.add(id(node))
         yield found, node
         waiting += ((f"{found}/{name}", child, depth + 1) for name, child in _children(node))
         reference = node.get("$ref")
-        if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-            waiting.append((place + reference[1:], _at(schema, reference, found), depth))
+        if isinstance(reference, str):
+            own = reference.removeprefix(base) if base else reference
+            if own not in ("", "#") and not own.startswith("#/"):
+                raise GrammarError(f"$ref at {found or '/'}: {reference[:200]!r} is not a place in this schema (#/…)")
+            waiting.append((place + own[1:], _at(schema, own, found), depth))
+
+
+def _address(node: Any, key: str) -> str:
+    """The schema's own address, which its references are relative to; "" if it has none."""
+    found = node.get(key) if isinstance(node, dict) else None
+    return found.partition("#")[0] if isinstance(found, str) else ""
+
+
+def _refers(node: Any) -> bool:
+    waiting = [node]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, dict):
+            if isinstance(found.get("$ref"), str):
+                return True
+            waiting += found.values()
+        elif isinstance(found, list):
+            waiting += found
+    return False
 
 
 def _children(node: Node) -> Iterator[tuple[str, Any]]:
@@ -101,7 +136,7 @@ def escaped(key: str) -> str:
 def _at(schema: Any, reference: str, place: str) -> Any:
     found = schema
     for part in reference[1:].split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
+        key = unquote(part).replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict) and key in found:
             found = found[key]
         elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
@@ -112,7 +147,8 @@ def _at(schema: Any, reference: str, place: str) -> Any:
 
 
 def _remove_idle(node: Node) -> None:
-    """Remove keywords that change nothing."""
+    """Remove keywords that change nothing, and `$schema`: a keyword asserts what it says in each draft that has it."""
+    node.pop("$schema", None)
     if node.get("uniqueItems") is False:
         del node["uniqueItems"]
     if "contains" not in node:
@@ -122,7 +158,7 @@ def _remove_idle(node: Node) -> None:
         for name in ("if", "then", "else"):
             node.pop(name, None)
     for name in ("unevaluatedProperties", "unevaluatedItems", "propertyNames", "contentSchema"):
-        if node.get(name, 0) is True or node.get(name) == {}:
+        if node.get(name, 0) is True or node.get(name) in _IDLE.get(name, ({},)):
             del node[name]
     for name in ("dependencies", "dependentRequired", "dependentSchemas"):
         if node.get(name) == {}:
@@ -134,6 +170,23 @@ def _remove_idle(node: Node) -> None:
     least, required = node.get("minProperties"), node.get("required", [])
     if isinstance(least, int) and isinstance(required, list) and least <= len(set(map(str, required))):
         del node["minProperties"]
+
+
+def _limit_numbers(node: Node, place: str) -> None:
+    """Cut wide bounds to the exact integers of JSON (I-JSON, RFC 7493). Raises GrammarError for numbers beyond them."""
+    for keyword in ("maximum", "exclusiveMaximum"):
+        if _is_number(bound := node.get(keyword)):
+            node[keyword] = min(bound, MOST_NUMBER)
+    for keyword in ("minimum", "exclusiveMinimum"):
+        if _is_number(bound := node.get(keyword)):
+            node[keyword] = max(bound, -MOST_NUMBER)
+    for keyword in ("maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum", "const", "enum"):
+        if any(abs(number) > MOST_NUMBER for number in _numbers(node.get(keyword))):
+            raise GrammarError(f"{keyword} at {place or '/'}: numbers beyond ±{MOST_NUMBER} are not written exactly")
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 # ---- rules
@@ -170,6 +223,7 @@ def plain_patterns(node: Node) -> str | None:
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]?", re.DOTALL)
 _SETS = re.compile(r"\[|&&|--|~~")
 _GROUP = re.compile(r"\(\?(?![:<=!]|P<)")
+_TWICE = re.compile(r"([*+?]|\{\d*,?\d*\})([*+]|\{\d*,?\d*\})")
 
 
 def pattern_trouble(pattern: str, *, flags: bool = False) -> str | None:
@@ -178,7 +232,10 @@ def pattern_trouble(pattern: str, *, flags: bool = False) -> str | None:
     `flags`: inline flags are allowed.
     """
     plain = re.sub(r"\\.", "..", pattern, flags=re.DOTALL)
-    if not flags and _GROUP.search(_CLASS.sub("", plain)):
+    outside = _CLASS.sub(".", plain)
+    if _TWICE.search(outside):
+        return f"the pattern {pattern[:80]!r} repeats a repetition; put it into a group"
+    if not flags and _GROUP.search(outside):
         return f"the pattern {pattern[:80]!r} has inline flags or a group that is not of ECMAScript"
     for found in _CLASS.findall(plain):
         if _SETS.search(found[1:]):
@@ -200,20 +257,44 @@ def anchor_trouble(inner: str) -> str | None:
 
 
 _PIECE = re.compile(r"\\.|\[\^?\]?|\]|.", re.DOTALL)
-_ASCII = {"\\d": "0-9", "\\w": "0-9A-Za-z_"}
+_OUTSIDE = {"\\d": "[0-9]", "\\w": "[0-9A-Za-z_]", "\\D": r"\P{Nd}", "\\W": r"[^\p{L}\p{N}_]",
+            "\\S": r"[^\s\x1c-\x1f\x{feff}]"}  # fmt: skip
+_INSIDE = {**_OUTSIDE, "\\d": "0-9", "\\w": "0-9A-Za-z_"}
+_NEGATED = {"\\d": r"\p{Nd}", "\\w": r"\p{L}\p{N}_", "\\s": r"\s\x1c-\x1f\x{feff}", "\\D": "[^0-9]",
+            "\\W": "[^0-9A-Za-z_]"}  # fmt: skip
 
 
-def ascii_classes(pattern: str) -> str:
-    """The pattern with `\\d` and `\\w` of ASCII, unless negated: what they are beyond it differs between engines."""
+def common_classes(pattern: str) -> str:
+    """The pattern with `\\d`, `\\W` and the like as what ECMAScript, Python and Rust all take them for."""
     found, within = [], ""  # the class's opening bracket
     for piece in _PIECE.findall(pattern):
+        known = _OUTSIDE if not within else _NEGATED if within.startswith("[^") else _INSIDE
         if not within and piece.startswith("["):
             within = piece
         elif within and piece == "]":
             within = ""
-        plain = _ASCII.get(piece) if not within.startswith("[^") else None
-        found.append(piece if plain is None else plain if within else f"[{plain}]")
+        found.append(known.get(piece, piece))
     return "".join(found)
+
+
+def optional_as_empty(pattern: str) -> str:
+    """The pattern with `(…)?` as `(…|)`."""
+    found: list[str] = []
+    within = False
+    for piece in _PIECE.findall(pattern):
+        optional = piece == "?" and not within and found[-1:] == [")"]
+        lazy = piece == "?" and not within and found[-1:] == ["|)"]
+        within = (piece.startswith("[") and not within) or (within and piece != "]")
+        if optional:
+            found[-1] = "|)"
+        elif not lazy:
+            found.append(piece)
+    return "".join(found)
+
+
+def has_classes(pattern: str) -> bool:
+    """Whether it has a class whose characters differ between engines."""
+    return any(piece in _OUTSIDE or piece == "\\s" for piece in _PIECE.findall(pattern))
 
 
 def negations(pattern: str) -> bool:
@@ -237,6 +318,17 @@ def copies_trouble(pattern: str, most: int) -> str | None:
         if copies > most:
             return f"the counts of the pattern {pattern[:80]!r} are too large"
     return None
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if _is_number(value):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _numbers(item)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -6,27 +6,36 @@ known to be checked is refused. It can neither be interrupted nor bounded while 
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from threading import Lock
 from typing import Any, cast
 
+import numpy as np
 import xgrammar
 
 from alignedserve.errors import GrammarError
 from alignedserve.grammar import schema as rules
-from alignedserve.grammar.base import Bits, Grammar, GrammarLibrary, Matcher
+from alignedserve.grammar.base import Bits, Grammar, GrammarLibrary, Matcher, require_pieces
+from alignedserve.grammar.client_grammars import is_gbnf
 from alignedserve.grammar.tags import Format, check_triggers, format_of
+from alignedserve.grammar.xgrammar_composed import composed_lark
 from alignedserve.request import GrammarKind, GrammarSpec
 from alignedserve.text import Tokenizer
 
 NAME = "xgrammar"
+_NO_TEXT = b"\xff"  # begins special tokens, so that no text is like them: without bytes they could not be named either
+_NAMED = re.compile(r"<\[([0-9]+)\]>")
 MOST_CHARACTERS = 1 << 16  # of a spec: time to compile grows with the square, and nothing ends it
 MOST_COPIES = 1 << 16  # of an element, by nested counts such as {1,200}
 
 
 class XgrammarMatcher(Matcher):
-    def __init__(self, inner: xgrammar.GrammarMatcher) -> None:
-        self.inner = inner
+    """`allowed` `[words]`: no bits of special tokens that the grammar does not name; xgrammar takes them for text."""
+
+    def __init__(self, inner: xgrammar.GrammarMatcher, allowed: Bits) -> None:
+        self.inner, self.allowed = inner, allowed
 
     def accept(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
@@ -35,20 +44,21 @@ class XgrammarMatcher(Matcher):
 
 
 class XgrammarGrammar(Grammar):
-    def __init__(self, compiled: xgrammar.CompiledGrammar, eos_token_ids: tuple[int, ...]) -> None:
-        self._compiled, self._ends = compiled, list(eos_token_ids)
+    def __init__(self, compiled: xgrammar.CompiledGrammar, eos_token_ids: tuple[int, ...], allowed: Bits) -> None:
+        self._compiled, self._ends, self._allowed = compiled, list(eos_token_ids), allowed
 
     def matcher(self) -> Matcher:
-        return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=self._ends))
+        inner = xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=self._ends)
+        return XgrammarMatcher(inner, self._allowed)
 
 
 class XgrammarLibrary(GrammarLibrary):
     """`vocab_size`: columns of the logits, which may be more than the tokenizer has tokens. `threads`: of `fill`."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, threads: int = 1) -> None:
-        special = tokenizer.special_ids  # they have no text, so xgrammar allows them nowhere but by name
-        vocabulary = [b"" if token in special else tokenizer.piece(token) for token in range(vocab_size)]
-        self._vocabulary, self._vocab_size = vocabulary, vocab_size
+        self._special = frozenset(tokenizer.special_ids)
+        vocabulary = [_NO_TEXT * (token in self._special) + tokenizer.piece(token) for token in range(vocab_size)]
+        self._tokenizer, self._vocabulary, self._vocab_size = tokenizer, vocabulary, vocab_size
         self._compilers: dict[tuple[int, ...], xgrammar.GrammarCompiler] = {}
         self._lock = Lock()  # of the dict
         self._filler = xgrammar.BatchGrammarMatcher(max_threads=threads)
@@ -58,23 +68,46 @@ class XgrammarLibrary(GrammarLibrary):
             raise GrammarError(f"{spec.kind}: {len(spec.text)} characters are more than {MOST_CHARACTERS} for {NAME}")
         compiler = self._compiler_of(eos_token_ids)
         try:
-            return XgrammarGrammar(_compiled(compiler, spec), eos_token_ids)
+            allowed = self._allowed(_named_tokens(spec) | set(eos_token_ids))
+            return self._begun(XgrammarGrammar(_compiled(compiler, spec), eos_token_ids, allowed))
         except GrammarError as error:
             kind = f"{spec.kind}: "
             raise GrammarError(error.message if error.message.startswith(kind) else kind + error.message) from None
         except (RuntimeError, ValueError, TypeError) as error:
             raise GrammarError(f"{spec.kind}: {_line(str(error))}") from error
 
+    def _begun(self, grammar: Grammar) -> Grammar:
+        """The grammar, if an answer to it can begin. Raises GrammarError."""
+        bits = np.zeros((1, -(-self._vocab_size // 32)), dtype=np.int32)
+        self._fill(xgrammar.BatchGrammarMatcher(max_threads=1), [grammar.matcher()], bits)
+        if not bits.any():
+            raise GrammarError("no answer can begin: nothing satisfies it, or this vocabulary cannot write it")
+        return grammar
+
     def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
+        self._fill(self._filler, matchers, bits)
+
+    def _fill(self, filler: xgrammar.BatchGrammarMatcher, matchers: Sequence[Matcher], bits: Bits) -> None:
         inner = [cast(XgrammarMatcher, matcher).inner for matcher in matchers]
         try:
-            self._filler.batch_fill_next_token_bitmask(inner, bits)
+            filler.batch_fill_next_token_bitmask(inner, bits)
         except RuntimeError as error:
             raise GrammarError(f"the grammar cannot be followed: {_line(str(error))}") from error
+        for row, matcher in enumerate(matchers):
+            bits[row] &= cast(XgrammarMatcher, matcher).allowed
+
+    def _allowed(self, named: set[int]) -> Bits:
+        """Bits of all tokens, but of special ones only those that are named; none beyond the vocabulary."""
+        allowed = np.zeros(-(-self._vocab_size // 32) * 32, dtype=np.uint8)
+        allowed[: self._vocab_size] = 1
+        without = [token for token in self._special - named if token < self._vocab_size]
+        allowed[np.array(without, dtype=np.int64)] = 0
+        return np.packbits(allowed, bitorder="little").view(np.int32)
 
     def _compiler_of(self, eos_token_ids: tuple[int, ...]) -> xgrammar.GrammarCompiler:
         if not eos_token_ids:
             raise GrammarError("structured output needs a model with an end token")
+        require_pieces(self._tokenizer)
         with self._lock:
             found = self._compilers.get(eos_token_ids)
             if found is None:
@@ -84,6 +117,28 @@ class XgrammarLibrary(GrammarLibrary):
                 found = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
                 self._compilers[eos_token_ids] = found
             return found
+
+
+def _named_tokens(spec: GrammarSpec) -> set[int]:
+    """Ids of tokens that the grammar names."""
+    if spec.kind is not GrammarKind.STRUCTURAL_TAG:
+        return set(map(int, _NAMED.findall(spec.text)))
+    found: set[int] = set()
+    waiting: list[Any] = [format_of(spec)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            named = [node.get("token"), *_listed(node.get("trigger_tokens")), *_listed(node.get("rules"))]
+            found |= {token for token in named if type(token) is int}
+            found |= {rule[0] for rule in named if isinstance(rule, list) and rule and type(rule[0]) is int}
+            waiting += [child for key, child in node.items() if key != "json_schema"]
+        elif isinstance(node, list):
+            waiting += node
+    return found
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _compiled(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
@@ -100,15 +155,47 @@ def _compiled(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> xgrammar
     if spec.kind is GrammarKind.CHOICE:
         return compiler.compile_structural_tag(_tag({"type": "or", "elements": _choices(spec)}))
     if spec.kind is GrammarKind.GRAMMAR:
-        write = compiler.compile_grammar if "::=" in spec.text else compiler.compile_lark
-        return write(spec.text)
+        return _of_grammar(compiler, spec.text)
     if spec.kind is GrammarKind.COMPOSED:
-        raise GrammarError(f"{NAME} has no grammars of tool calls and reasoning; engine.grammar llguidance has")
+        parts = json.loads(spec.text)
+        answer = None if parts["answer"] is None else _inner_grammar(GrammarSpec(*parts["answer"]))
+        lark, named = composed_lark(parts["lark"], answer, _json_grammar)
+        return compiler.compile_lark(lark, named_grammars=named)
     found = format_of(spec)
+    if spec.whitespace is not None:
+        raise GrammarError(f"whitespace_pattern: {NAME} has only its default in structural tags")
     if not isinstance(found.get("type"), str):
         raise GrammarError("/format must be an object with a type")
     _check_format(found, "/format", 0)
     return compiler.compile_structural_tag(_tag(found))
+
+
+def _inner_grammar(spec: GrammarSpec) -> xgrammar.Grammar:
+    """The client's own grammar, within a composed one."""
+    kind = GrammarKind(spec.kind)
+    if kind is GrammarKind.JSON:
+        if spec.whitespace is not None:
+            raise GrammarError(f"whitespace_pattern: {NAME} has only its default beside reasoning and tools")
+        return _json_grammar(rules.parsed_schema(spec.text, kind))
+    if kind is GrammarKind.REGEX:
+        return xgrammar.Grammar.from_regex(_checked_regex(spec.text))
+    if kind is GrammarKind.CHOICE:
+        return xgrammar.Grammar.from_structural_tag(_tag({"type": "or", "elements": _choices(spec)}))
+    if kind is GrammarKind.GRAMMAR and is_gbnf(spec.text):
+        return xgrammar.Grammar.from_ebnf(spec.text)
+    raise GrammarError(f"{kind}: {NAME} has it only by itself, not beside reasoning and tools")
+
+
+def _json_grammar(schema: Any) -> xgrammar.Grammar:
+    return xgrammar.Grammar.from_json_schema(checked_schema(schema), max_whitespace_cnt=1, strict_mode=False)
+
+
+def _of_grammar(compiler: xgrammar.GrammarCompiler, text: str) -> xgrammar.CompiledGrammar:
+    if is_gbnf(text):
+        return compiler.compile_grammar(text)
+    if "%json" in text:
+        raise GrammarError(f"%json: {NAME} does not check its schemas; send the schema by itself, or a structural tag")
+    return compiler.compile_lark(text)
 
 
 def _tag(found: Format) -> dict[str, Any]:
@@ -185,6 +272,7 @@ def _pattern(node: rules.Node) -> str | None:
         return "it must be a string"
     if not pattern.startswith("^") or not pattern.endswith("$") or pattern.endswith("\\$"):
         return "{library} needs a pattern of the whole string, ^…$"
+    node["pattern"] = rules.optional_as_empty(pattern)  # a group's ? after a repetition at its end is not followed
     return _regex_trouble(pattern)
 
 

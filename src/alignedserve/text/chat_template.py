@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 
 from alignedserve.errors import ConfigError, InvalidRequestError, ModelError
 from alignedserve.text.call_arguments import CallArguments, marked, texts_in
+from alignedserve.text.turns import TurnsFor, completed
 from alignedserve.text.user_text import Marks, join_texts, on_plain_text, on_texts, text_of_method, unmarked
 
-_DEFAULT_NAME = "default"
+_DEFAULT_NAME, _TOOLS_NAME = "default", "tool_use"
 # Filters that read characters, and filters that join texts.
 _READING = (
     *("escape", "e", "forceescape", "urlencode", "xmlattr", "striptags", "urlize", "pprint"),
@@ -26,14 +26,26 @@ _OWN_WORDS = ("role",)  # fields of a message that are not the user's text
 class ChatTemplate:
     """Turns a conversation into the prompt text that the model was trained on.
 
-    `special_tokens` ("bos_token", …) are variables of the template. Raises ModelError if it does not compile.
+    `special_tokens` ("bos_token", …) are variables of the template. `with_tools`: the source of the model's other
+    template, for conversations with tools; "": there is none. Raises ModelError if it does not compile.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str = "the chat template") -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        origin: str = "the chat template",
+        *,
+        with_tools: str = "",
+    ) -> None:
         self._variables = dict(special_tokens)
-        self._source = source
-        self._knows_developer = "developer" in source
+        self._source = f"{source}\n{with_tools}" if with_tools else source
+        self._turns = TurnsFor(source)
         self._template = _compile(source, origin)
+        self._with_tools = ChatTemplate(with_tools, special_tokens, origin) if with_tools else None
+        self._reads = _variables_of(self._template, source)
+        if self._with_tools is not None:
+            self._reads |= self._with_tools._reads
 
     @classmethod
     def from_folder(
@@ -42,21 +54,19 @@ class ChatTemplate:
         """The template of `--chat-template FILE`, else the folder's own; None if it has none."""
         if override_file:
             try:
-                source: str | None = Path(override_file).read_text(encoding="utf-8")
+                return cls(Path(override_file).read_text(encoding="utf-8"), special_tokens, override_file)
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"chat template {override_file} cannot be read: {error}") from error
-            origin = override_file
-        else:
-            source, origin = _own_source(Path(folder))
-        return None if source is None else cls(source, special_tokens, origin)
+        source, with_tools, origin = _own_sources(Path(folder))
+        return None if source is None else cls(source, special_tokens, origin, with_tools=with_tools)
 
     @property
     def source(self) -> str:
         return self._source
 
     def mentions(self, variable: str) -> bool:
-        """Whether the template's source has this word, so that it may read a variable of this name."""
-        return re.search(rf"\b{re.escape(variable)}\b", self._source) is not None
+        """Whether the template reads a variable of this name."""
+        return variable in self._reads
 
     def render_marked(
         self,
@@ -87,15 +97,24 @@ class ChatTemplate:
         that the template reads. Raises InvalidRequestError if the template refuses the messages, for example because
         roles must alternate.
         """
+        values = {"tools": None, "documents": None, **(variables or {})}  # None, as transformers passes them
+        if values["tools"] and self._with_tools is not None:
+            return self._with_tools.render(messages, add_generation_prompt, variables)
+        values["add_generation_prompt"] = add_generation_prompt
+        turns = self._turns.adapted(messages)
+        try:
+            return self._written(turns, values)
+        except InvalidRequestError:
+            whole = completed(turns, values["tools"])
+            if whole is None:
+                raise
+        return self._written(whole[0], {**values, "tools": whole[1]})
+
+    def _written(self, turns: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError
 
-        turns = [dict(message) for message in messages]
-        if not self._knows_developer:  # OpenAI's newer name for the system role
-            for turn in turns:
-                turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
         try:
-            values = {"tools": None, "documents": None, **(variables or {})}  # None, as transformers passes them
-            return self._rendered(**{**values, "messages": turns, "add_generation_prompt": add_generation_prompt})
+            return self._rendered(**{**values, "messages": turns})
         except TemplateError as error:
             reason = " ".join(str(error).split()) or type(error).__name__
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -137,10 +156,12 @@ class ChatTemplate:
         return text
 
 
-def _own_source(folder: Path) -> tuple[str | None, str]:
-    jinja = folder / "chat_template.jinja"
+def _own_sources(folder: Path) -> tuple[str | None, str, str]:
+    """The template, the one for conversations with tools ("": the same), and where they are from."""
+    jinja, other = folder / "chat_template.jinja", folder / "additional_chat_templates" / f"{_TOOLS_NAME}.jinja"
     if jinja.is_file():
-        return jinja.read_text(encoding="utf-8"), str(jinja)
+        with_tools = other.read_text(encoding="utf-8") if other.is_file() else ""
+        return jinja.read_text(encoding="utf-8"), with_tools, str(jinja)
     for name in ("chat_template.json", "tokenizer_config.json"):
         file = folder / name
         if file.is_file():
@@ -148,12 +169,20 @@ def _own_source(folder: Path) -> tuple[str | None, str]:
                 value = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
             except (OSError, ValueError, AttributeError) as error:
                 raise ModelError(f"{file} cannot be read: {error}") from error
+            with_tools = ""
             if isinstance(value, list):  # several, by name
                 named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
                 value = named.get(_DEFAULT_NAME) or next(iter(named.values()), None)
+                with_tools = named.get(_TOOLS_NAME) or ""
             if isinstance(value, str):
-                return value, str(file)
-    return None, ""
+                return value, with_tools if with_tools != value else "", str(file)
+    return None, "", ""
+
+
+def _variables_of(template: Any, source: str) -> frozenset[str]:
+    from jinja2 import meta
+
+    return frozenset(meta.find_undeclared_variables(template.environment.parse(source)))
 
 
 def _compile(source: str, origin: str) -> Any:

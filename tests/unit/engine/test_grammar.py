@@ -187,6 +187,19 @@ def test_neither_min_tokens_nor_ignore_eos_breaks_a_grammar(grammars: Grammars, 
         assert text(request, tokenizer) == "a"
 
 
+def test_before_min_tokens_a_stop_token_that_the_grammar_needs_does_not_end_the_answer(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    (b,) = tokenizer.encode("b", special_tokens=False)
+    spec = GrammarSpec(KINDS.CHOICE, '["b"]')
+    request = live(grammars, tokenizer, spec, min_tokens=9, stop_token_ids=(b,))
+    assert write(request, 0) is FinishReason.STOP
+    assert request.spec.output_token_ids == [b, EOS]
+    request = live(grammars, tokenizer, spec, stop_token_ids=(b,))
+    assert write(request, 0) is FinishReason.STOP
+    assert request.spec.output_token_ids == [b]
+
+
 def test_rows_without_a_grammar_choose_as_if_the_others_had_none(grammars: Grammars, tokenizer: Tokenizer) -> None:
     free = LiveRequest(RequestSpec(RequestKey("b"), [5], SamplingParams(temperature=0.0, eos_token_ids=(EOS,))), None)
     bound = live(grammars, tokenizer, GrammarSpec(KINDS.CHOICE, '["a"]'), temperature=0.0)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from alignedserve.errors import GrammarError
-from alignedserve.grammar.schema import ascii_classes
+from alignedserve.grammar.schema import common_classes
 from alignedserve.request import GrammarKind, GrammarSpec
 from support.grammars import LIBRARIES, allows, tiny_grammars, write
 from support.schemas import drawn_schemas, grammars, keywords_of, problem, real_shapes, regexes
@@ -171,6 +171,7 @@ def test_known_wrong_answers_are_not_given(library: str, schema: Schema, answers
         ({"properties": {"a": {"oneOf": [{}, {"type": "integer"}]}}}, "may match a value (at /properties/a)"),
         ({"properties": {"a": {"type": "string", "pattern": "("}}}, "(at /properties/a)"),
         ({"properties": {"a": {"$ref": "#/nothing"}}}, "$ref at /properties/a: the schema has nothing at #/nothing"),
+        ({"properties": {"a": {"format": "iri"}}}, "format: llguidance cannot follow this one (iri) (at /properties/a"),
         ({"const": "\x1b"}, "const at /: it contains control characters"),
     ],
 )  # fmt: skip
@@ -187,8 +188,10 @@ def test_what_has_no_effect_is_no_reason_to_refuse() -> None:
     assert allows(tiny_grammars("llguidance"), GrammarSpec(GrammarKind.JSON, json.dumps(schema)), "[1,1]")
 
 
-def test_classes_of_digits_and_words_are_of_ascii_unless_negated() -> None:
-    assert ascii_classes(r"\d[\w.]\\d\D[^\w]\[\w]") == r"[0-9][0-9A-Za-z_.]\\d\D[^\w]\[[0-9A-Za-z_]]"
+def test_classes_are_what_all_engines_take_them_for() -> None:
+    assert common_classes(r"\d[\w.]\\d\[\w]") == r"[0-9][0-9A-Za-z_.]\\d\[[0-9A-Za-z_]]"
+    assert common_classes(r"\D[^\d-][^\D]") == r"\P{Nd}[^\p{Nd}-][^[^0-9]]"
+    assert common_classes(r"\W[^\w][\W_]") == r"[^\p{L}\p{N}_][^\p{L}\p{N}_][[^\p{L}\p{N}_]_]"
 
 
 @pytest.mark.slow

@@ -31,6 +31,10 @@ class Anything(Matcher, Grammar):
     def accept(self, token_ids: Sequence[int]) -> None: ...
 
 
+class Panic(BaseException):
+    """As pyo3's PanicException, which is no Exception."""
+
+
 class SlowLibrary(GrammarLibrary):
     """Compiles "slow…" once `go` is set, fails for "bad…", and else compiles at once."""
 
@@ -43,6 +47,8 @@ class SlowLibrary(GrammarLibrary):
             self.go.wait(30)
         if spec.text.startswith("bad"):
             raise RuntimeError("a message\n  of the library")
+        if spec.text.startswith("panic"):
+            raise Panic("a message\n  of the library")
         return Anything()
 
     def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
@@ -102,13 +108,15 @@ async def test_a_client_that_leaves_does_not_end_it_for_others() -> None:
     assert isinstance(await stays, Anything)
 
 
-async def test_a_library_s_own_error_is_a_refusal_that_is_kept() -> None:
+@pytest.mark.parametrize("text", ["bad", "panic"])
+async def test_a_library_s_own_error_is_a_refusal_that_is_kept(text: str) -> None:
     library = SlowLibrary()
     grammars = Grammars(library)
     for _ in range(3):
         with pytest.raises(GrammarError, match="regex: a message of the library"):
-            await grammars.ready(spec("bad"), ENDS)
-    assert library.compiled.count("bad") == 1
+            await grammars.ready(spec(text), ENDS)
+    assert library.compiled.count(text) == 1
+    assert isinstance(await grammars.ready(spec("quick"), ENDS), Anything)
 
 
 def test_what_is_too_large_is_refused_before_it_is_compiled() -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,6 +84,7 @@ _BITS = [
     "now", "get_weather", '{"name": "get", "arguments": {', '{"name": "now"}', '{"arguments": {"a": 1}, "name": "get"}',
     "functions.get:0", "function", "```json\n", "\n```", "{", "}", "[", "]", "(", ")", '"', "'", "=", ":", ",", ";",
     "\\", "\n", " ", "a", "1", "-", "nul", "true", "final", "analysis", "commentary", " to=functions.get ", "<", "|>",
+    "[get(a='\\ud800')]", "<arg_key>", "</arg_key><arg_value>", ', "id": "1"',
 ]  # fmt: skip
 _SENTINEL = "§"
 WILD = st.lists(st.one_of(st.sampled_from(_BITS), st.text(max_size=3), st.just(_SENTINEL)), max_size=30).map("".join)
@@ -102,6 +104,7 @@ def test_no_text_raises_or_is_lost_and_cuts_change_nothing(
     assert parse(make_parser(dialect, reasoning), *parts) == pieces
     assert parse(make_parser(dialect, reasoning), *text) == pieces
     found = read_pieces(pieces)
+    orjson.dumps([found.content, found.reasoning, found.calls])
     kept = found.content + found.reasoning + "".join(arguments for _, arguments, _ in found.calls)
     assert kept.count(_SENTINEL) == text.count(_SENTINEL)
     if not found.calls and not found.reasoning and dialect not in ("harmony", "") and not reasoning:
@@ -223,6 +226,7 @@ _FOUND = [
     (f"{_ONES}[func_name1(a=b)]", "llama4", "pythonic", ""),
     (f"{_ONES}[TOOL_CALLS][THINK]", "mistral3", "mistral", "mistral"),
     (f"{_ONES}<|tool_calls_section_begin|></think>", "kimi_k2", "kimi_k2", "kimi_k2"),
+    (f"{_ONES}<|im_system|>tool_declare<|im_middle|>", "kimi_k2", "kimi_k2", ""),
     (f"{_ONES}<｜tool▁calls▁begin｜>```json<｜Assistant｜></think>", "deepseek_v3", "deepseek_v3", "deepseek_v3"),
     (f"{_ONES}<｜tool▁calls▁begin｜><｜Assistant｜></think>", "deepseek_v3", "deepseek_v31", "deepseek_v3"),
     (f"{_ONES}<|tool_call><|channel>", "gemma4", "gemma4", "gemma4"),

@@ -27,8 +27,6 @@ BOTH: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "custom_logit_processor": (("a.b",), NOTHING),
     "dry_multiplier": ((0.8,), (0, 0.0)),
     "early_stopping": ((True, "never"), (False,)),
-    "function_call": (({"name": "f"}, "f"), ("none", "auto")),
-    "functions": (([{"name": "f"}],), ([],)),
     "guided_decoding_backend": (("xgrammar",), ("auto", "")),
     "images": ((["AAAA"],), NOTHING),
     "input_ids": (([5, 6], []), ()),
@@ -59,6 +57,8 @@ ONLY: dict[str, dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]]] = {
     COMPLETIONS: {
         "chat_template_kwargs": (({"enable_thinking": False},), NOTHING),
         "enable_thinking": ((True, False), ()),
+        "function_call": (({"name": "f"}, "f"), ("none", "auto")),
+        "functions": (([{"name": "f"}],), ([],)),
         "include_reasoning": ((False, 1), (True,)),
         "parallel_tool_calls": (("yes", 1), (True, False)),
         "reasoning_effort": (("low", "none", "medium"), ()),
@@ -87,7 +87,6 @@ ONLY: dict[str, dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]]] = {
 }
 OF_A_MESSAGE: dict[str, Any] = {
     "audio": {"id": "a"},
-    "function_call": {"name": "f", "arguments": "{}"},
     "refusal": "no",
 }
 TABLE = {path: {**BOTH, **own} for path, own in ONLY.items()}

@@ -36,6 +36,10 @@ def asked(**fields: Any) -> tuple[Any, str] | None:
         ({"structured_outputs": {"choice": ["a", "b"]}}, CHOICE, ["a", "b"]),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, GRAMMAR, 'start: "a"'),
         ({"guided_json": {}}, JSON, {}),
+        ({"json_schema": {}}, JSON, {}),
+        ({"structured_outputs": {"json": False}}, JSON, False),
+        ({"structured_outputs": {"json": True, "disable_fallback": True}}, JSON, True),
+        ({"guided_json": 0}, JSON, 0),
         ({"guided_regex": "a+"}, REGEX, "a+"),
         ({"guided_choice": ["a"]}, CHOICE, ["a"]),
         ({"guided_grammar": "x"}, GRAMMAR, "x"),
@@ -66,6 +70,10 @@ def test_what_asks_for_nothing(fields: dict[str, Any]) -> None:
 
 
 def test_whitespace_is_that_of_json_alone() -> None:
+    for kind in ("json", "grammar", "structural_tag"):
+        (spec, _) = asked(structured_outputs={kind: "{}", "disable_any_whitespace": True}) or (None, "")
+        assert spec is not None
+        assert spec.whitespace == ""
     (spec, _) = asked(guided_json=SCHEMA, guided_whitespace_pattern=" *") or (None, "")
     assert spec is not None
     assert spec.whitespace == " *"
@@ -86,6 +94,16 @@ def test_whitespace_is_that_of_json_alone() -> None:
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"jsn": SCHEMA}}, "structured_outputs.jsn"),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
+            "disable_additional_properties",
+        ),
+        (
+            {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " *", "disable_any_whitespace": True}},
+            "structured_outputs.whitespace_pattern",
+        ),
+        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
         ({"guided_choice": "yes"}, "guided_choice"),
         ({"regex": 3}, "regex"),
     ],
@@ -94,3 +112,12 @@ def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], param: str) ->
     with pytest.raises(InvalidRequestError) as caught:
         parse_chat({"messages": MESSAGES, **fields}).grammar_spec()
     assert caught.value.param == param
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    deep: Any = {}
+    for _ in range(400):
+        deep = {"items": deep}
+    for fields in ({"guided_json": deep}, {"response_format": {"type": "json_object", "schema": deep}}):
+        with pytest.raises(InvalidRequestError, match=r"json: it cannot be read"):
+            parse_chat({"messages": MESSAGES, **fields}).grammar_spec()

@@ -183,6 +183,85 @@ def test_content_of_a_form_or_calls() -> None:
     assert any(read(text, dialects, (NOW,)).calls for text in texts)
 
 
+RICH = {
+    "type": "object",
+    "$defs": {"P": {"type": "object", "properties": {"x": {"type": "number"}, "n": {"type": ["string", "null"]}},
+                    "required": ["x"], "additionalProperties": False}},
+    "properties": {
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "tags": {"type": "array", "items": {"enum": ["a b", 2, None, True]}},
+        "points": {"type": "array", "items": {"$ref": "#/$defs/P"}},
+        "level": {"type": "integer", "minimum": 1, "maximum": 5},
+        "fixed": {"const": "it's"},
+    },
+    "required": ["maybe", "tags", "points", "level"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", ["gemma4", "functiongemma", "pythonic"])
+def test_values_of_formats_that_are_no_json_nest(name: str, strict: bool) -> None:
+    dialects, known = dialects_of(name, "", special=name != "pythonic")
+    tool = Tool("rich", RICH, strict=strict)
+    spec = grammar_of(AnswerForm(None, (tool,), True, 1), dialects)
+    for seed in range(4):
+        text = Walk(spec, known, dialects).to_the_end(seed)
+        found = read(text, dialects, (tool,))
+        ((called, arguments),) = found.arguments
+        assert (called, found.content) == ("rich", ""), text
+        jsonschema.validate(arguments, RICH)
+        assert set(arguments["points"][0] if arguments["points"] else ()) <= {"x", "n"}
+
+
+def test_without_strict_what_a_format_cannot_follow_is_any_value() -> None:
+    endless = {"$defs": {"N": {"properties": {"n": {"$ref": "#/$defs/N"}}}}, "properties": {
+        "any": {}, "node": {"$ref": "#/$defs/N"}, "not": {"not": {}}, "text": {"type": "string", "pattern": "a+"},
+        "open": {"type": "object", "additionalProperties": {"type": "integer"}}, "odd": {"type": "date"},
+        "list": {"type": "array"}, "far": {"$ref": "https://example.com"}}, "required": ["any", "list"]}  # fmt: skip
+    for name in ("gemma4", "pythonic"):
+        dialects, known = dialects_of(name, "", special=name != "pythonic")
+        spec = grammar_of(AnswerForm(None, (Tool("f", endless),), True, 1), dialects)
+        for seed in range(3):
+            found = read(Walk(spec, known, dialects).to_the_end(seed, 2000), dialects, (Tool("f", endless),))
+            ((_, arguments),) = found.arguments
+            assert {"any", "list"} <= arguments.keys() <= endless["properties"].keys()
+        for key in endless["properties"]:
+            only = {**endless, "properties": {key: endless["properties"][key]}, "required": []}
+            if key in ("node", "not", "text", "far"):
+                with pytest.raises(GrammarError):
+                    grammar_of(AnswerForm(None, (Tool("f", only, strict=True),), True, 1), dialects)
+
+
+NAMED = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "allowed", "refused"),
+    [
+        (NAMED, '{"a": 1}', '{"a": 1, "b": 2}'),
+        ({"type": "object", "properties": {}}, "{}", '{"b": 2}'),
+        ({**NAMED, "additionalProperties": True}, '{"a": 1, "b": 2}', "{}"),
+        ({**NAMED, "patternProperties": {"^b": {}}}, '{"a": 1, "b": 2}', "{}"),
+        ({**NAMED, "required": ["a", "b"]}, '{"a": 1, "b": 2}', '{"a": 1}'),
+        ({}, '{"b": {"c": [2]}}', "[]"),
+    ],
+)
+def test_arguments_are_those_that_the_schema_names(parameters: dict[str, Any], allowed: str, refused: str) -> None:
+    dialects, known = dialects_of("hermes", "", special=False)
+    compiled = Grammars.of(known, VOCAB_SIZE)
+    assert compiled is not None
+    grammar = compiled.compile(grammar_of(AnswerForm(None, (Tool("f", parameters),), True), dialects), (EOS,))
+
+    def write(arguments: str) -> None:
+        text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        grammar.matcher().accept([*known.encode(text), EOS])
+
+    write(allowed)
+    with pytest.raises(GrammarError):
+        write(refused)
+
+
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "gemma4", "pythonic"])
 def test_what_a_format_cannot_hold_is_refused_where_it_must_be_exact(name: str) -> None:
     dialects, _ = dialects_of(name, "", special=False)
@@ -190,3 +269,6 @@ def test_what_a_format_cannot_hold_is_refused_where_it_must_be_exact(name: str) 
     with pytest.raises(GrammarError, match=r"tool f.*pattern"):
         grammar_of(AnswerForm(None, (Tool("f", pattern, strict=True),), True), dialects)
     grammar_of(AnswerForm(None, (Tool("f", pattern),), True), dialects)
+    for named, more in (("minProperties", 1), ("anyOf", []), ("required", ["b"])):
+        with pytest.raises(GrammarError, match=rf"tool f.*{named}"):
+            grammar_of(AnswerForm(None, (Tool("f", {**NAMED, named: more}, strict=True),), True), dialects)

@@ -233,7 +233,7 @@ async def test_what_is_wrong_in_a_completion_is_named(
         ({"messages": [{"content": "hi"}]}, "messages[0].role", "missing_required_parameter"),
         ({"messages": [{"role": 1, "content": "hi"}]}, "messages[0].role", "invalid_type"),
         ({"messages": [{"role": "bard", "content": "hi"}]}, "messages[0].role", "invalid_value"),
-        ({"messages": [{"role": "function", "content": "hi"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": [{"role": "function", "content": "hi"}]}, "messages[0].name", "missing_required_parameter"),
         ({"messages": [*HI, {"role": "user"}]}, "messages[1].content", "missing_required_parameter"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "invalid_type"),
         ({"messages": [{"role": "user", "content": {"text": "hi"}}]}, "messages[0].content", "invalid_type"),

@@ -384,7 +384,7 @@ def test_a_report_says_what_it_hangs_on(capsys: pytest.CaptureFixture[str], tmp_
     [
         (("--kernel-modes", "split"), "unknown kernel mode 'split'"),
         (("--topology", "0:1"), "--topology takes decode-bound, balanced or P:D"),
-        (("--loads", "fast"), "could not convert string to float"),
+        (("--loads", "fast"), "--loads takes shares above 0"),
         (("--set", "vllm.x=1"), "has no option 'x'"),
         (("--set", "orca.max_batch=1"), "with a policy of --policy"),
         (("--seeds", "0"), "at least 1"),

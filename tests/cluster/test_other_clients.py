@@ -1,0 +1,36 @@
+"""Clients of other projects, as published, against `alignedserve serve` with the model that ships.
+
+Each runs its checks (`tests/clients`) in a process and an environment of its own. All share a server.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+
+import pytest
+
+from alignedserve.cluster.cli.serve_process import ServeProcess
+from alignedserve.model import resolve_model
+from support.client_environments import checks_of, run_checks
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+CLIENTS = ("langchain", "litellm", "instructor", "pydantic_ai", "agents", "lm_eval")
+CHECKS_S = 600.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServeProcess]:
+    with ServeProcess() as running:
+        yield running
+        running.check_integrity()
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_client_of_another_project_is_served(server: ServeProcess, client: str) -> None:
+    places = {"MODEL_FOLDER": str(resolve_model("tiny")), "FURTHER_PACKAGES": sysconfig.get_paths()["purelib"]}
+    done = run_checks(client, server.url, timeout_s=CHECKS_S, **places)
+    assert [check.name for check in done] == checks_of(client)
+    failed = [check for check in done if check.failed]
+    assert not failed, "\n\n".join(f"{check.name}:\n{check.failed}" for check in failed)

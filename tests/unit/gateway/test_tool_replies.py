@@ -1,0 +1,215 @@
+"""Calls that are cut, OpenAI's older form of tools, counted tools, and reasoning that cannot be turned off."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from alignedserve.control.convert import sampling_from_proto, sampling_to_proto
+from alignedserve.gateway.body.requests import parse_chat
+from alignedserve.gateway.dialects.families import REASONING, TOOLS
+from alignedserve.gateway.dialects.model_dialects import ModelDialects
+from alignedserve.model import resolve_model
+from alignedserve.request import FinishReason
+from alignedserve.text import ChatTemplate, Tokenizer
+from support.fake_cluster import FakeCluster, playing
+from support.gateway import running_gateway
+from support.gateway_front import CHAT, HI, Front
+
+TINY = resolve_model("tiny")
+FOUND = Tokenizer.from_folder(TINY)
+assert FOUND is not None
+TOKENIZER: Tokenizer = FOUND
+END = 5
+PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+LOOK = {"name": "look", "description": "Look at a place.", "parameters": PLACE}
+TOOL = {"type": "function", "function": LOOK}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "Bern; or not"}}\n</tool_call>'
+ALWAYS = "{%- for message in messages -%}{{ message.content }}{%- endfor -%}{{ '<|assistant|><think>\\n' }}"
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text)
+
+
+async def chat(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    answer = await http.post(CHAT, json={"messages": HI, **fields})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+async def streamed(http: httpx.AsyncClient, **fields: Any) -> list[dict[str, Any]]:
+    answer = await http.post(CHAT, json={"messages": HI, "stream": True, **fields})
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    return [choice for line in lines for choice in json.loads(line)["choices"]]
+
+
+# ---- why an answer with calls ended
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "fields", "reason"),
+    [
+        (CALL, FinishReason.STOP, {}, "tool_calls"),
+        (CALL, FinishReason.LENGTH, {}, "length"),
+        (CALL[:-20], FinishReason.STOP, {}, "stop"),
+        (CALL, FinishReason.LENGTH, {"stop": ";"}, "stop"),
+        (CALL, FinishReason.STOP, {"stop": "</tool_call>"}, "tool_calls"),
+        (CALL.replace('"Bern; or not"', "nix") + CALL, FinishReason.STOP, {}, "tool_calls"),
+        ("None.", FinishReason.STOP, {}, "stop"),
+    ],
+)
+async def test_calls_are_the_reason_of_the_end_only_if_the_last_one_is_whole(
+    http: httpx.AsyncClient, cluster: FakeCluster, text: str, finish: FinishReason, fields: dict[str, Any], reason: str
+) -> None:
+    tokens = ids(text)
+    cluster.script = playing([*tokens, END] if finish is FinishReason.STOP else tokens, finish=finish)
+    (whole,) = (await chat(http, tools=[TOOL], **fields))["choices"]
+    assert whole["finish_reason"] == reason
+    assert (await streamed(http, tools=[TOOL], **fields))[-1]["finish_reason"] == reason
+
+
+# ---- OpenAI's older form
+
+
+async def test_functions_are_tools_and_their_call_comes_back_in_the_older_form(
+    http: httpx.AsyncClient, cluster: FakeCluster
+) -> None:
+    cluster.script = playing(ids("I look.\n"), *([token] for token in ids(CALL)), [END], finish=FinishReason.STOP)
+    (choice,) = (await chat(http, functions=[LOOK]))["choices"]
+    message, expected = choice["message"], json.dumps({"place": "Bern; or not"})
+    assert (message["content"], choice["finish_reason"]) == ("I look.", "function_call")
+    assert message["function_call"] == {"name": "look", "arguments": expected}
+    assert "tool_calls" not in message
+
+    pieces = await streamed(http, functions=[LOOK], function_call="auto")
+    calls = [piece["delta"]["function_call"] for piece in pieces if "function_call" in piece["delta"]]
+    assert [call["name"] for call in calls if "name" in call] == ["look"]
+    assert "".join(call["arguments"] for call in calls) == expected
+    assert len(calls) > 3
+    assert pieces[-1]["finish_reason"] == "function_call"
+
+
+async def test_an_older_conversation_has_the_prompt_of_the_newer_one() -> None:
+    function = {"name": "look", "arguments": '{"place": "Bern"}'}
+    older = [*HI, {"role": "assistant", "content": None, "function_call": function},
+             {"role": "function", "name": "look", "content": "sunny"}]  # fmt: skip
+    newer = [*HI, {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]},
+             {"role": "tool", "name": "look", "content": "sunny"}]  # fmt: skip
+    for first, second in (
+        ({}, {}),
+        ({"function_call": {"name": "look"}}, {"tool_choice": {"type": "function", "function": {"name": "look"}}}),
+        ({}, {"parallel_tool_calls": False}),
+    ):
+        (one,) = await Front().submit(CHAT, {"messages": older, "functions": [LOOK], "seed": 1, **first})
+        (two,) = await Front().submit(CHAT, {"messages": newer, "tools": [TOOL], "seed": 1, **second})
+        assert one.prompt_token_ids == two.prompt_token_ids
+    assert one.sampling == two.sampling
+    (without,) = await Front().submit(CHAT, {"messages": HI, "functions": [LOOK], "function_call": "none", "seed": 1})
+    (plain,) = await Front().submit(CHAT, {"messages": HI, "seed": 1})
+    assert (without.prompt_token_ids, without.sampling) == (plain.prompt_token_ids, plain.sampling)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"functions": [LOOK], "tools": [TOOL]}, "functions"),
+        ({"functions": [{"name": "a b"}]}, "functions[0].name"),
+        ({"functions": [LOOK, LOOK]}, "functions[1].name"),
+        ({"functions": [LOOK], "function_call": {"name": "other"}}, "function_call"),
+        ({"functions": [LOOK], "function_call": "required"}, "function_call"),
+        ({"functions": [LOOK], "tool_choice": "required"}, "tool_choice"),
+        ({"function_call": {"name": "look"}}, "function_call"),
+        ({"tools": [TOOL], "function_call": {"name": "look"}}, "function_call"),
+        ({"functions": "look"}, "functions"),
+    ],
+)
+async def test_an_older_request_that_cannot_be_followed_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    assert (await Front().error(CHAT, {"messages": HI, **fields}))["param"] == param
+
+
+# ---- counting
+
+
+async def test_tools_are_counted_as_a_chat_has_them(front: Front) -> None:
+    for fields in ({"tools": [TOOL]}, {"functions": [LOOK]}, {"tools": [TOOL], "tool_choice": "none"}):
+        (spec,) = await front.submit(CHAT, {"messages": HI, **fields})
+        answer = await front.client.post("/tokenize", json={"messages": HI, **fields})
+        assert answer.json()["tokens"] == spec.prompt_token_ids
+    assert (await front.error("/tokenize", {"prompt": "a", "tools": [TOOL]}))["param"] == "tools"
+    wrong = {"messages": HI, "tools": [{"type": "function"}]}
+    assert (await front.error("/tokenize", wrong))["param"] == "tools[0].function"
+    unread = {"messages": HI, "chat_template_kwargs": {"colour": "red"}}
+    assert (await front.error("/tokenize", unread))["param"] == "chat_template_kwargs"
+
+
+# ---- what earlier messages may hold
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ('{"a": "\\ud800"}', {"a": "\ufffd"}),
+        ('{"a": "\\ud83d\\ude00 \\n"}', {"a": "\U0001f600 \n"}),
+        ('{"a": "\\\\ud800"}', {"a": "\\ud800"}),
+        ("", {}),
+        (None, {}),
+        ("[1]", "[1]"),
+        ("null", "null"),
+        ("{" * 5000, "{" * 5000),
+    ],
+)
+async def test_arguments_of_earlier_calls_reach_the_prompt_whatever_they_are(arguments: Any, meant: Any) -> None:
+    turn = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
+    (message,) = parse_chat({"messages": [turn]}).messages
+    assert message.turn["tool_calls"][0]["function"]["arguments"] == meant
+    if arguments is None or len(arguments) < 100:
+        assert await Front().submit(CHAT, {"messages": [*HI, turn], "tools": [TOOL]})
+
+
+# ---- reasoning
+
+
+async def test_reasoning_that_a_template_always_begins_cannot_be_turned_off() -> None:
+    front = Front(template=ChatTemplate(ALWAYS, {}), dialects=ModelDialects(TOOLS["hermes"], REASONING["qwen3"]))
+    for field, value in (("reasoning_effort", "none"), ("enable_thinking", False)):
+        error = await front.error(CHAT, {"messages": HI, field: value})
+        assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+    (spec,) = await front.submit(CHAT, {"messages": HI, "thinking_token_budget": 0})
+    assert spec.sampling.thinking is not None
+    assert spec.sampling.thinking.begun
+    assert spec.sampling.thinking.forced([]) == spec.sampling.thinking.close[0]
+
+
+async def test_white_space_may_come_before_reasoning_that_has_a_budget() -> None:
+    front = Front(dialects=ModelDialects(reasoning=REASONING["glm45"]))
+    (spec,) = await front.submit(CHAT, {"messages": HI, "thinking_token_budget": 2})
+    limit = spec.sampling.thinking
+    assert limit is not None
+    assert ids("\n")[0] in limit.before
+    assert sampling_from_proto(sampling_to_proto(spec.sampling)) == spec.sampling
+    begun = [*ids("\n"), *limit.open, 70, 71]
+    assert limit.forced(begun) == limit.forced(begun[1:]) == limit.close[0]
+    assert all(limit.near(len(begun) + more) for more in range(-2, len(limit.close)))
+    assert limit.forced([70, *begun]) is limit.forced(begun[:-1]) is None
+
+
+async def test_calls_and_reasoning_that_is_not_apart(cluster: FakeCluster, tmp_path: Path) -> None:
+    folder = tmp_path / "thinks"
+    shutil.copytree(TINY, folder)
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + "{#- <think> -#}")
+    cluster.script = playing(ids(f"<think>\nHm.\n</think>\n\nWell.\n{CALL}"), [END], finish=FinishReason.STOP)
+    async with running_gateway(cluster, model_path=folder) as gateway, httpx.AsyncClient(base_url=gateway.url) as http:
+        body = await chat(http, tools=[TOOL], separate_reasoning=False)
+        (choice,) = body["choices"]
+        assert choice["message"]["content"] == "<think>\nHm.\n</think>\n\nWell."
+        assert len(choice["message"]["tool_calls"]) == 1
+        assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+        pieces = await streamed(http, tools=[TOOL], separate_reasoning=False)
+        assert "".join(piece["delta"].get("content") or "" for piece in pieces) == choice["message"]["content"]
