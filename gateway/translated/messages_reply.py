@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import orjson
+
 from alignedserve.errors import AlignedServeError
 from alignedserve.gateway.failures import error_object
 from alignedserve.gateway.translated.blocks import Block, Kind, Op, Step
@@ -98,10 +100,14 @@ def _block(block: Block, *, begun: bool = False) -> dict[str, Any]:
             return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _arguments(text)}
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    """A call's arguments; {} for one that max_tokens cut."""
+def _arguments(text: str) -> orjson.Fragment | dict[str, Any]:
+    """A call's arguments as they were written: orjson cannot write every JSON text's value. {} for cut ones."""
     try:
-        found = json.loads(text or "{}")
+        found = json.loads(text, parse_constant=_no_number)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return orjson.Fragment(text) if isinstance(found, dict) else {}
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")

@@ -11,13 +11,14 @@ from typing import Any
 import anthropic
 import httpx
 import openai
+import orjson
 import pytest
 from openai.types.responses import Response
 
 from alignedserve.errors import InvalidRequestError, TransferError
 from alignedserve.gateway.failures import UnsupportedFeatureError
-from alignedserve.gateway.translated import messages_request, responses_request
-from alignedserve.gateway.translated.blocks import Blocks, Kind, Op
+from alignedserve.gateway.translated import messages_reply, messages_request, responses_request
+from alignedserve.gateway.translated.blocks import Block, Blocks, Kind, Op
 from alignedserve.gateway.translated.messages_request import parse_messages
 from alignedserve.gateway.translated.responses_request import parse_responses
 from alignedserve.model import resolve_model
@@ -452,3 +453,16 @@ def test_a_delta_of_another_kind_closes_the_open_block() -> None:
     order = [(step.op, step.block.index) for step in steps if step.op is not Op.ADD]
     assert order == [(op, index) for index in range(4) for op in (Op.OPEN, Op.CLOSE)]
     assert json.loads("".join(step.piece for step in steps if step.block.index == 2)) == {"x": 1}
+
+
+@pytest.mark.parametrize("text", ['{"a": "\\ud800"}', '{"a": 12345678901234567890123}', '{"a": 1e999}', '{ "b":[] }'])
+def test_arguments_of_a_call_are_written_as_the_model_wrote_them(text: str) -> None:
+    block = Block(Kind.CALL, 0, name="f", call_id="c", text=text)
+    assert orjson.dumps(messages_reply._block(block)) == orjson.dumps(
+        {"type": "tool_use", "id": "c", "name": "f", "input": orjson.Fragment(text)}
+    )
+
+
+@pytest.mark.parametrize("text", ["", '{"a": NaN}', '{"a": ', "[1]"])
+def test_arguments_that_are_no_object_are_empty(text: str) -> None:
+    assert messages_reply._block(Block(Kind.CALL, 0, name="f", call_id="c", text=text))["input"] == {}
