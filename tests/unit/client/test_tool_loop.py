@@ -215,7 +215,6 @@ async def test_calls_in_chunks_are_those_of_the_whole(cluster: FakeCluster, aski
         ({"structured_outputs": {"choice": ["a"]}, "response_format": {"type": "object"}}, "structured_outputs"),
         ({"prompt_logprobs": 99}, "prompt_logprobs"),
     ],
-    ids=str,
 )
 async def test_a_refusal_names_the_option(asking: AsyncClient, options: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
@@ -341,7 +340,6 @@ def test_what_a_function_returns_must_have_a_form_as_json() -> None:
     ("options", "param"),
     [({"tools": []}, "tools"), ({"tools": [wait]}, "tools"), ({"tools": [look, look]}, "tools"), ({"n": 2}, "n"),
      ({"tools": [{"type": "function"}]}, "tools"), ({"max_rounds": 0}, "max_rounds"), ({"on_error": "no"}, "on_error")],
-    ids=str,
 )  # fmt: skip
 def test_a_loop_that_cannot_be_is_refused(options: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:

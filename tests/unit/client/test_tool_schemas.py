@@ -121,7 +121,6 @@ def test_an_argument_becomes_an_object_of_its_type(annotation: Any, written: Any
      (tuple[int, str], [1]), (dict[str, int], {"a": "b"}), (Literal["a"], "b"), (Literal[1], True), (Unit, "kelvin"),
      (Node, {"value": 1, "lft": None}), (Node, {}), (Box, {"width": "a"}), (Order, {"name": "too long a name"}),
      (Annotated[int, annotated_types.Ge(2)], 1), (int | None, "x"), (float, 10**400)],
-    ids=str,
 )  # fmt: skip
 def test_an_argument_of_another_type_is_named(annotation: Any, written: Any) -> None:
     with pytest.raises(ToolArgumentsError, match=r"f\(.*\): p: ") as caught:
@@ -277,7 +276,6 @@ def with_function(a: Callable[[], None]) -> None: ...
     [(bare, "a has no annotation"), (many, r"\*args"), (more, r"\*\*kwargs"), (unknown, "Nowhere"),
      (with_function, "no JSON schema"), (lambda: 1, "no name of a tool"), (Shop(), "no name of a tool"),
      (3, "must be a function")],
-    ids=str,
 )  # fmt: skip
 def test_what_is_no_tool_is_refused_by_name(wrong: Any, why: str) -> None:
     with pytest.raises(InvalidRequestError, match=why) as caught:
@@ -328,7 +326,6 @@ def test_missing_and_unknown_arguments_are_named() -> None:
     ("value", "text"),
     [("x", "x"), (None, "null"), ({"a": "ü"}, '{"a": "ü"}'), (Node(1), '{"value": 1, "left": null}'),
      (Order(name="a"), '{"name": "a", "lines": []}'), ([Unit.C, {1}], '["celsius", [1]]')],
-    ids=str,
 )  # fmt: skip
 def test_results_are_text_or_json(value: Any, text: str) -> None:
     assert result_text(value) == text
