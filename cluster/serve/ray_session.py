@@ -36,6 +36,7 @@ ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # at Ray's default of 15, workers get a thirtieth of another process's CPU time
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.3",  # a proxy is replaced after the third failed check
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",  # a proxy that starts on a busy machine is not ended meanwhile
 }
 # For replicas only. Handles in this process, which has no event loop, use their router's loop.
 REPLICA_ENVIRONMENT = {

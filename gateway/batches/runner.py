@@ -181,7 +181,9 @@ class BatchRunner:
                 self._gate.leave(size, answered=False)
 
     async def _write(self) -> None:
-        """Writes the answers that have come, unless another task has just done so."""
+        """Writes the answers that have come. If another task is writing, it writes these too."""
+        if self._writing.locked():  # waiting for it would keep a task for each line: they come faster than they go
+            return
         async with self._writing:
             while self._unwritten and not self._lost:
                 some = self._unwritten[:MOST_AT_ONCE]

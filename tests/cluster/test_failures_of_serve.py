@@ -77,6 +77,8 @@ async def streams_through(
         reading = [
             asyncio.ensure_future(read(client, options, event)) for options, event in zip(STREAMS, begun, strict=True)
         ]
+        for task, event in zip(reading, begun, strict=True):
+            task.add_done_callback(lambda _, event=event: event.set())  # one that cannot begin fails below
         await asyncio.gather(*(event.wait() for event in begun))
         await blow()
         assert not all(task.done() for task in reading), "all had ended before"

@@ -113,8 +113,8 @@ SAMPLES = (
     Sample("hermes", '<tool_call>{"arguments": {"city": "Bern", "days": 2}, "name": "get_weather"}</tool_call>',
            (BERN,)),
     Sample("hermes", '<tool_call>{"name": "now"}</tool_call>\n', (NOW,)),
-    Sample("hermes", 'Use <tool_call>{"name": "nobody", "arguments": {}}</tool_call> like this.', (),
-           'Use <tool_call>{"name": "nobody", "arguments": {}}</tool_call> like this.'),
+    Sample("hermes", 'Use <tool_call>{"name": "unknown", "arguments": {}}</tool_call> like this.', (),
+           'Use <tool_call>{"name": "unknown", "arguments": {}}</tool_call> like this.'),
     Sample("hermes", "<think>\nThe user asks.\n</think>\n\n<tool_call>\n"
            '{"name": "get", "arguments": {"a": "</tool_call> \\u00e9 \\"q\\""}}\n</tool_call>',
            (("get", {"a": '</tool_call> é "q"'}),), thought="The user asks.", reasoning="qwen3"),

@@ -1,8 +1,8 @@
 """Objects that name their properties, and do not say whether they have others, have no others.
 
-A model would write further keys, which whoever asked for the object does not read, and a small one without end. Other
-servers' default is the same. Every answer is still valid: an object stays open where a key beside those that it names
-is needed, or where another schema applies to the same value.
+Without this, a model may write further keys, which clients do not use, and a small model may never stop. Other servers
+have the same default. Every answer is still valid: an object stays open if it needs a key beside those that it names,
+or if another schema applies to the same value.
 """
 
 from __future__ import annotations

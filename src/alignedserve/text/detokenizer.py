@@ -9,12 +9,14 @@ byte fallback it raises after a byte that does not continue the character before
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 
 from alignedserve.text.tokenizer import Tokenizer
 
 CONTEXT_TOKENS = 6
 _HOLD_TOKENS = 4  # an incomplete character is at most three bytes long, and a token has at least one
+_CONTINUES = re.compile(rb"[\x80-\xbf]")  # a byte within a character
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
@@ -28,7 +30,7 @@ class IncrementalDetokenizer:
     text before it. The texts of all `push` calls and `finish`, joined, are the whole text.
     """
 
-    __slots__ = ("_bytes", "_joins", "_prefix", "_rules", "_skipped", "_strip", "_tokenizer", "_window")
+    __slots__ = ("_begun", "_bytes", "_joins", "_prefix", "_rules", "_skipped", "_strip", "_tokenizer", "_window")
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class IncrementalDetokenizer:
         if self._rules is not None:
             for token in context:
                 self._bytes.decode(tokenizer.piece(token))
+        self._begun = False  # whether a token of the answer had bytes
 
     def push(self, token: int) -> str:
         """The text that this token completes; "" if it is special or ends inside a character."""
@@ -58,7 +61,12 @@ class IncrementalDetokenizer:
             return ""
         if self._rules is None:
             return self._push_window(token)
-        text = self._bytes.decode(self._tokenizer.piece(token))
+        piece = self._tokenizer.piece(token)
+        if piece and not self._begun:
+            self._begun = True
+            if not _CONTINUES.match(piece):  # a character that the prompt left incomplete is no text of the answer
+                self._bytes.reset()
+        text = self._bytes.decode(piece)
         return self._stripped(text) if self._strip and text else text
 
     def finish(self) -> str:
@@ -67,7 +75,7 @@ class IncrementalDetokenizer:
             text = self._window_text()
             self._prefix, self._window = self._window, []
             return text
-        return self._bytes.decode(b"", final=True)
+        return self._bytes.decode(b"", final=True) if self._begun else ""
 
     def _stripped(self, text: str) -> str:
         spaces = min(self._strip, len(text) - len(text.lstrip(" ")))

@@ -199,7 +199,7 @@ def test_a_response_template_is_read_by_the_library() -> None:
     assert read_pieces(parse(template_parser("<|im_start|>assistant\n<think>"), "a</think>b")).reasoning == "a"
 
 
-@pytest.mark.parametrize("body", ["nonsense", '{"name": "nobody", "arguments": {}}', "[1]", '{"a":'])
+@pytest.mark.parametrize("body", ["nonsense", '{"name": "unknown", "arguments": {}}', "[1]", '{"a":'])
 def test_what_the_library_cannot_read_is_content(body: str) -> None:
     for text in (f"<tool_call>{body}</tool_call> so", f"<tool_call>{body}"):
         found = read_pieces(parse(template_parser(), text))

@@ -406,3 +406,14 @@ def test_where_a_template_comes_from(tmp_path: Path) -> None:
         assert template.render(USER) == expected
     with pytest.raises(ConfigError, match=r"missing\.jinja"):
         ChatTemplate.from_folder(tmp_path, {}, str(tmp_path / "missing.jinja"))
+
+
+def test_a_character_that_the_prompt_left_incomplete_is_the_answers_only_if_it_goes_on(tiny: Tokenizer) -> None:
+    tokenizer = tiny
+    of_byte = {tiny.piece(token): token for token in range(tiny.backend.get_vocab_size())}
+    first, second, third, letter = (of_byte[bytes([byte])] for byte in "€a".encode())
+    whole = IncrementalDetokenizer(tokenizer, [first, second])
+    assert [whole.push(third), whole.push(letter), whole.finish()] == ["€", "a", ""]
+    broken = IncrementalDetokenizer(tokenizer, [first, second])
+    assert [broken.push(letter), broken.push(first), broken.finish()] == ["a", "", "\ufffd"]
+    assert IncrementalDetokenizer(tokenizer, [first, second]).finish() == ""
