@@ -6,8 +6,8 @@ with the round's system prompt, and each turn sends all that was said before and
     python benchmarks/sessions.py --model tiny --json sessions.json
     python benchmarks/sessions.py --model 134m --conversations 16 --at-once 4
 
-Targets, with over without: first tokens of later turns 0.2, output tokens/s 1.3, P99 between tokens 1.05; and 95 % of the
-hits that a cache of endless size has. `--unique` sends as many prompts that share nothing (targets: within 1 %).
+Targets, with over without: first tokens of later turns 0.2, output tokens/s 1.3, P99 between tokens 1.05; and 95 % of
+the hits that a cache of endless size has. `--unique` sends as many prompts that share nothing (targets: within 1 %).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from alignedserve.control.convert import key_to_proto
 from alignedserve.errors import AlignedServeError
-from alignedserve.gateway.body.planning import CacheUse, CallPlan, PromptPlan, derive_seed
+from alignedserve.gateway.body.planning import CallPlan, PromptPlan, derive_seed
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import (
     FinishReason,
@@ -143,6 +143,7 @@ class Answer:
             submitted_ns=time.time_ns(),
             wait_objective_s=self.call.plan.wait_objective_s or 0.0,
             priority=self.call.plan.priority,
+            cached=[pb.CachedTokens(pool_id=pool_id, tokens=tokens) for pool_id, tokens in self.prompt.cached],
         )
 
     def _group(self) -> str:
@@ -172,13 +173,6 @@ class Answer:
             cache_salt=self.call.salt,
             stopwatch=Stopwatch(since_ns=_unix_ns(sent_s)),
         )
-
-
-def _salt(cache: CacheUse | None, owner: bytes) -> bytes:
-    """What keeps cached KV apart. `owner`: hash of an API key, or empty; a fixed length before the client's salt."""
-    if cache is None:
-        return b""
-    return (owner.ljust(1, b"-") + b"/" if cache.by_key else b"") + cache.salt
 
 
 def _unix_ns(monotonic_s: float) -> int:
@@ -213,7 +207,7 @@ class Call:
     def __init__(self, plan: CallPlan) -> None:
         self.plan = plan
         self.name: CallName = (caller.get(), plan.id)
-        self.salt = _salt(plan.cache, caller.get())
+        self.salt = b"" if plan.cache is None else plan.cache.whole_salt(caller.get())
         self.sent_id = sent_request_id.get()
         self.arrival_ns = time.time_ns()
         self.arrival_s = time.monotonic()
