@@ -106,7 +106,7 @@ class Conversations:
     async def _turn(self, client: AsyncClient, prompt: list[int], first_s: list[float]) -> list[int]:
         answer: list[int] = []
         last_s = began_s = time.perf_counter()
-        stream = client.stream(prompt, max_tokens=self._options.answer, temperature=0, ignore_eos=True)
+        stream = client.stream(prompt_token_ids=prompt, max_tokens=self._options.answer, temperature=0, ignore_eos=True)
         async for chunk in stream:
             now_s = time.perf_counter()
             if chunk.token_ids:
