@@ -73,14 +73,15 @@ def _structured(message: pb.GenerateRequest) -> dict[str, Any]:
 def completion_of(body: Mapping[str, Any], read: Read | None) -> Completion:
     """The answer in a body of either endpoint. It has `token_ids` only if the request asked for `return_token_ids`."""
     usage = body["usage"]
-    details = usage.get("completion_tokens_details") or {}
+    thoughts = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     timings = body.get("timings")
     return Completion(
         request_id=body["id"],
         model=body["model"],
         prompt_token_ids=tuple(body.get("prompt_token_ids") or ()),
         choices=tuple(_choice(choice, read) for choice in body["choices"]),
-        usage=Usage(usage["prompt_tokens"], usage["completion_tokens"], details.get("reasoning_tokens")),
+        usage=Usage(usage["prompt_tokens"], usage["completion_tokens"], thoughts, cached),
         client_timings=ClientTimings(0.0),
         timings=None if timings is None else Timings(**timings),
     )

@@ -243,7 +243,8 @@ def _logprob(message: pb.TokenLogprobText) -> Logprob:
 
 def _usage(message: pb.Usage) -> Usage:
     reasoning = message.reasoning_tokens if message.HasField("reasoning_tokens") else None
-    return Usage(message.prompt_tokens, message.completion_tokens, reasoning)
+    cached = message.cached_tokens if message.HasField("cached_tokens") else None
+    return Usage(message.prompt_tokens, message.completion_tokens, reasoning, cached)
 
 
 def _timings(message: pb.RequestTimings) -> Timings:

@@ -33,6 +33,8 @@ class Options(TypedDict, total=False):
     priority: int | None
     """Of the requests that wait, one with a lower priority goes first (default 0; a signed 64-bit integer). From
     1,000,000 on a request only takes what others leave."""
+    cache_salt: str | None
+    """Only prompts with the same salt share cached KV; at most 1,024 characters."""
 
     max_tokens: int | None
     """Maximum tokens to generate (default for prompts: 16; for chat: all positions that the model has left)."""

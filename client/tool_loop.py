@@ -166,13 +166,19 @@ class ToolLoop:
 
     def result(self) -> ToolRun:
         usages = [answer.usage for answer in self._answers]
-        thoughts = [usage.reasoning_tokens for usage in usages if usage.reasoning_tokens is not None]
         usage = Usage(
             sum(usage.prompt_tokens for usage in usages),
             sum(usage.completion_tokens for usage in usages),
-            sum(thoughts) if thoughts else None,
+            _sum(usage.reasoning_tokens for usage in usages),
+            _sum(usage.cached_tokens for usage in usages),
         )
         return ToolRun(self._answers[-1], tuple(self.messages), tuple(self._results), len(self._answers), usage)
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    """The sum of those that are known; None if none is."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def _functions(options: Options, *, tasks: bool) -> dict[str, Tool]:

@@ -78,11 +78,13 @@ class Usage:
     """Token counts; `completion_tokens` is the sum over all `n` answers (all of `best_of`).
 
     `reasoning_tokens`: those of them that are reasoning; None if the model has none, and outside of chat.
+    `cached_tokens`: those of the prompt whose KV was in the prefix cache; None if there is no cache.
     """
 
     prompt_tokens: int
     completion_tokens: int
     reasoning_tokens: int | None = None
+    cached_tokens: int | None = None
 
     @property
     def total_tokens(self) -> int:

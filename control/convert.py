@@ -114,6 +114,7 @@ def spec_to_proto(spec: RequestSpec) -> pb.RequestSpec:
         deadline_ns=spec.deadline_ns,
         wait_objective_s=spec.wait_objective_s,
         priority=spec.priority,
+        cache_salt=spec.cache_salt,
         timings=timings_to_proto(spec.stopwatch),
     )
 
@@ -132,6 +133,7 @@ def spec_from_proto(message: pb.RequestSpec) -> RequestSpec:
         deadline_ns=message.deadline_ns,
         wait_objective_s=message.wait_objective_s,
         priority=message.priority,
+        cache_salt=message.cache_salt,
         stopwatch=timings_from_proto(message.timings),
     )
 

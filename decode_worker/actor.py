@@ -19,6 +19,7 @@ from alignedserve.control.metrics import StoreCount, show_stores
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.control.worker import WorkerServer
 from alignedserve.decode_worker.buffer_link import BufferLink
+from alignedserve.decode_worker.endings import Ending
 from alignedserve.decode_worker.held import EvictionOrder, Outcome
 from alignedserve.decode_worker.instance import DecodeInstance
 from alignedserve.decode_worker.loop import DecodeLoop
@@ -182,6 +183,8 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
                 self._report_lost(_keys(requests), "the prefill instance whose buffer held the KV was lost")
         for order in outcome.evictions:
             self.spawn(self._evict(order))
+        for ending in outcome.endings:
+            self.spawn(self._cache(ending))
         if outcome.status_changed:
             self._report_description()
         self._follow_draining(drained=outcome.drained)
@@ -228,6 +231,17 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         else:
             compute.evicted(order, stored)
         self._instance.refresh_lease()
+
+    async def _cache(self, ending: Ending) -> None:
+        handover, compute = self._instance.handover, self._instance.compute
+        assert handover is not None
+        assert compute is not None
+        try:
+            await handover.cache(ending)
+        except AlignedServeError as error:
+            logger.warning("an answer was not cached: %s", error, extra={"request_id": ending.key.request_id})
+        finally:
+            compute.cached(ending.key)
 
     def on_gateway_lost(self, address: str) -> None:
         if self._instance.compute is not None:

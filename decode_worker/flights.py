@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from alignedserve.control.convert import failure_event, token_event
+from alignedserve.decode_worker.endings import Endings
 from alignedserve.decode_worker.held import Held, Outcome
 from alignedserve.decode_worker.iteration_meter import IterationMeter
 from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
@@ -61,7 +62,9 @@ class Flights:
         scheduler: IterationScheduler,
         held: dict[RequestKey, Held],
         meter: IterationMeter,
+        endings: Endings | None = None,
     ) -> None:
+        self._endings = endings
         self._decode_id = decode_id
         self._engine = engine
         self._scheduler = scheduler
@@ -96,6 +99,10 @@ class Flights:
         lengths = [item.kv_tokens for item in run]
         self._meter.begin()
         step = self._engine.launch(items)
+        if self._endings is not None:
+            for row in last:
+                item = run[row]
+                self._endings.hold(item.key, self._held[item.key].stored, item.kv_tokens + 1, item.block_ids)
         self._scheduler.advance([(key, row in last) for row, key in enumerate(keys)])
         rows = {key: row for row, key in enumerate(keys)}
         return Flight(step, keys, lives, lengths, last, rows, [item.block_ids for item in run])
@@ -125,35 +132,48 @@ class Flights:
             self._meter.pause()
             for _, live in present:
                 self._end(live, error, outcome)
-                self._ended(live, flight, following)
+                if not self._freed(live, flight, following):
+                    self._scheduler.ended(live.key)
+            self._drop_held(flight)
             return
         self._meter.end()
         bubble_s = self._meter.bubble_s(flight.lengths)
         for row, live in present:
             if bubble_s is not None:
                 live.spec.stopwatch.waste(bubble_s)
-            if self._give(live, tokens[row], outcome):
-                self._ended(live, flight, following)
+            freed = self._freed(live, flight, following)
+            ended = self._give(live, tokens[row], () if freed else flight.block_lists[row], outcome)
+            if ended and not freed:
+                self._scheduler.ended(live.key)
+        self._drop_held(flight)
 
-    def _ended(self, live: LiveRequest, flight: Flight, following: Flight | None) -> None:
-        """Tell the scheduler that a request ended before `max_tokens`."""
-        if not flight.ends(live) and (following is None or not following.ends(live)):
-            self._scheduler.ended(live.key)
+    def _drop_held(self, flight: Flight) -> None:
+        """Free blocks that were held for requests that turned out to be cancelled or failed."""
+        if self._endings is not None:
+            for row in flight.last:
+                self._endings.drop(flight.keys[row])
 
-    def _give(self, live: LiveRequest, token: SampledToken | Exception, outcome: Outcome) -> bool:
-        """Give a request its token. Returns True if the request ended."""
+    @staticmethod
+    def _freed(live: LiveRequest, flight: Flight, following: Flight | None) -> bool:
+        """Whether the scheduler has removed the request already, since it reaches `max_tokens`."""
+        return flight.ends(live) or (following is not None and following.ends(live))
+
+    def _give(
+        self, live: LiveRequest, token: SampledToken | Exception, block_ids: Sequence[int], outcome: Outcome
+    ) -> bool:
+        """Give a request its token. Returns True if it ended. `block_ids`: none if they are freed already."""
         if isinstance(token, Exception):
             logger.error("no token could be sampled: %r", token, extra={"request_id": live.key.request_id})
             self._end(live, token, outcome)
             return True
         try:
-            return self._push(live, token, outcome)
+            return self._push(live, token, block_ids, outcome)
         except Exception as error:
             logger.exception("a token could not be added to its request", extra={"request_id": live.key.request_id})
             self._end(live, error, outcome)
             return True
 
-    def _push(self, live: LiveRequest, sampled: SampledToken, outcome: Outcome) -> bool:
+    def _push(self, live: LiveRequest, sampled: SampledToken, block_ids: Sequence[int], outcome: Outcome) -> bool:
         """Append a token. Returns True if the request ended with it."""
         spec = live.spec
         position = len(spec.output_token_ids)
@@ -163,8 +183,13 @@ class Flights:
             outcome.finished.append(spec.key)
         event = token_event(spec, (sampled.token_id,), position=position, logprobs=sampled.logprobs, finish=finish)
         if finish is not None:
-            event.prefill_id = self._held.pop(spec.key).stored.prefill_id
+            stored = self._held.pop(spec.key).stored
+            event.prefill_id = stored.prefill_id
             event.decode_id = self._decode_id
+            if self._endings is not None:
+                self._endings.hold(spec.key, stored, spec.prefix_length - 1, block_ids)
+                if (ending := self._endings.ended(live, stored)) is not None:
+                    outcome.endings.append(ending)
         outcome.events.append((spec.gateway_address, event))
         return finish is not None
 

@@ -7,8 +7,10 @@ import logging
 from collections.abc import Sequence
 
 from alignedserve.decode_worker.buffer_link import BufferLink
+from alignedserve.decode_worker.endings import Ending
 from alignedserve.decode_worker.held import EvictionOrder
-from alignedserve.errors import TransferError
+from alignedserve.errors import AlignedServeError, TransferError
+from alignedserve.kv_pool.prefixes import cached_prefix
 from alignedserve.kv_pool.remote_shards import PoolReader
 from alignedserve.kv_pool.writeback import write_back
 from alignedserve.kv_pool.writer import PoolWriter
@@ -27,8 +29,16 @@ class Handover:
     """
 
     def __init__(
-        self, copier: Copier, from_pool: PoolReader, to_pool: Channel, pool: PoolWriter, block_size: int
+        self,
+        copier: Copier,
+        from_pool: PoolReader,
+        to_pool: Channel,
+        pool: PoolWriter,
+        block_size: int,
+        cached: PoolWriter | None = None,
     ) -> None:
+        """`cached` leases blocks for answers that have ended; None: they are not cached."""
+        self._cached = cached
         self._copier = copier
         self._from_pool = from_pool
         self._to_pool = to_pool
@@ -78,6 +88,25 @@ class Handover:
                     return await self._to_requests_buffer(order, link, blocks)
         source = Route(self._to_pool, order.block_ids, await self._checksums(order))
         return await write_back(self._pool, self._copier, source, order.stored, self._block_size)
+
+    async def cache(self, ending: Ending) -> None:
+        """Copy an answer's KV to the prefix cache. Nothing is copied if the shard has no free block at hand.
+
+        Raises TransferError if the copy fails or the shard cannot take it.
+        """
+        assert self._cached is not None
+        fresh = self._cached.take_now(len(ending.block_ids))
+        if fresh is None:
+            return
+        try:
+            checksums = await self._copier.checksums(self._to_pool.source, ending.block_ids)
+            route = Route(self._to_pool, ending.block_ids, checksums)
+            await self._copier.copy([route, route], fresh, ending.key.request_id)
+            prefix = cached_prefix(ending.tokens, ending.salt)
+            await self._cached.cache(prefix, ending.first_block, fresh, checksums)
+        except AlignedServeError:
+            self._cached.give(fresh)
+            raise
 
     async def _checksums(self, order: EvictionOrder) -> list[int]:
         return await self._copier.checksums(self._to_pool.source, order.block_ids)

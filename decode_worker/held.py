@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from alignedserve.control.convert import key_from_proto, spec_to_proto
+from alignedserve.decode_worker.endings import Ending
 from alignedserve.engine.live import LiveRequest
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
@@ -66,6 +67,7 @@ class Outcome:
     """The results of one turn or message. The worker's event loop handles them in order.
 
     `release`: requests whose source may free its blocks. `give_back`: candidates that return to the quad-tree.
+    `endings`: answers whose KV is to be cached.
     `returned`: requests that were evicted to the pool and committed there. `lost`: requests whose KV is lost; their
     gateways submit them again. `unreadable`: the same, and the pool's KV of them could not be read. `inventory`: the
     reply to a query; later reports describe later events.
@@ -77,6 +79,7 @@ class Outcome:
     release: list[pb.StoredRequest] = field(default_factory=list)
     give_back: list[pb.StoredRequest] = field(default_factory=list)
     evictions: list[EvictionOrder] = field(default_factory=list)
+    endings: list[Ending] = field(default_factory=list)
     returned: list[pb.StoredRequest] = field(default_factory=list)
     lost: list[RequestKey] = field(default_factory=list)
     unreadable: list[RequestKey] = field(default_factory=list)
@@ -99,6 +102,7 @@ class Outcome:
             or self.release
             or self.give_back
             or self.evictions
+            or self.endings
             or self.returned
             or self.lost
             or self.unreadable

@@ -14,6 +14,7 @@ from alignedserve.control.runtime import RoleSettings
 from alignedserve.decode_worker.buffer_access import BufferReach
 from alignedserve.decode_worker.buffer_link import BufferLink
 from alignedserve.decode_worker.capture_progress import CaptureProgress
+from alignedserve.decode_worker.endings import Endings
 from alignedserve.decode_worker.handover import Handover
 from alignedserve.decode_worker.held import Outcome
 from alignedserve.decode_worker.iteration_meter import IterationMeter
@@ -41,6 +42,8 @@ from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.copier import Copier
 from alignedserve.transfer.device import compile_copies, reached_devices
 from alignedserve.transfer.links import connect
+
+CACHING_BLOCKS = 256  # leased at most for answers that have ended
 
 OVERLAP = {"auto": None, "on": True, "off": False}  # decode.overlap
 
@@ -121,10 +124,13 @@ class DecodeInstance:
         self.cache = BlockAllocator(plan.decode_cache, self._cache_store.store_id)
         writer = PoolWriter(self._process, settings.token, self._largest_request_blocks(plan), self._on_pool_wait)
         self.writer = writer
-        pool_store = await self._pool.attach(geometry, [writer])
+        cached = self._caching_writer(plan)
+        pool_store = await self._pool.attach(geometry, [writer, *([cached] if cached is not None else [])])
         from_pool, to_pool = self._connect(pool_store, self._cache_store), self._connect(self._cache_store, pool_store)
         self._pool_channels = [from_pool, to_pool]
-        self.handover = Handover(self.copier, self._pool.reader(from_pool), to_pool, writer, plan.block_size)
+        reader, size = self._pool.reader(from_pool), plan.block_size
+        self.handover = Handover(self.copier, reader, to_pool, writer, size, cached)
+        endings = None if cached is None else Endings(self.cache, size, pool_store.store_id)
         runner = await asyncio.to_thread(make_runner, tensor)
         pace = LearningPace.configured(config)
         # Until the scheduler says after what time requests without a wait objective are overdue, none is.
@@ -134,7 +140,16 @@ class DecodeInstance:
         self.engine = engine = decode_engine(runner, config, self.capturing)
         grammars = Grammars.of(tokenizer, loaded.info.vocab_size, config.engine)
         compute = DecodeLoop(
-            settings.id, engine, scheduler, tokenizer, pull, self._post, meter, overlap=overlap, grammars=grammars
+            settings.id,
+            engine,
+            scheduler,
+            tokenizer,
+            pull,
+            self._post,
+            meter,
+            overlap=overlap,
+            grammars=grammars,
+            endings=endings,
         )
         await asyncio.to_thread(compute.warm_up)
         self.memory.note_graphs(engine.graph_memory_bytes)
@@ -154,6 +169,13 @@ class DecodeInstance:
         assert self.model is not None
         largest = -(-self.model.max_positions // plan.block_size)
         return max(1, min(largest, plan.decode_cache, plan.pool // 16))
+
+    def _caching_writer(self, plan: StorePlan) -> PoolWriter | None:
+        """Leases blocks for answers that have ended, never of the growth reserve; None without kv_pool.prefix_cache."""
+        if not self._config.kv_pool.prefix_cache:
+            return None
+        process = pb.ProcessKey(role="cache", id=self._process.id, incarnation=self._process.incarnation)
+        return PoolWriter(process, self._settings.token, min(CACHING_BLOCKS, max(1, plan.pool // 64)))
 
     def _eviction_lease_blocks(self, prefill_id: str) -> int:
         """The lease for evictions: room for the largest request, but some is left for late candidates."""

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 from alignedserve.control.compute_thread import ComputeThread
 from alignedserve.control.convert import key_from_proto, sampling_from_proto, spec_from_proto
 from alignedserve.control.passes import PassMeter
+from alignedserve.decode_worker.endings import Endings
 from alignedserve.decode_worker.flights import Flight, Flights
 from alignedserve.decode_worker.held import EvictionOrder, Held, Outcome
 from alignedserve.decode_worker.iteration_meter import IterationMeter
@@ -75,8 +76,10 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         *,
         overlap: bool | None = None,
         grammars: Grammars | None = None,
+        endings: Endings | None = None,
     ) -> None:
         super().__init__("decode")
+        self._endings = endings
         self._engine = engine
         self._overlap = overlap
         self._scheduler = scheduler
@@ -92,7 +95,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         self.pass_meter = PassMeter()
         self._passes_since_s: float | None = None  # None: nothing runs
         self.iterations = iterations if iterations is not None else IterationMeter(None)
-        self._flights = Flights(decode_id, engine, scheduler, self._held, self.iterations)
+        self._flights = Flights(decode_id, engine, scheduler, self._held, self.iterations, endings)
         self._under_way: Flight | None = None  # launched, its tokens not taken yet
 
     # ---- called from any thread
@@ -182,6 +185,12 @@ class DecodeLoop(ComputeThread[[Outcome]]):
     def evicted(self, order: EvictionOrder, stored: pb.StoredRequest | None) -> None:
         """The copy of an eviction has ended. `stored` names the new place of the KV; None: the copy failed."""
         self.tell(lambda outcome: self._on_evicted(order, stored, outcome))
+
+    def cached(self, key: RequestKey) -> None:
+        """The KV of an answer that has ended is in the prefix cache, or was given up: its blocks are free."""
+        if self._endings is not None:
+            endings = self._endings
+            self.tell(lambda _: endings.copied(key))
 
     # ---- the thread
 

@@ -250,6 +250,8 @@ def _usage(parts: Parts) -> inf.Usage:
     reading = parts.call.plan.reading
     if reading is not None and reading.dialects.reads_reasoning:
         usage.reasoning_tokens = sum(view.reasoning_tokens for view in parts.views)
+    if parts.call.plan.cache is not None:
+        usage.cached_tokens = parts.cached_tokens
     return usage
 
 

@@ -31,7 +31,7 @@ from alignedserve.control.supervisor_client import SupervisorClient, restart_jso
 from alignedserve.errors import UnavailableError
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.batches.service import BatchService
-from alignedserve.gateway.body.planning import ServedModel
+from alignedserve.gateway.body.planning import CacheUse, ServedModel
 from alignedserve.gateway.dialects.model_dialects import NO_DIALECTS, ModelDialects, choose_dialects
 from alignedserve.gateway.drain import Drain
 from alignedserve.gateway.grpc_service import InferenceService
@@ -41,6 +41,7 @@ from alignedserve.gateway.ledger.intake import Intake
 from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.peers import GatewayPeers, PeerService
+from alignedserve.gateway.prefix_hints import PrefixHints
 from alignedserve.gateway.pulse import Pulse, ask_workers
 from alignedserve.gateway.request_log import RequestLog
 from alignedserve.gateway.scheduler_link import SchedulerLink
@@ -105,6 +106,8 @@ class GatewayServer(RoleServer):
         self.scheduler = SchedulerLink(self.process, settings.token, self.ledger, self.intake, model)
         self.ledger.attach(self.scheduler)
         self.peers = GatewayPeers(settings.id, settings.token)  # the other gateways of the last view
+        self._hints = PrefixHints(settings.token)  # what the shards of the last view have of a prompt
+        model.look_up = self._hints.add if model.cache is not None else None
         self._ticker: asyncio.Task[None] | None = None  # ticks the ledger every _TICK_S, from `on_start` to `on_close`
         # Begins with a view that announces the end, or with `drain`; sets the state.
         self._drain = Drain(self.ledger, self._on_drain)
@@ -142,6 +145,7 @@ class GatewayServer(RoleServer):
             root=config.model_root,
             dialects=dialects,
             engine=config.engine,
+            cache=CacheUse(by_key=config.gateway.cache_isolation == "key") if config.kv_pool.prefix_cache else None,
         )
         server = cls(settings, model, locate)
         await server.batches.start()
@@ -211,6 +215,7 @@ class GatewayServer(RoleServer):
             logger.info("model %s: %d positions", self.model.name, self.model.info.max_positions)
         await self.scheduler.follow_view(view)
         await self.peers.follow(view)
+        await self._hints.follow(view)
 
     async def locate_supervisor(self) -> str | None:
         return await self._locate() if self._locate is not None else None
@@ -238,6 +243,7 @@ class GatewayServer(RoleServer):
         """Cancels all open requests and leaves the cluster."""
         await super().close()
         await self.peers.close()
+        await self._hints.close()
         await self.supervisor.close()
         if self._request_log is not None:
             await asyncio.to_thread(self._request_log.close)

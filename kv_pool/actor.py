@@ -21,19 +21,26 @@ from alignedserve.control.metrics import StoreCount, show_stores
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import AlignedServeError, StaleError
 from alignedserve.kv_pool.agent_handover import AgentHandover
+from alignedserve.kv_pool.counts import Grant
 from alignedserve.kv_pool.paired_service import PairedCopiesService
-from alignedserve.kv_pool.pool import Grant, KvPool
+from alignedserve.kv_pool.pool import KvPool
+from alignedserve.kv_pool.prefix_index import PrefixIndex
+from alignedserve.kv_pool.prefixes import prefix_tokens, stored_tokens
 from alignedserve.kv_pool.records import Holding, WriterKey, check_writer
 from alignedserve.kv_pool.stored import renewed, unpacked
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
 from alignedserve.metrics import Page
 from alignedserve.model import ModelInfo
+from alignedserve.prefix_chain import root_digest
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.proto import paired_copies_pb2_grpc as pc_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.cache.values import cache_policy
+from alignedserve.scheduler.cost.load import configured_cost
+from alignedserve.scheduler.cost.step import ChunkShape
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore, HostBlockStore
 from alignedserve.transfer.segments import SegmentClient
@@ -80,7 +87,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self.set_state("loading")
         model, plan = await self._plan
         geometry = model.geometry(plan.block_size)
-        front = table_bytes(plan.pool)
+        front = table_bytes(plan.pool, plan.block_size)
         self._store = await asyncio.to_thread(
             HostBlockStore.create,
             self._segments,
@@ -92,8 +99,23 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         )
         table = AllocationTable(self._store.front(), geometry, plan.pool)
         reserve = int(plan.pool * self.config.kv_pool.growth_reserve)
-        self._pool = KvPool(self._store.store_id, table, plan.block_size, reserve_blocks=reserve)
+        self._pool = KvPool(
+            self._store.store_id, table, plan.block_size, reserve_blocks=reserve, index=self._index(table, plan)
+        )
         self.set_state("ready")
+
+    def _index(self, table: AllocationTable, plan: StorePlan) -> PrefixIndex | None:
+        """The prefix index, over the entries in the segment; None without `kv_pool.prefix_cache`."""
+        if not self.config.kv_pool.prefix_cache:
+            table.forget_index()
+            return None
+        cost = configured_cost(self.config.scheduler)
+
+        def prefill_s(tokens: int) -> float:  # without a cost model the unit is a token
+            return cost.step_s([ChunkShape(tokens, 0)], ()) if cost is not None else float(tokens)
+
+        policy = cache_policy(self.config.kv_pool.cache_policy, prefill_s, plan.block_size)
+        return PrefixIndex(table.open_index(), plan.block_size, policy)
 
     async def on_view(self, view: sv.ClusterView) -> None:
         if view.store_plan and view.model_info and not self._plan.done():
@@ -245,27 +267,74 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             self._deliver(self._pool.give_back(writer, list(message.give_back.ids)))
         elif kind == "release":
             self._deliver(self._pool.release(keys_from_proto(message.release)))
+        elif kind == "pin":
+            outbox.put(self._pin(self._pool, message))
+        elif kind == "cache":
+            outbox.put(self._cache(self._pool, writer, message))
         self._announce()
+
+    def _pin(self, pool: KvPool, message: kp.PoolWriterMessage) -> kp.PoolWriterReply:
+        key, prefix = key_from_proto(message.pin.key), message.pin.prefix
+        try:
+            tokens = prefix_tokens(prefix)
+            held, grants = pool.pin(key, self._root(prefix.salt), tokens, len(tokens))
+        except AlignedServeError as error:
+            return kp.PoolWriterReply(message_id=message.message_id, refused=failure_to_proto(error))
+        self._deliver(grants)
+        return kp.PoolWriterReply(message_id=message.message_id, pinned=self._holding(held))
+
+    def _cache(self, pool: KvPool, writer: WriterKey, message: kp.PoolWriterMessage) -> kp.PoolWriterReply:
+        cache = message.cache
+        try:
+            tokens, root = prefix_tokens(cache.prefix), self._root(cache.prefix.salt)
+            kept, grants = pool.cache(
+                writer, root, tokens, list(cache.block_ids), cache.first_block, list(cache.checksums)
+            )
+        except AlignedServeError as error:
+            return kp.PoolWriterReply(message_id=message.message_id, refused=failure_to_proto(error))
+        self._deliver(grants)
+        return kp.PoolWriterReply(message_id=message.message_id, committed=kp.Committed(block_ids=kept))
+
+    def _root(self, salt: bytes) -> bytes:
+        """The start of the chains of a salt: everything but tokens that changes the KV of this store's model."""
+        assert self._store is not None
+        return root_digest(self._store.geometry.fingerprint, salt.hex())
+
+    async def Match(self, request: kp.CachedPrefix, context: grpc.aio.ServicerContext[Any, Any]) -> kp.PrefixFound:
+        pool = await self._ready(context)
+        await self._recounted()
+        try:
+            blocks = pool.match(self._root(request.salt), prefix_tokens(request))
+        except AlignedServeError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+        return kp.PrefixFound(tokens=blocks * pool.block_size)
 
     def _commit(self, writer: WriterKey, message: kp.PoolWriterMessage, outbox: Outbox[kp.PoolWriterReply]) -> None:
         assert self._pool is not None
         commit = message.commit
         share_with = key_from_proto(commit.share_with) if commit.HasField("share_with") else None
+        key, block_ids = key_from_proto(commit.key), list(commit.block_ids)
         try:
+            tokens, salt = stored_tokens(commit.payload) if self.config.kv_pool.prefix_cache else ([], b"")
             grants = self._pool.commit(
                 writer,
-                key_from_proto(commit.key),
+                key,
                 commit.kv_tokens,
-                list(commit.block_ids),
+                block_ids,
                 share_with,
                 commit.kept_blocks,
                 list(commit.checksums),
                 commit.payload,
+                tokens,
+                self._root(salt),
             )
         except AlignedServeError as error:
             outbox.put(kp.PoolWriterReply(message_id=message.message_id, refused=failure_to_proto(error)))
             return
-        outbox.put(kp.PoolWriterReply(message_id=message.message_id, committed=pb.Empty()))
+        held, committed = self._pool.holding(key.request_id), kp.Committed()
+        if held is not None and list(held.block_ids) != block_ids:
+            committed = kp.Committed(block_ids=held.block_ids, checksums=held.checksums)
+        outbox.put(kp.PoolWriterReply(message_id=message.message_id, committed=committed))
         self._deliver(grants)
 
     def _recall(self) -> None:
@@ -374,7 +443,8 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
     def _announce(self) -> None:
         """Tell the scheduler how many blocks are free, if the number has changed."""
         assert self._pool is not None
-        free = self._pool.counts().free
+        counts = self._pool.counts()
+        free = counts.free + counts.cached  # a cached block is given up for whoever needs room
         if free != self._announced_free:
             self._announced_free = free
             description = self._description()

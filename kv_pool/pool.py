@@ -1,9 +1,11 @@
 """The decisions of a shard: which request or writer has which block. It handles messages, never the KV itself.
 
-    free ──want──► leased to a writer ──commit──► held by a request ──release──► free
+    free ──want──► leased to a writer ──commit──► held by a request ──release──► free, or cached if it is indexed
                         │        ▲                     ▲     │
                         │        └── give back         └─────┘ a commit of the same request, a newer epoch's too
-                        └─ writer lost ──► quarantined ──writer dead──► free
+                        ├─ writer lost ──► quarantined ──writer dead──► free
+                        └─ cache ──► cached ──pin, commit of the same tokens──► held
+                                        └─ want, and none is free ──► leased
 
 Every change is in the allocation table before another process learns of it. So the successor of a killed shard process
 continues from the same state. That includes leases, because a writer may fill leased blocks while no process serves
@@ -13,78 +15,55 @@ the shard.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
-from alignedserve.errors import AccountingError, StaleError, TransferError
+from alignedserve.errors import StaleError, TransferError
+from alignedserve.kv_pool.counts import Grant, PoolCounts
 from alignedserve.kv_pool.epochs import OverEpochs
+from alignedserve.kv_pool.prefix_index import PrefixIndex
 from alignedserve.kv_pool.records import (
     Dead,
     Held,
     Holding,
     Leased,
     Lost,
-    Payload,
-    PoolState,
-    Record,
-    Released,
     Returned,
     WriterKey,
     check_writer,
 )
+from alignedserve.kv_pool.shard_blocks import ShardBlocks
 from alignedserve.kv_pool.table import AllocationTable
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
 RESERVE_ROLES = frozenset({"decode", "write_back"})  # write_back: a prefill instance that empties its candidate buffers
-_SUCCESSION = WriterKey("kv_pool", "succession", 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """A reply to a writer: these blocks are leased to it."""
-
-    writer: WriterKey
-    block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PoolCounts:
-    """Numbers of blocks: `capacity = free + owned + cached`. `requests` is the number of requests that hold blocks.
-
-    Leased blocks count as free, quarantined blocks as owned. `wanted` blocks were asked for and are not granted yet.
-    """
-
-    capacity: int
-    free: int
-    owned: int
-    cached: int
-    leased: int
-    requests: int
-    wanted: int
-
-
-class KvPool:
+class KvPool(ShardBlocks):
     """The blocks of one shard. For one thread; no method blocks.
 
     Methods that may free blocks return the grants to writers that were waiting for blocks. `reserve_blocks` are granted
     only to the roles in `RESERVE_ROLES`, for evictions and write-backs: prefills may not fill the shard completely.
+    Cached blocks count as room: they are evicted when no block is free.
     """
 
-    def __init__(self, store_id: str, table: AllocationTable, block_size: int, *, reserve_blocks: int = 0) -> None:
-        """Continue from the state that `table` found. Raises TransferError if that state contradicts itself."""
-        self.store_id = store_id  # names the shard's memory in errors
-        self._table = table  # a successor continues from it: written before a change is reported
-        self._block_size = block_size  # tokens of a block
+    def __init__(
+        self,
+        store_id: str,
+        table: AllocationTable,
+        block_size: int,
+        *,
+        reserve_blocks: int = 0,
+        index: PrefixIndex | None = None,
+    ) -> None:
+        """Continue from the state that `table` found. `index`: over the entries of `table`; None: nothing is cached.
+
+        Raises TransferError if that state contradicts itself.
+        """
+        super().__init__(store_id, table, block_size, index)
         self._reserve_blocks = reserve_blocks
-        self._blocks = BlockAllocator(table.capacity_blocks, store_id)  # owners and leases of blocks
-        self._holdings: dict[str, Holding] = {}  # committed KV by request id, until released
-        self._lost: dict[WriterKey, tuple[int, ...]] = {}  # leases of lost writers, until they are known to be dead
-        self._writers: dict[WriterKey, None] = {}  # writers that may have a lease
         self._wants: dict[WriterKey, int] = {}  # blocks still to lease, by writer, in the order of the first want
         self._regranted: dict[WriterKey, int] = {}  # blocks granted again at `hello`, until the writer's next want
         self._ended: dict[tuple[str, str], int] = {}  # newest incarnation known to be dead, by role and id
         self._over = OverEpochs()  # the newest epoch that has ended, by request id
-        self._succeed(table.found)
 
     # ---- writers
 
@@ -124,6 +103,8 @@ class KvPool:
         kept_blocks: int = 0,
         checksums: Sequence[int] = (),
         payload: bytes = b"",
+        token_ids: Sequence[int] = (),
+        root: bytes = b"",
     ) -> list[Grant]:
         """From now on the request holds exactly `block_ids`, in order, with the KV of its first `kv_tokens` tokens.
 
@@ -131,6 +112,10 @@ class KvPool:
         is gone). Each other block must be leased to `writer`, held by the request (in this or an older epoch), or held
         by `share_with`. Blocks that the request held and that are not listed lose a holder. `checksums`: one for each
         block, or none; only readers compare them. `payload`: stored for `read`. Idempotent.
+
+        `token_ids`: the request's first tokens, whose full blocks are indexed under `root` (`prefix_chain.py`); none:
+        no block is. If the shard has a block of the same tokens, the request holds that one, and the writer's block
+        stays leased to the writer. So `holding(request_id)` has the final block ids and checksums.
 
         If it raises, nothing changes. Raises StaleError if the epoch is older than a known one or the writer is lost.
         Raises TransferError if a block is none of the above (the request must be written in full), if the numbers do
@@ -146,14 +131,97 @@ class KvPool:
                 f"{self.store_id}: {key.request_id} has lost its first {kept_blocks} blocks: write it in full"
             )
         fresh, shared = self._sort_out(writer, key, [block for block in block_ids if block not in own], share_with)
+        placed, joined = None, []
+        if self._cache is not None:
+            placed = self._cache.place(root, token_ids[:kv_tokens], block_ids, set(fresh), checksums)
+            block_ids, checksums = placed.block_ids, placed.checksums
+            theirs = own.union(shared)
+            joined = [block for block in block_ids[: placed.known] if block not in theirs]
+            used = set(block_ids)
+            fresh = [block for block in fresh if block in used]
         holding = Holding(key, kv_tokens, tuple(block_ids), tuple(checksums), self._keep(payload))
         self._write_holding(Held(holding, writer))
         self._blocks.assign_leased(fresh, writer, key.request_id)
-        self._blocks.retain(shared, key.request_id)
+        self._blocks.retain([*shared, *joined], key.request_id)
+        if placed is not None and self._cache is not None:
+            self._cache.index_placed(placed, joined)
         if gone := own.difference(block_ids):
             self._blocks.release(gone, key.request_id)
+            self._rest(before)
         self._replace(before, holding)
         return self._serve()
+
+    def match(self, root: bytes, token_ids: Sequence[int]) -> int:
+        """How many of the first full blocks of these tokens are indexed. Nothing holds them: they may be gone soon."""
+        return 0 if self._cache is None else len(self._cache.match(root, token_ids, len(token_ids)))
+
+    def pin(
+        self, key: RequestKey, root: bytes, token_ids: Sequence[int], most_tokens: int
+    ) -> tuple[Holding, list[Grant]]:
+        """The request holds the indexed blocks of the longest prefix of `token_ids`, without the last token.
+
+        At most the KV of `most_tokens` tokens. Like an adopted holding, it has no payload. If the request holds as much
+        KV already in this epoch, or can be decoded from it, that is returned. A holding of an older epoch is replaced.
+        No blocks: nothing is indexed, the epoch is over, or the table is full; then nothing has changed.
+        """
+        before = self._holdings.get(key.request_id)
+        mine = before if before is not None and before.key == key else None
+        newer = before is not None and before.key.epoch > key.epoch
+        if self._cache is None or newer or self._over.newest(key.request_id) >= key.epoch:
+            return mine or Holding(key, 0, ()), []
+        found = self._cache.match(root, token_ids, min(most_tokens, len(token_ids) - 1) // self.block_size)
+        kv_tokens = len(found) * self.block_size
+        if not found or (mine is not None and (mine.payload is not None or mine.kv_tokens >= kv_tokens)):
+            return mine or Holding(key, 0, ()), []
+        holding = Holding(key, kv_tokens, tuple(found), self._cache.index.checksums(found))
+        try:
+            self._write_ahead(Held(holding))
+        except TransferError:  # no room for the record
+            return mine or Holding(key, 0, ()), []
+        own = before.block_ids if before is not None else ()
+        joined = [block for block in found if block not in set(own)]
+        self._blocks.retain(joined, key.request_id)
+        self._cache.index.queue.use(joined)
+        if gone := set(own).difference(found):
+            self._blocks.release(gone, key.request_id)
+            self._rest(before)
+        self._replace(before, holding)
+        return holding, self._serve()
+
+    def cache(
+        self,
+        writer: WriterKey,
+        root: bytes,
+        token_ids: Sequence[int],
+        block_ids: Sequence[int],
+        first_block: int,
+        checksums: Sequence[int] = (),
+    ) -> tuple[list[int], list[Grant]]:
+        """Leased blocks with the KV of `token_ids` from block number `first_block` on are cached, without a holder.
+
+        Returns those that are cached now, and grants. The others stay leased to `writer`: the index has the same tokens
+        already, or it lacks the blocks before them. `checksums`: one for each block, or none. Raises like `hello`.
+        """
+        self._require_alive(writer)
+        if self._cache is None:
+            return [], []
+        leased = self._blocks.leased_to(writer)
+        new = self._cache.continuation(root, token_ids, block_ids, first_block, leased)
+        if new.block_ids:
+            self._cache.blocks.cache_leased(new.block_ids, writer)
+            self._write_down(Returned(writer, tuple(new.block_ids)))
+            begin = len(new.found) - first_block
+            self._cache.add_cached(new, checksums[begin : begin + len(new.block_ids)])
+        there = [block for block, known in zip(block_ids, new.found[first_block:], strict=False) if block == known]
+        return [*there, *new.block_ids], self._serve()
+
+    def drop_prefix(self, root: bytes, token_ids: Sequence[int]) -> tuple[int, list[Grant]]:
+        """Remove the full blocks of these tokens, and all that continues them, from the index. Returns their number.
+
+        Blocks that other prefixes continue stay, and all do if not all of these tokens are indexed. Cached blocks are
+        free then, and held ones once they are released.
+        """
+        return (0, []) if self._cache is None else (self._cache.drop(root, token_ids), self._serve())
 
     def release(self, keys: Iterable[RequestKey]) -> list[Grant]:
         """Free what these requests and their older epochs hold here. The blocks of a newer epoch stay."""
@@ -196,7 +264,7 @@ class KvPool:
         self, holding: Holding, key: RequestKey, most_tokens: int, renew: Callable[[bytes], bytes] | None
     ) -> Holding:
         kv_tokens = min(holding.kv_tokens, most_tokens)
-        kept = holding.block_ids[: -(-kv_tokens // self._block_size)]
+        kept = holding.block_ids[: -(-kv_tokens // self.block_size)]
         try:
             payload = None
             if renew is not None and holding.payload is not None and kv_tokens == most_tokens:
@@ -207,29 +275,8 @@ class KvPool:
             return Holding(key, 0, ())
         self._replace(holding, adopted)
         self._blocks.release(holding.block_ids[len(kept) :], key.request_id)
+        self._rest(holding)
         return adopted
-
-    def _free(self, request_id: str) -> None:
-        holding = self._holdings.pop(request_id)
-        self._blocks.release_all(request_id)
-        self._write_down(Released(request_id))
-        if holding.payload is not None:
-            self._table.payloads.free(holding.payload)
-
-    def read(self, key: RequestKey) -> tuple[Holding, bytes] | None:
-        """The holding and the payload of a request; None if this shard does not have both in exactly this epoch.
-
-        Raises TransferError if the payload is damaged.
-        """
-        holding = self._holdings.get(key.request_id)
-        if holding is None or holding.key != key or holding.payload is None:
-            return None
-        return holding, self._table.payloads.read(holding.payload)
-
-    def own_blocks(self, request_id: str) -> int:
-        """The number of blocks that only this request holds."""
-        holding = self._holdings.get(request_id)
-        return sum(self._blocks.holder_count(block) == 1 for block in holding.block_ids) if holding else 0
 
     def drop(self, copies: Iterable[tuple[RequestKey, int]]) -> list[Grant]:
         """Make room: free the copies of these requests that have exactly the given number of tokens.
@@ -284,13 +331,6 @@ class KvPool:
         """
         return list({**self._writers, **self._wants, **dict.fromkeys(self._lost)})
 
-    def holding(self, request_id: str) -> Holding | None:
-        return self._holdings.get(request_id)
-
-    def inventory(self) -> list[Holding]:
-        """All committed holdings, oldest first."""
-        return list(self._holdings.values())
-
     def counts(self) -> PoolCounts:
         return PoolCounts(
             capacity=self._blocks.capacity,
@@ -301,22 +341,6 @@ class KvPool:
             requests=len(self._holdings),
             wanted=sum(self._wants.values()),
         )
-
-    def check_integrity(self) -> None:
-        """Recount all blocks and read the table again. Raises AccountingError if they do not match."""
-        self._blocks.check_integrity()
-        for request_id, holding in self._holdings.items():
-            if sorted(self._blocks.blocks_of(request_id)) != sorted(holding.block_ids):
-                raise AccountingError(f"{self.store_id}: {request_id} holds other blocks than it committed")
-        if sum(len(holding.block_ids) for holding in self._holdings.values()) != sum(
-            self._blocks.holder_count(block) for block in range(self._blocks.capacity)
-        ):
-            raise AccountingError(f"{self.store_id}: blocks are held by requests that have committed nothing")
-        payloads = (held.payload for held in self._holdings.values() if held.payload is not None)
-        if sum(len(payload.page_ids) for payload in payloads) != self._table.payloads.used_pages:
-            raise AccountingError(f"{self.store_id}: pages are in use that belong to no request's payload")
-        if self._table.state() != self._state():
-            raise AccountingError(f"{self.store_id}: the allocation table does not match the state of the pool")
 
     # ---- rules
 
@@ -335,10 +359,10 @@ class KvPool:
     def _require_sound(
         self, key: RequestKey, kv_tokens: int, block_ids: Sequence[int], checksums: Sequence[int]
     ) -> None:
-        if not 0 < kv_tokens <= len(block_ids) * self._block_size or len(set(block_ids)) != len(block_ids):
+        if not 0 < kv_tokens <= len(block_ids) * self.block_size or len(set(block_ids)) != len(block_ids):
             raise TransferError(
                 f"{self.store_id}: {kv_tokens} tokens of {key.request_id} are not in {len(block_ids)} different blocks "
-                f"of {self._block_size}",
+                f"of {self.block_size}",
                 request_id=key.request_id,
             )
         if checksums and len(checksums) != len(block_ids):
@@ -387,76 +411,3 @@ class KvPool:
             else:
                 self._wants[writer] = count - room
         return grants
-
-    # ---- the table
-
-    def _keep(self, data: bytes) -> Payload | None:
-        """Store a payload; None if `data` is empty. Raises TransferError if there is no room."""
-        payload = self._table.payloads.write(data)
-        if payload is None:
-            raise TransferError(f"{self.store_id}: there is no room for {len(data)} bytes of a stored request")
-        return payload if data else None
-
-    def _write_holding(self, record: Held) -> None:
-        """Like `_write_ahead`, but frees the payload of the record if that raises."""
-        try:
-            self._write_ahead(record)
-        except TransferError:
-            if record.holding.payload is not None:
-                self._table.payloads.free(record.holding.payload)
-            raise
-
-    def _replace(self, before: Holding | None, holding: Holding) -> None:
-        """Replace the holding of a request after its record was written, and free the payload of the old holding."""
-        self._holdings[holding.key.request_id] = holding
-        if before is not None and before.payload is not None:
-            self._table.payloads.free(before.payload)
-
-    def _write_ahead(self, record: Record) -> None:
-        """Write the record of a change before it is made.
-
-        Raises TransferError, and changes nothing, if the table is full.
-        """
-        if not self._table.append(record):
-            self._table.rewrite(self._state(but=record).records())
-            if not self._table.append(record):
-                raise TransferError(f"{self.store_id}: the allocation table is full")
-
-    def _write_down(self, record: Record) -> None:
-        """Write the record of a change that was made and does not enlarge the state."""
-        if not self._table.append(record, shrinks=True):
-            self._table.rewrite(self._state().records())
-
-    def _state(self, but: Record | None = None) -> PoolState:
-        leases = {writer: set(self._blocks.leased_to(writer)) for writer in self._writers if writer not in self._lost}
-        leases |= {writer: set(block_ids) for writer, block_ids in self._lost.items()}
-        if isinstance(but, Leased):  # the allocator already has this lease, the table does not
-            leases[but.writer].difference_update(but.block_ids)
-        return PoolState(
-            dict(self._holdings), {writer: leased for writer, leased in leases.items() if leased}, set(self._lost)
-        )
-
-    def _succeed(self, state: PoolState) -> None:
-        """Take over the state of a predecessor. Raises TransferError if the state contradicts itself."""
-        blocks = self._blocks
-        unclaimed = set(blocks.lease(blocks.capacity, _SUCCESSION))
-        try:
-            for request_id, holding in state.holdings.items():
-                first = [block for block in holding.block_ids if block in unclaimed]
-                unclaimed.difference_update(first)
-                blocks.assign_leased(first, _SUCCESSION, request_id)
-                blocks.retain(set(holding.block_ids).difference(first), request_id)
-                self._holdings[request_id] = holding
-            for writer, leased in state.leases.items():
-                block_ids = sorted(leased)
-                unclaimed.difference_update(block_ids)
-                blocks.return_lease(block_ids, _SUCCESSION)
-                if sorted(blocks.lease(len(block_ids), writer)) != block_ids:
-                    raise AccountingError(f"{self.store_id}: the lease of {writer} could not be taken over")
-                self._writers[writer] = None
-            blocks.return_lease(sorted(unclaimed), _SUCCESSION)
-        except (AccountingError, IndexError) as error:
-            raise TransferError(f"{self.store_id}: the allocation table contradicts itself: {error}") from error
-        for writer in state.lost:
-            self._lost[writer] = tuple(blocks.leased_to(writer))
-            blocks.quarantine(writer)

@@ -5,10 +5,12 @@ bytes, and becomes visible by one aligned 8-byte write of its length and checksu
 killed has either written a record or not. When the journal is twice as large as the live state (or its region is full),
 that state is written to the other region, and one 8-byte write makes that region active. Few pages are ever touched.
 
-    page 0    magic, capacity, block bytes, region bytes, geometry fingerprint; at byte 64 the active region's number
+    page 0    magic, capacity, block bytes, region bytes, geometry fingerprint; at byte 64 the active region's number;
+              at byte 72 whether the prefix index is in use
     region 1  [length and checksum | record, padded to 8 bytes] ... 0
     region 2  likewise
     pages     of payloads (`payloads.py`), which records of region 1 or 2 name
+    entries   of the prefix index (`entries.py`)
 
 One process writes, and no other process reads meanwhile: the node agent fences a shard's process before a successor
 starts.
@@ -22,16 +24,18 @@ from collections.abc import Iterable
 
 from alignedserve.errors import GeometryMismatchError, TransferError
 from alignedserve.geometry import KvGeometry
+from alignedserve.kv_pool.entries import LINE_BYTES, IndexEntries, entry_bytes
 from alignedserve.kv_pool.payloads import PAGE_BYTES, PayloadPages, payload_pages
 from alignedserve.kv_pool.records import PoolState, Record, decode, encode
 
-MAGIC = b"ASKVTAB3"
+MAGIC = b"ASKVTAB4"
 HEADER_BYTES = 4096
 BYTES_PER_BLOCK = 256  # of a region: enough for a block's id, checksum and page in 16 holdings, or for one holding
 LEAST_SLACK_BYTES = 1 << 18  # a journal is rewritten when it has grown by its first size, and by at least this
 SPARE_BYTES = 4096  # only records that shrink the state may use the end of a region
 _HEADER = struct.Struct("<8sQQQ32s")
 _ACTIVE_WORD = 64 // 8
+_INDEX_WORD = 72 // 8
 
 
 def region_bytes(capacity_blocks: int) -> int:
@@ -39,9 +43,10 @@ def region_bytes(capacity_blocks: int) -> int:
     return -(-((1 << 20) + capacity_blocks * BYTES_PER_BLOCK) // 4096) * 4096
 
 
-def table_bytes(capacity_blocks: int) -> int:
+def table_bytes(capacity_blocks: int, block_size: int = 16) -> int:
     """Bytes to leave in front of the blocks (`HostBlockStore.create(front_bytes=...)`)."""
-    return HEADER_BYTES + 2 * region_bytes(capacity_blocks) + payload_pages(capacity_blocks) * PAGE_BYTES
+    size = HEADER_BYTES + 2 * region_bytes(capacity_blocks) + payload_pages(capacity_blocks) * PAGE_BYTES
+    return -(-size // LINE_BYTES) * LINE_BYTES + capacity_blocks * entry_bytes(block_size)
 
 
 class AllocationTable:
@@ -61,6 +66,9 @@ class AllocationTable:
         size = pages_at + payload_pages(capacity_blocks) * PAGE_BYTES
         if memory.nbytes < size:
             raise TransferError(f"an allocation table of {size} bytes does not fit in {memory.nbytes} bytes")
+        self._block_size = geometry.block_size
+        index_at = -(-size // LINE_BYTES) * LINE_BYTES
+        self._index = memory.cast("B")[index_at : index_at + capacity_blocks * entry_bytes(geometry.block_size)]
         self._bytes = memory.cast("B")[:size]
         self._words = self._bytes.cast("Q")
         self.capacity_blocks = capacity_blocks
@@ -82,6 +90,19 @@ class AllocationTable:
         self._allow_slack()
         payloads = (holding.payload for holding in self.found.holdings.values() if holding.payload is not None)
         self.payloads = PayloadPages(self._bytes[pages_at:], payloads)
+
+    def open_index(self) -> IndexEntries:
+        """The entries of the prefix index. Raises TransferError if the memory has no room for them."""
+        if self._index.nbytes < self.capacity_blocks * entry_bytes(self._block_size):
+            raise TransferError(f"the entries of a prefix index do not fit in {self._index.nbytes} bytes")
+        self._words[_INDEX_WORD] = 1
+        return IndexEntries(self._index, self._block_size)
+
+    def forget_index(self) -> None:
+        """This process has no prefix index: blocks change, and what a predecessor indexed is no longer true."""
+        if self._words[_INDEX_WORD]:
+            IndexEntries(self._index, self._block_size).generations[:] = 0
+            self._words[_INDEX_WORD] = 0
 
     def state(self) -> PoolState:
         """The state in the table, read again from memory. Raises TransferError if the table is damaged."""

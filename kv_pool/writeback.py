@@ -49,11 +49,11 @@ async def _write(
         block_ids = [*stored.pool_block_ids[:kept], *fresh]
         checksums = [*stored.pool_checksums[:kept], *route.checksums]
         payload = pack(stored.spec, stored.prefill_id, stored.evicted_ns, stored.evictions)
-        await pool.commit(key, stored.kv_tokens, block_ids, kept_blocks=kept, checksums=checksums, payload=payload)
+        held = await pool.commit(key, stored.kv_tokens, block_ids, None, kept, checksums, payload)
     except AlignedServeError:
         pool.give(fresh)
         raise
-    return _in_pool(stored, source.channel.destination.store_id, block_ids, checksums)
+    return _in_pool(stored, source.channel.destination.store_id, held.block_ids, held.checksums)
 
 
 def _in_pool(

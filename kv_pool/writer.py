@@ -1,7 +1,7 @@
 """A worker's side of a shard: a standing lease of free blocks, and commits that give filled blocks to a request.
 
 Used from one event loop. The lease is refilled in the background, so that taking blocks needs no remote call. The
-shard's memory outlives its process. A caller that waits for blocks or for the confirmation of a commit goes on waiting
+shard's memory outlives its process. A caller that waits for blocks or for a reply goes on waiting
 for the successor, which gets the message again: commits are idempotent, and the successor takes over leases.
 """
 
@@ -29,9 +29,20 @@ PATIENCE_S = 60.0  # waits fail when there was no shard process for this time
 
 
 @dataclass(slots=True)
-class _PendingCommit:
+class _Asked:
     message: kp.PoolWriterMessage
-    answer: asyncio.Future[None]
+    answer: asyncio.Future[kp.PoolWriterReply]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The blocks that hold a request's KV after its commit, in order, and their checksums if blocks are verified.
+
+    Blocks that the prefix cache had already are in the place of those that were written.
+    """
+
+    block_ids: list[int]
+    checksums: list[int]
 
 
 class PoolWriter:
@@ -49,7 +60,7 @@ class PoolWriter:
         self._token = token
         self._lease = StandingLease(standing_blocks)
         self._waiters: deque[tuple[int, asyncio.Future[list[int]]]] = deque()
-        self._commits: dict[int, _PendingCommit] = {}
+        self._asked: dict[int, _Asked] = {}  # commits, pins and blocks to cache, until the shard has replied
         self._ids = itertools.count(1)
         self._modest_until = 0.0
         self._on_waiting = on_waiting
@@ -101,6 +112,12 @@ class PoolWriter:
         finally:
             self._on_waiting()
 
+    def take_now(self, count: int) -> list[int] | None:
+        """Take `count` leased blocks if so many are at hand and no caller waits; else None."""
+        taken = None if self._waiters else self._lease.take(count)
+        self._ask()
+        return taken
+
     def give(self, block_ids: Iterable[int]) -> None:
         """Put taken blocks back at hand. Blocks that were committed, or whose lease is void, are ignored."""
         self._lease.give(block_ids)
@@ -115,7 +132,7 @@ class PoolWriter:
         kept_blocks: int = 0,
         checksums: Sequence[int] = (),
         payload: bytes = b"",
-    ) -> None:
+    ) -> Committed:
         """From now on the request holds exactly `block_ids`, the first `kept_blocks` of which it holds already.
 
         `checksums`: one for each block, if blocks are verified. `payload`: stored with the KV (`stored.pack`).
@@ -125,7 +142,6 @@ class PoolWriter:
         and StaleError if another epoch has replaced this one. The taken blocks of `block_ids` then still belong to this
         writer.
         """
-        message_id = next(self._ids)
         commit = kp.Commit(
             key=key_to_proto(key),
             kv_tokens=kv_tokens,
@@ -136,17 +152,46 @@ class PoolWriter:
         )
         if share_with is not None:
             commit.share_with.CopyFrom(key_to_proto(share_with))
-        message = kp.PoolWriterMessage(message_id=message_id, commit=commit)
-        pending = _PendingCommit(message, asyncio.get_running_loop().create_future())
-        self._commits[message_id] = pending
+        reply = await self._ask_shard(kp.PoolWriterMessage(commit=commit))
+        held = Committed(list(reply.committed.block_ids), list(reply.committed.checksums))
+        if not held.block_ids:
+            held = Committed(list(block_ids), list(checksums))
+        self._settle(block_ids[kept_blocks:], held.block_ids)
+        return held
+
+    async def pin(self, key: RequestKey, prefix: kp.CachedPrefix) -> kp.Holding:
+        """The request holds the cached blocks of its prompt's beginning from now on: none, if none are cached.
+
+        Raises like `commit`.
+        """
+        reply = await self._ask_shard(kp.PoolWriterMessage(pin=kp.Pin(key=key_to_proto(key), prefix=prefix)))
+        return reply.pinned
+
+    async def cache(
+        self, prefix: kp.CachedPrefix, first_block: int, block_ids: Sequence[int], checksums: Sequence[int]
+    ) -> None:
+        """Cache taken blocks that hold the KV of `prefix` from `first_block` on. Raises like `commit`."""
+        cache = kp.CacheBlocks(prefix=prefix, first_block=first_block, block_ids=block_ids, checksums=checksums)
+        reply = await self._ask_shard(kp.PoolWriterMessage(cache=cache))
+        self._settle(block_ids, reply.committed.block_ids)
+
+    def _settle(self, taken: Sequence[int], used: Iterable[int]) -> None:
+        """Of these taken blocks, those that the shard did not use are at hand again."""
+        self._lease.committed(set(taken).intersection(used))
+        self.give(set(taken).difference(used))
+
+    async def _ask_shard(self, message: kp.PoolWriterMessage) -> kp.PoolWriterReply:
+        """The shard's reply to a message that is sent again to its successor if need be. Raises like `commit`."""
+        message.message_id = next(self._ids)
+        asked = _Asked(message, asyncio.get_running_loop().create_future())
+        self._asked[message.message_id] = asked
         if self._link is not None:
             self._link.send(message)  # else it is sent with the first messages of the next link
         self._stay_patient()
         try:
-            await pending.answer
+            return await asked.answer
         finally:
-            self._commits.pop(message_id, None)
-        self._lease.committed(block_ids[kept_blocks:])
+            self._asked.pop(message.message_id, None)
 
     def release(self, keys: Iterable[RequestKey]) -> None:
         """Free everything that these requests hold in the shard."""
@@ -168,8 +213,8 @@ class PoolWriter:
     def _first(self) -> Iterable[kp.PoolWriterMessage]:
         yield kp.PoolWriterMessage(hello=self._process)
         yield kp.PoolWriterMessage(want_blocks=self._lease.ask(self.waiting_blocks))
-        for pending in self._commits.values():
-            yield pending.message
+        for asked in self._asked.values():
+            yield asked.message
 
     def _on_reply(self, reply: kp.PoolWriterReply) -> None:
         self._heard = True
@@ -182,13 +227,13 @@ class PoolWriter:
         if kind == "recall":
             self._on_recall()
             return
-        pending = self._commits.pop(reply.message_id, None)
-        if pending is None or pending.answer.done():
+        asked = self._asked.pop(reply.message_id, None)
+        if asked is None or asked.answer.done():
             return
         if kind == "refused":
-            pending.answer.set_exception(failure_from_proto(reply.refused))
+            asked.answer.set_exception(failure_from_proto(reply.refused))
         else:
-            pending.answer.set_result(None)
+            asked.answer.set_result(reply)
 
     def _on_down(self) -> None:
         """The stream broke. Leases are void until they are granted again; the outcome of commits is unknown."""
@@ -210,8 +255,8 @@ class PoolWriter:
     def _give_up(self, reason: str) -> None:
         self._stop_waiting()
         waiting: list[asyncio.Future[Any]] = [future for _, future in self._waiters]
-        waiting += [pending.answer for pending in self._commits.values()]
-        self._commits.clear()
+        waiting += [asked.answer for asked in self._asked.values()]
+        self._asked.clear()
         self._waiters.clear()
         for future in waiting:
             if not future.done():

@@ -129,6 +129,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
             instance.offloader.show_metrics(page)
         if instance.layerwise is not None:
             instance.layerwise.show_metrics(page)
+        if instance.prefixes is not None:
+            instance.prefixes.show_metrics(page)
         if instance.grammars is not None:
             instance.grammars.meter.show_metrics(page)
         instance.copier.show_metrics(page)
@@ -208,12 +210,14 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         compute = self._instance.compute
         assert compute is not None
         specs: Specs = {}
+        base = self._instance.base_of(group.base) if group.HasField("base") else None
         failure: AlignedServeError | None = None
         try:
             specs = sent_specs(group) or await self._specs.read(group.gateway_address, keys)
             if specs:
                 check_group(list(specs.values()), self._instance.vocab_size)
                 await self._instance.compile_grammars(specs.values())
+                base = base or await self._instance.find_prefix(list(specs.values()))
         except AlignedServeError as error:
             failure = error
         expected = [key for key in keys if self._expected.get(key) is group]  # others were cancelled
@@ -227,8 +231,9 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         if coming := [specs[key] for key in expected if key in specs and failure is None]:
             if not coming[0].prompt_token_ids:  # the request that carries the prompt was cancelled
                 coming[0].prompt_token_ids.extend(next(iter(specs.values())).prompt_token_ids)
-            base = self._instance.base_of(group.base) if group.HasField("base") else None
-            compute.submit([spec_from_proto(spec) for spec in coming], base)
+            compute.submit([spec_from_proto(spec) for spec in coming], base, next(iter(specs)))
+        elif specs:
+            self._instance.prefix_ended([next(iter(specs))])
         self._follow_draining()
 
     async def _prefetch(self, command: pw.Prefetch) -> None:
@@ -369,16 +374,19 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
             self._report_failure([key], error, retry=False)
         if outcome.lost:
             self._report_failure(outcome.lost, UnavailableError("the gateway could not be reached"), retry=True)
+        self._instance.prefix_ended(outcome.unpinned)
         for job in outcome.prefilled:
-            self.spawn(self._offload(job))
+            self.spawn(self._offload(job) if job.members else self._cache(job))
         self._report_description()
 
     async def _offload(self, job: PrefilledJob) -> None:
         instance = self._instance
         assert instance.offloader is not None
         assert instance.compute is not None
+        committed: set[RequestKey] = set()
         try:
             prefilled, gone = await instance.offloader.offload(job)
+            committed = {key_from_proto(request.key) for request in prefilled}
         except AlignedServeError as error:
             logger.warning("offload failed: %s", error, extra={"request_id": job.lead.request_id})
             self._report_failure([spec.key for spec in job.members], error, retry=True)
@@ -388,6 +396,22 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
             if gone:
                 self._report(pw.PrefillReport(finished=keys_to_proto(gone)))
         finally:
+            pin = job.pin or job.lead
+            instance.prefix_ended([pin], committed=pin in committed)
+            instance.compute.release(job.lead)
+            self._follow_draining()
+
+    async def _cache(self, job: PrefilledJob) -> None:
+        """Cache the KV of a prompt whose requests have ended."""
+        instance = self._instance
+        assert instance.offloader is not None
+        assert instance.compute is not None
+        try:
+            await instance.offloader.cache(job)
+        except AlignedServeError as error:
+            logger.warning("a prompt was not cached: %s", error, extra={"request_id": job.lead.request_id})
+        finally:
+            instance.prefix_ended([job.pin or job.lead])
             instance.compute.release(job.lead)
             self._follow_draining()
 

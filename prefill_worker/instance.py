@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from alignedserve.config import Config
-from alignedserve.control.convert import sampling_from_proto
+from alignedserve.control.convert import key_from_proto, sampling_from_proto
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.engine.model import host
 from alignedserve.engine.model.instance_memory import InstanceMemory
@@ -26,6 +26,7 @@ from alignedserve.prefill_worker.layerwise_choice import measure
 from alignedserve.prefill_worker.loop import Base, Computed, PrefillLoop
 from alignedserve.prefill_worker.offload import Offloader
 from alignedserve.prefill_worker.prefetch import Prefetcher
+from alignedserve.prefill_worker.prefixes import Prefixes
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import supervisor_pb2 as sv
@@ -84,6 +85,7 @@ class PrefillInstance:
         self.compute: PrefillLoop | None = None  # the compute thread; None until `load` has warmed it up
         self.offloader: Offloader | None = None  # copies computed prompts to the pool; None until `load`
         self.grammars: Grammars | None = None  # None until `load`, or without a tokenizer
+        self.prefixes: Prefixes | None = None  # None until `load`, or without kv_pool.prefix_cache
         self.layerwise: Layerwise | None = None  # copies during a pass; None until `load`, or if off
         self.prefetcher: Prefetcher | None = None  # fills and empties the buffers; None until `load`
 
@@ -130,6 +132,8 @@ class PrefillInstance:
         self.offloader = Offloader(
             settings.id, writers[0], self.copier, offload, self.pool_id, size, committed if self.buffers else None
         )
+        if config.kv_pool.prefix_cache:
+            self.prefixes = Prefixes(writers[0], self.pool_id, size)
         readers = {kind: self._pool.reader(channel) for kind, channel in from_pool.items()}
         self.prefetcher = Prefetcher(
             self.buffers, self.copier, readers, to_pool, writers[1], self._read, committed, size
@@ -156,6 +160,7 @@ class PrefillInstance:
             cost,
             self.layerwise,
             self.grammars,
+            caches=config.kv_pool.prefix_cache,
         )
         await asyncio.to_thread(compute.warm_up)
         self.compute = compute
@@ -171,6 +176,18 @@ class PrefillInstance:
         bound = [sampling_from_proto(spec.sampling) for spec in specs if spec.sampling.HasField("grammar")]
         if bound and self.grammars is not None:
             await self.grammars.prepare(bound)
+
+    async def find_prefix(self, group: Sequence[pb.RequestSpec]) -> Base | None:
+        """The part of the group's prompt that the prefix cache has, held for its first request until `prefix_ended`."""
+        first = group[0]
+        if self.prefixes is None or (first.sampling.HasField("prompt_logprobs") and not first.output_token_ids):
+            return None
+        tokens = [*first.prompt_token_ids, *first.output_token_ids]
+        return await self.prefixes.find(key_from_proto(first.key), tokens, first.cache_salt)
+
+    def prefix_ended(self, leads: Iterable[RequestKey], *, committed: bool = False) -> None:
+        if self.prefixes is not None:
+            self.prefixes.ended(leads, committed=committed)
 
     async def _read(self, pool_id: str, keys: Collection[RequestKey]) -> dict[RequestKey, pb.StoredRequest]:
         return await self._pool.read(pool_id, keys, self.vocab_size)

@@ -41,9 +41,10 @@ Fetch = Callable[[RequestKey, "Base", Sequence[int]], Completion]
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The KV of a request's first `tokens` tokens from an earlier epoch, in `block_ids` of the shard `pool_id`.
+    """The KV of a prompt's first `tokens` tokens, in `block_ids` of the shard `pool_id`.
 
-    `here`: it is this node's shard, so its blocks can be kept when the prompt is committed.
+    `here`: it is this node's shard, so its blocks can be kept when the prompt is committed. `cached`: the prefix cache
+    had it; else an earlier epoch of the request computed it.
     """
 
     tokens: int
@@ -51,6 +52,7 @@ class Base:
     checksums: list[int]
     pool_id: str
     here: bool
+    cached: bool = False
 
     def kept_blocks(self, block_size: int) -> list[int]:
         """The full blocks of this node's shard, which need not be written again."""
@@ -59,9 +61,13 @@ class Base:
 
 @dataclass(slots=True)
 class PromptJob:
-    """The requests of one group (n answers to one prompt), computed once. `lead` names the job."""
+    """The requests of one group (n answers to one prompt), computed once. `lead` names the job.
+
+    `pin`: the request of the group that holds `base` in the pool, if the prefix cache had it.
+    """
 
     lead: RequestKey
+    pin: RequestKey
     members: list[LiveRequest]
     tokens: list[int]
     base: Base | None = None
@@ -88,19 +94,29 @@ class Computed:
     prefilled: list[PrefilledJob] = field(default_factory=list)
     failed: list[tuple[RequestKey, AlignedServeError]] = field(default_factory=list)
     lost: list[RequestKey] = field(default_factory=list)  # their gateway cannot be reached
+    unpinned: list[RequestKey] = field(default_factory=list)  # the pins of jobs that ended here
     fatal: BaseException | None = None  # the loop has ended with this
 
 
 @dataclass(slots=True)
 class PrefilledJob:
-    """A computed job. The prompt's KV is in `block_ids` of the instance's cache; `members` go on to decode."""
+    """A computed job. The KV of `tokens` is in `block_ids` of the instance's cache; `members` go on to decode.
+
+    Without members all requests have ended, and the KV is only to be cached.
+    """
 
     lead: RequestKey
     members: list[RequestSpec]
-    kv_tokens: int
+    tokens: list[int]
     block_ids: list[int]
     base: Base | None = None
     ahead: Ahead | None = None
+    pin: RequestKey | None = None  # the request that holds a cached base, if it is not the lead
+    salt: bytes = b""
+
+    @property
+    def kv_tokens(self) -> int:
+        return len(self.tokens)
 
 
 class PrefillLoop(ComputeThread[[]]):
@@ -118,14 +134,19 @@ class PrefillLoop(ComputeThread[[]]):
         cost: StepCost | None = None,
         layerwise: Layerwise | None = None,
         grammars: Grammars | None = None,
+        *,
+        caches: bool = False,
     ) -> None:
         """`fetch` starts a copy of blocks of the pool into blocks of the instance's cache.
+
+        `caches`: the KV of prompts whose requests have all ended is to be cached.
 
         `layerwise`: the KV of long prompts goes to the pool while they are computed.
         """
         super().__init__("prefill")
         self._cost = cost
         self._layerwise = layerwise
+        self._caches = caches
         self._prefill_id = prefill_id
         self._runner = runner
         self._sampler = Sampler()
@@ -149,9 +170,12 @@ class PrefillLoop(ComputeThread[[]]):
         with self.meter.step(1.0):
             self._runner.warm_up()
 
-    def submit(self, specs: Sequence[RequestSpec], base: Base | None = None) -> None:
-        """Queue the requests of one group. Only the first must have the prompt; the others get it from there."""
-        self.tell(lambda: self._add(specs, base))
+    def submit(self, specs: Sequence[RequestSpec], base: Base | None = None, pin: RequestKey | None = None) -> None:
+        """Queue the requests of one group. Only the first must have the prompt; the others get it from there.
+
+        `pin`: the request that holds a cached `base`, if it is not the first.
+        """
+        self.tell(lambda: self._add(specs, base, pin or specs[0].key))
 
     def cancel(self, keys: Sequence[RequestKey]) -> None:
         self.tell(lambda: self._cancel(keys))
@@ -234,21 +258,21 @@ class PrefillLoop(ComputeThread[[]]):
             job.base = None
         self._chunks.fetched(job.lead, failed=error is not None)
 
-    def _add(self, specs: Sequence[RequestSpec], base: Base | None) -> None:
+    def _add(self, specs: Sequence[RequestSpec], base: Base | None, pin: RequestKey) -> None:
         first = specs[0]
         for spec in specs[1:]:
             spec.prompt_token_ids = first.prompt_token_ids
         lead = first.key
         tokens = first.prompt_token_ids + first.output_token_ids
         try:
-            job = PromptJob(lead, [LiveRequest(spec, self._tokenizer, self._grammars) for spec in specs], tokens)
+            job = PromptJob(lead, pin, [LiveRequest(spec, self._tokenizer, self._grammars) for spec in specs], tokens)
             if job.logprob_count is None:  # with prompt log-probabilities every row is needed
                 job.base = base
             base_tokens = job.base.tokens if job.base is not None else 0
             self._chunks.add(lead, len(tokens), base_tokens, rank_of(first.priority))
         except Exception as error:  # if a request cannot be queued, only that request ends
             logger.warning("a prompt was refused: %s", error, extra={"request_id": lead.request_id})
-            outcome = Computed()
+            outcome = Computed(unpinned=[pin])
             for spec in specs:
                 self._end(outcome, spec, _known(error))
             self._post(outcome)
@@ -268,14 +292,15 @@ class PrefillLoop(ComputeThread[[]]):
                 job.members.remove(member)
                 self._end(outcome, member.spec, CancelledError(f"request {key.request_id} was cancelled"))
             if not job.members:
-                self._drop(job)
+                self._drop(job, outcome)
         self._post(outcome)
 
     def _of_gateway(self, address: str) -> list[RequestKey]:
         members = (member for job in self._jobs.values() for member in job.members)
         return [member.key for member in members if member.spec.gateway_address == address]
 
-    def _drop(self, job: PromptJob) -> None:
+    def _drop(self, job: PromptJob, outcome: Computed) -> None:
+        outcome.unpinned.append(job.pin)
         self._jobs.pop(job.lead, None)
         self._let_go(job)
         if not self._chunks.cancel(job.lead):
@@ -384,7 +409,7 @@ class PrefillLoop(ComputeThread[[]]):
     def _complete(self, job: PromptJob, logits: torch.Tensor, outcome: Computed) -> None:
         """The prompt is computed: sample each member's next token, and pass on the members that go on."""
         if job.lead.epoch:
-            reused = job.base.tokens if job.base is not None else 0
+            reused = job.base.tokens if job.base is not None and not job.base.cached else 0
             self.reused_tokens += reused
             self.repeated_tokens += len(job.tokens) - reused
         chosen = self._choose(job, logits)
@@ -407,15 +432,21 @@ class PrefillLoop(ComputeThread[[]]):
             logprobs = None if sampled is None else sampled.logprobs
             event = token_event(spec, tokens, position=position, logprobs=logprobs, finish=finish)
             event.prefill_id = self._prefill_id
+            if job.base is not None and job.base.cached:
+                event.cached_tokens = job.base.tokens
             if member is job.members[0]:  # the gateway copies them to each member
                 event.prompt_logprobs.extend(logprob_to_proto(entry) for entry in job.prompt_logprobs)
             outcome.events.append((spec.gateway_address, event))
         if not going_on:
             self._let_go(job)
+        if not going_on and not self._caches:
+            outcome.unpinned.append(job.pin)
             self._chunks.release(job.lead)
             return
-        blocks = self._chunks.blocks_of(job.lead)
-        outcome.prefilled.append(PrefilledJob(job.lead, going_on, len(job.tokens), blocks, job.base, job.ahead))
+        blocks, salt = self._chunks.blocks_of(job.lead), job.members[0].spec.cache_salt
+        outcome.prefilled.append(
+            PrefilledJob(job.lead, going_on, job.tokens, blocks, job.base, job.ahead, job.pin, salt)
+        )
 
     def _choose(self, job: PromptJob, logits: torch.Tensor) -> dict[RequestKey, SampledToken]:
         """Sample a token for each member that may still generate (with `max_tokens` 0 only the prompt is computed)."""
@@ -429,7 +460,7 @@ class PrefillLoop(ComputeThread[[]]):
         for member in job.members:
             self._lead_of.pop(member.key, None)
             self._end(outcome, member.spec, _known(error))
-        self._drop(job)
+        self._drop(job, outcome)
 
 
 def _known(error: Exception) -> AlignedServeError:

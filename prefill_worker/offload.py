@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from alignedserve.control.convert import key_from_proto, spec_to_proto
 from alignedserve.errors import AlignedServeError, TransferError
+from alignedserve.kv_pool.prefixes import cached_prefix
 from alignedserve.kv_pool.stored import LastCommitted, location, pooled
-from alignedserve.kv_pool.writer import PoolWriter
+from alignedserve.kv_pool.writer import Committed, PoolWriter
 from alignedserve.metrics import Page
 from alignedserve.prefill_worker.layerwise import Ahead
 from alignedserve.prefill_worker.loop import PrefilledJob
@@ -136,11 +137,31 @@ class Offloader:
             if self._committed is not None:
                 for request in going_on:
                     self._committed.note(request)
-            return list(map(pooled, going_on)), gone
+            return [_prefilled(request, job, len(kept)) for request in going_on], gone
         finally:
             for key in keys:
                 del self._under_way[key]
             self._cancelled.difference_update(keys)
+
+    async def cache(self, job: PrefilledJob) -> None:
+        """Copy the full blocks that the pool lacks to the prefix cache, if it has free blocks at hand.
+
+        Raises TransferError if the copy fails or the shard cannot take them.
+        """
+        kept = [] if job.base is None else job.base.kept_blocks(self._block_size)
+        first, end = len(kept), job.kv_tokens // self._block_size
+        source = job.block_ids[first:end]
+        fresh = self._pool.take_now(len(source)) if source else None
+        if fresh is None:
+            return
+        try:
+            checksums = await self._copier.checksums(self._to_pool.source, source)
+            route = Route(self._to_pool, source, checksums)
+            await self._copier.copy([route, route], fresh, job.lead.request_id)
+            await self._pool.cache(cached_prefix(job.tokens, job.salt), first, fresh, checksums)
+        except AlignedServeError:
+            self._pool.give(fresh)
+            raise
 
     async def _copy(self, job: PrefilledJob, fresh: list[int], kept: int) -> list[int]:
         """Copy the blocks whose copies have not begun, and wait for all. Returns the checksums of all blocks."""
@@ -173,22 +194,33 @@ class Offloader:
     async def _commit(
         self, job: PrefilledJob, blocks: list[int], checksums: list[int], kept: int
     ) -> list[pb.StoredRequest]:
-        committed: list[pb.StoredRequest] = []
+        """Commit the job for each member. Later members share the blocks of the first one."""
+        found: list[pb.StoredRequest] = []
+        lead = job.members[0].key
+        cached = kept if job.base is not None and job.base.cached else 0
+        holder = job.pin if cached and job.pin != lead else None  # it holds the base, and is not among the members
+        held = Committed(blocks, checksums)
         for spec in job.members:
-            lead = spec is job.members[0]
+            first = spec.key == lead
             request = pb.StoredRequest(spec=spec_to_proto(spec), prefill_id=self._prefill_id)
-            await self._pool.commit(
+            held = await self._pool.commit(
                 spec.key,
                 job.kv_tokens,
-                blocks,
-                None if lead else job.members[0].key,
-                kept if lead else 0,
-                checksums,
+                held.block_ids,
+                holder if first else lead,
+                kept if first and holder is None else 0,
+                held.checksums,
                 request.SerializeToString(),
             )
-            request.MergeFrom(location(self._pool_id, job.kv_tokens, blocks, checksums))
-            committed.append(request)
-        return committed
+            request.MergeFrom(location(self._pool_id, job.kv_tokens, held.block_ids, held.checksums))
+            found.append(request)
+        return found
+
+
+def _prefilled(request: pb.StoredRequest, job: PrefilledJob, kept: int) -> pb.PooledRequest:
+    message = pooled(request)
+    message.shared_blocks = kept if job.base is not None and job.base.cached else 0
+    return message
 
 
 async def _settled(parts: Sequence[Completion]) -> None:

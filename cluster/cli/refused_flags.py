@@ -12,7 +12,7 @@ REFUSED_FLAGS = {
     "--pipeline-parallel-size": "pipeline parallelism",
     "--data-parallel-size": "data parallelism inside an instance (use --prefill and --decode)",
     "--enable-expert-parallel": "expert parallelism",
-    "--enable-prefix-caching": "the prefix cache",
+    "--enable-prefix-caching": "another name (use --prefix-cache)",
     "--enable-lora": "LoRA adapters",
     "--lora-modules": "LoRA adapters",
     "--quantization": "quantised weights",

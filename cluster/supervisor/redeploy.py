@@ -31,6 +31,8 @@ ALL_ROLES = frozenset({*INSTANCES, *PROCESS_ROLES})
 ROLLED: Mapping[str, frozenset[str]] = {
     "kv_pool.growth_reserve": frozenset({"kv_pool", "scheduler"}),
     "kv_pool.copy_timeout_s": INSTANCES,
+    "kv_pool.prefix_cache": frozenset({*INSTANCES, "kv_pool"}),
+    "kv_pool.cache_policy": frozenset({"kv_pool"}),
     "prefill.max_requests": frozenset({"prefill"}),
     "prefill.queue_tokens": frozenset({"prefill", "scheduler"}),
     "prefill.layerwise_tokens": frozenset({"prefill"}),

@@ -7,7 +7,7 @@ import contextlib
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,19 @@ class PromptPlan:
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     text: str | None = None
+    cached: tuple[tuple[str, int], ...] = ()  # (shard, tokens) that prefix caches have of it
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """Which prompts share cached KV with a call's: those with its salt and, with `by_key`, of its API key."""
+
+    salt: bytes = b""
+    by_key: bool = False
+
+    def whole_salt(self, owner: bytes) -> bytes:
+        """What keeps cached KV apart. `owner`: hash of an API key, or empty; a fixed length before the salt."""
+        return (owner.ljust(1, b"-") + b"/" if self.by_key else b"") + self.salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +78,7 @@ class CallPlan:
     priority: int = 0  # a lower number goes first among what waits
     offline: bool = False  # a line of a batch: no client waits, so its latencies are not counted
     internal_id: str = ""
+    cache: CacheUse | None = None  # None: the cluster has no prefix cache
     reading: Reading | None = None  # how answers are divided; None: their text is their content
     resume: tuple[Delivered, ...] = ()  # one entry for each answer if the call resumes an earlier call; else empty
 
@@ -88,6 +102,8 @@ class ServedModel:
     root: str = ""  # what the model is called where it comes from; "": its name here
     dialects: ModelDialects | None = None  # None: found by the chat template alone
     engine: EngineConfig = field(default_factory=EngineConfig)
+    cache: CacheUse | None = None  # of calls without a salt
+    look_up: Callable[[CallPlan], Awaitable[CallPlan]] | None = None  # adds what is cached of a plan's prompts
     encoder: PromptEncoder | None = field(init=False, default=None)
     grammars: Grammars | None = field(init=False, default=None)  # made for the first request that needs them
 
@@ -165,7 +181,7 @@ async def plan_completion(model: ServedModel, request: CompletionRequest, call_i
             sampling = replace(sampling, logprobs=0)  # to find the best
         text = prompt if isinstance(prompt, str) and len(tokens) == len(whole) else None
         prompts.append(PromptPlan(tuple(tokens), sampling, text))
-    return _call_plan("cmpl", call_id, tuple(prompts), request, began_s)
+    return await _call_plan("cmpl", call_id, model, tuple(prompts), request, began_s)
 
 
 async def plan_chat(model: ServedModel, request: ChatRequest, call_id: str = "") -> CallPlan:
@@ -181,7 +197,9 @@ async def plan_chat(model: ServedModel, request: ChatRequest, call_id: str = "")
     limit = _max_tokens(model, len(tokens), request.max_tokens, None, "messages")
     form = await chat_form(model, request, use, written.text)
     sampling = replace(resolve_sampling(request, model, len(tokens), limit, form.grammar), thinking=form.thinking)
-    plan = _call_plan("chatcmpl", call_id, (PromptPlan(tuple(tokens), sampling, written.text),), request, began_s)
+    plan = await _call_plan(
+        "chatcmpl", call_id, model, (PromptPlan(tuple(tokens), sampling, written.text),), request, began_s
+    )
     return replace(plan, reading=form.reading)
 
 
@@ -321,15 +339,17 @@ def _max_tokens(model: ServedModel, prompt: int, wanted: int | None, default: in
     return left if default is None else min(default, left)
 
 
-def _call_plan(
+async def _call_plan(
     kind: str,
     call_id: str,
+    model: ServedModel,
     prompts: tuple[PromptPlan, ...],
     request: GenerationRequest,
     began_s: float,
 ) -> CallPlan:
     unique = uuid.uuid4().hex
-    return CallPlan(
+    cache = model.cache if model.cache is None else replace(model.cache, salt=(request.cache_salt or "").encode())
+    plan = CallPlan(
         id=call_id or f"{kind}-{unique}",
         prompts=prompts,
         reply=request.reply,
@@ -339,6 +359,8 @@ def _call_plan(
         wait_objective_s=request.wait_objective_s,
         priority=request.priority or 0,
         scored_only=request.max_tokens == 0,
+        cache=cache,
         # Clients may choose ids, and two clients may choose the same id. The cluster's internal ids stay unique.
         internal_id=f"{call_id}-{unique[:12]}" if call_id else f"{kind}-{unique}",
     )
+    return plan if model.look_up is None else await model.look_up(plan)

@@ -56,7 +56,6 @@ _BOTH = (
     Refusal("images", "this server reads text only"),
     Refusal("reasoning", "there are no options for reasoning", ({},)),
     Refusal("verbosity", "there is no option for verbosity; max_tokens limits the answer", ("medium",)),
-    Refusal("cache_salt", "different prompts share no KV cache, so a salt has no use", ("",)),
     Refusal("stop_regex", "there are no regular expressions as stop conditions; use stop", ("", [])),
     Refusal("input_ids", "token ids are given as the prompt of /v1/completions", ()),
     Refusal("guided_decoding_backend", "the server's engine.grammar chooses the library", ("", "auto")),

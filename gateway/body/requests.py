@@ -143,6 +143,9 @@ class GenerationRequest(SamplingOptions, StructuredFields, Aliases, Unread, ABC)
         "takes what others leave.",
         json_schema_extra={"default": 0},
     )
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="Only prompts with the same salt share cached KV (kv_pool.prefix_cache)."
+    )
     do_sample: bool | None = Field(None, description="false means greedy decoding, like temperature 0.")
     max_tokens: int | None = None
 

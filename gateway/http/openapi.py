@@ -61,7 +61,9 @@ def _reply_schemas() -> dict[str, Schema]:
     }
     counts = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _INTEGER)
     details = {**_object({"reasoning_tokens": _INTEGER}), "description": "In a chat, if the model has reasoning."}
-    usage = _object({**counts, "completion_tokens_details": details}, ["prompt_tokens"])
+    cached = {**_object({"cached_tokens": _INTEGER}), "description": "If the cluster has a prefix cache."}
+    both = {"prompt_tokens_details": cached, "completion_tokens_details": details}
+    usage = _object({**counts, **both}, ["prompt_tokens"])
     older = _object(
         {
             "tokens": _array(_STRING),

@@ -77,6 +77,7 @@ class Answer:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     prefill_id: str = ""
     decode_id: str = ""
+    cached_tokens: int = 0  # of the prompt, whose KV was in the prefix cache
 
     @property
     def key(self) -> RequestKey:
@@ -142,6 +143,7 @@ class Answer:
             submitted_ns=time.time_ns(),
             wait_objective_s=self.call.plan.wait_objective_s or 0.0,
             priority=self.call.plan.priority,
+            cached=[pb.CachedTokens(pool_id=pool_id, tokens=tokens) for pool_id, tokens in self.prompt.cached],
         )
 
     def _group(self) -> str:
@@ -168,6 +170,7 @@ class Answer:
             deadline_ns=0 if plan.timeout_s is None else arrival_ns + int((plan.timeout_s - plan.spent_s) * 1e9),
             wait_objective_s=plan.wait_objective_s or 0.0,
             priority=plan.priority,
+            cache_salt=self.call.salt,
             stopwatch=Stopwatch(since_ns=_unix_ns(sent_s)),
         )
 
@@ -204,6 +207,7 @@ class Call:
     def __init__(self, plan: CallPlan) -> None:
         self.plan = plan
         self.name: CallName = (caller.get(), plan.id)
+        self.salt = b"" if plan.cache is None else plan.cache.whole_salt(caller.get())
         self.sent_id = sent_request_id.get()
         self.arrival_ns = time.time_ns()
         self.arrival_s = time.monotonic()

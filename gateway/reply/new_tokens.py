@@ -40,6 +40,8 @@ def read_event(answer: Answer, event: gw.TokenEvent, role: str, sender_id: str) 
     `event.position` must not be greater than the number of the answer's tokens.
     """
     answer.note_instance(role, sender_id, event.prefill_id, event.decode_id)
+    if event.cached_tokens and not answer.tokens:
+        answer.cached_tokens = event.cached_tokens
     known = len(answer.tokens) - event.position
     new = NewTokens(list(event.token_ids[known:] if known else event.token_ids))
     if event.logprobs:

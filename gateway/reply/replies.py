@@ -81,6 +81,15 @@ class Parts:
         return sum(len(prompt.token_ids) for prompt in self.call.plan.prompts)
 
     @property
+    def cached_tokens(self) -> int:
+        """Of the prompts' tokens, those whose KV was in the prefix cache."""
+        found = [0] * len(self.call.plan.prompts)
+        for answer in self.call.answers:
+            place = answer.index // self.call.plan.n
+            found[place] = max(found[place], answer.cached_tokens)
+        return sum(found)
+
+    @property
     def completion_tokens(self) -> int:
         return sum(view.tokens for view in self.views)
 
@@ -216,7 +225,10 @@ class Reply(ABC):
             target["timings"] = timings(self._last_ended)
 
     def _usage(self) -> dict[str, Any]:
-        return _usage(self._parts.prompt_tokens, self._parts.completion_tokens)
+        usage: dict[str, Any] = _usage(self._parts.prompt_tokens, self._parts.completion_tokens)
+        if self.call.plan.cache is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self._parts.cached_tokens}
+        return usage
 
     def token_name(self, token: int) -> str:
         """A token as log-probabilities name it."""

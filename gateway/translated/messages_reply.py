@@ -80,11 +80,12 @@ class MessagesReply(TranslatedReply):
 
     def _usage_so_far(self) -> dict[str, int]:
         usage = self._usage()
+        cached = self._parts.cached_tokens
         return {
-            "input_tokens": usage["prompt_tokens"],
+            "input_tokens": usage["prompt_tokens"] - cached,  # Anthropic counts cached ones apart
             "output_tokens": usage["completion_tokens"],
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
+            "cache_read_input_tokens": cached,
         }
 
 

@@ -93,7 +93,7 @@ class ResponsesReply(TranslatedReply):
         usage: dict[str, Any] = self._usage()
         response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self._parts.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {
                 "reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)

@@ -214,7 +214,7 @@ class Timings(_message.Message):
     def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., pool_s: _Optional[float] = ..., prefetch_s: _Optional[float] = ..., handover_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., stage: _Optional[str] = ..., since_ns: _Optional[int] = ..., begun_ns: _Optional[_Mapping[str, int]] = ..., bubble_s: _Optional[float] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
-    __slots__ = ("key", "prompt_token_ids", "output_token_ids", "sampling", "gateway_id", "gateway_address", "group_id", "group_size", "arrival_ns", "deadline_ns", "timings", "wait_objective_s", "priority")
+    __slots__ = ("key", "prompt_token_ids", "output_token_ids", "sampling", "gateway_id", "gateway_address", "group_id", "group_size", "arrival_ns", "deadline_ns", "timings", "wait_objective_s", "priority", "cache_salt")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +228,7 @@ class RequestSpec(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     WAIT_OBJECTIVE_S_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     key: RequestKey
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -241,7 +242,8 @@ class RequestSpec(_message.Message):
     timings: Timings
     wait_objective_s: float
     priority: int
-    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., gateway_id: _Optional[str] = ..., gateway_address: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., arrival_ns: _Optional[int] = ..., deadline_ns: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., wait_objective_s: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
+    cache_salt: bytes
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., gateway_id: _Optional[str] = ..., gateway_address: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., arrival_ns: _Optional[int] = ..., deadline_ns: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., wait_objective_s: _Optional[float] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
 
 class StoredRequest(_message.Message):
     __slots__ = ("spec", "store_id", "kv_tokens", "block_ids", "pool_id", "pool_tokens", "pool_block_ids", "prefill_id", "checksums", "pool_checksums", "evicted_ns", "evictions")
@@ -272,7 +274,7 @@ class StoredRequest(_message.Message):
     def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., store_id: _Optional[str] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., pool_id: _Optional[str] = ..., pool_tokens: _Optional[int] = ..., pool_block_ids: _Optional[_Iterable[int]] = ..., prefill_id: _Optional[str] = ..., checksums: _Optional[_Iterable[int]] = ..., pool_checksums: _Optional[_Iterable[int]] = ..., evicted_ns: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
 
 class RequestHead(_message.Message):
-    __slots__ = ("key", "prompt_tokens", "output_tokens", "max_tokens", "gateway_id", "group_id", "group_size", "arrival_ns", "submitted_ns", "wait_objective_s", "priority")
+    __slots__ = ("key", "prompt_tokens", "output_tokens", "max_tokens", "gateway_id", "group_id", "group_size", "arrival_ns", "submitted_ns", "wait_objective_s", "priority", "cached")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -284,6 +286,7 @@ class RequestHead(_message.Message):
     SUBMITTED_NS_FIELD_NUMBER: _ClassVar[int]
     WAIT_OBJECTIVE_S_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     key: RequestKey
     prompt_tokens: int
     output_tokens: int
@@ -295,23 +298,34 @@ class RequestHead(_message.Message):
     submitted_ns: int
     wait_objective_s: float
     priority: int
-    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., gateway_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., arrival_ns: _Optional[int] = ..., submitted_ns: _Optional[int] = ..., wait_objective_s: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
+    cached: _containers.RepeatedCompositeFieldContainer[CachedTokens]
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., gateway_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., arrival_ns: _Optional[int] = ..., submitted_ns: _Optional[int] = ..., wait_objective_s: _Optional[float] = ..., priority: _Optional[int] = ..., cached: _Optional[_Iterable[_Union[CachedTokens, _Mapping]]] = ...) -> None: ...
+
+class CachedTokens(_message.Message):
+    __slots__ = ("pool_id", "tokens")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    tokens: int
+    def __init__(self, pool_id: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class PooledRequest(_message.Message):
-    __slots__ = ("key", "pool_id", "kv_tokens", "blocks", "group_id", "evicted_ns")
+    __slots__ = ("key", "pool_id", "kv_tokens", "blocks", "group_id", "evicted_ns", "shared_blocks")
     KEY_FIELD_NUMBER: _ClassVar[int]
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     EVICTED_NS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     key: RequestKey
     pool_id: str
     kv_tokens: int
     blocks: int
     group_id: str
     evicted_ns: int
-    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., pool_id: _Optional[str] = ..., kv_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., group_id: _Optional[str] = ..., evicted_ns: _Optional[int] = ...) -> None: ...
+    shared_blocks: int
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., pool_id: _Optional[str] = ..., kv_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., group_id: _Optional[str] = ..., evicted_ns: _Optional[int] = ..., shared_blocks: _Optional[int] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("code", "message", "retry_after_s")

@@ -56,7 +56,7 @@ class TokenLogprob(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
-    __slots__ = ("key", "position", "token_ids", "logprobs", "prompt_logprobs", "finish_reason", "failure", "timings", "prefill_id", "decode_id")
+    __slots__ = ("key", "position", "token_ids", "logprobs", "prompt_logprobs", "finish_reason", "failure", "timings", "prefill_id", "decode_id", "cached_tokens")
     KEY_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class TokenEvent(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_ID_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.RequestKey
     position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -77,4 +78,5 @@ class TokenEvent(_message.Message):
     timings: _common_pb2.Timings
     prefill_id: str
     decode_id: str
-    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., prefill_id: _Optional[str] = ..., decode_id: _Optional[str] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., prefill_id: _Optional[str] = ..., decode_id: _Optional[str] = ..., cached_tokens: _Optional[int] = ...) -> None: ...

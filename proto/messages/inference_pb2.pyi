@@ -28,7 +28,7 @@ class Conversation(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "prompt", "prompt_token_ids", "conversation", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "stop", "stop_token_ids", "ignore_eos", "n", "include_timings", "timeout_s", "resume", "wait_objective_s", "priority", "allow_special_tokens", "allowed_token_ids", "bad_words", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "no_repeat_ngram_size", "logprob_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens", "min_length", "prompt_logprobs", "best_of", "suffix", "truncation_side", "chat_json", "grammar")
+    __slots__ = ("request_id", "model", "prompt", "prompt_token_ids", "conversation", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "stop", "stop_token_ids", "ignore_eos", "n", "include_timings", "timeout_s", "resume", "wait_objective_s", "priority", "cache_salt", "allow_special_tokens", "allowed_token_ids", "bad_words", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "no_repeat_ngram_size", "logprob_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens", "min_length", "prompt_logprobs", "best_of", "suffix", "truncation_side", "chat_json", "grammar")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class GenerateRequest(_message.Message):
     RESUME_FIELD_NUMBER: _ClassVar[int]
     WAIT_OBJECTIVE_S_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ALLOW_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +103,7 @@ class GenerateRequest(_message.Message):
     resume: _containers.RepeatedCompositeFieldContainer[Delivered]
     wait_objective_s: float
     priority: int
+    cache_salt: str
     allow_special_tokens: bool
     allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     bad_words: _containers.RepeatedScalarFieldContainer[str]
@@ -123,7 +125,7 @@ class GenerateRequest(_message.Message):
     truncation_side: str
     chat_json: str
     grammar: _common_pb2.Grammar
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[_common_pb2.LogitBias, _Mapping]]] = ..., logprobs: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., n: _Optional[int] = ..., include_timings: bool = ..., timeout_s: _Optional[float] = ..., resume: _Optional[_Iterable[_Union[Delivered, _Mapping]]] = ..., wait_objective_s: _Optional[float] = ..., priority: _Optional[int] = ..., allow_special_tokens: bool = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., bad_words_ids: _Optional[_Iterable[_Union[_common_pb2.TokenSequence, _Mapping]]] = ..., suppress_tokens: _Optional[_Iterable[int]] = ..., begin_suppress_tokens: _Optional[_Iterable[int]] = ..., forced_bos_token_id: _Optional[_Iterable[int]] = ..., forced_eos_token_id: _Optional[_Iterable[int]] = ..., no_repeat_ngram_size: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., skip_special_tokens: bool = ..., spaces_between_special_tokens: bool = ..., include_stop_str_in_output: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., min_length: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., best_of: _Optional[int] = ..., suffix: _Optional[str] = ..., truncation_side: _Optional[str] = ..., chat_json: _Optional[str] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[_common_pb2.LogitBias, _Mapping]]] = ..., logprobs: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., n: _Optional[int] = ..., include_timings: bool = ..., timeout_s: _Optional[float] = ..., resume: _Optional[_Iterable[_Union[Delivered, _Mapping]]] = ..., wait_objective_s: _Optional[float] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., allow_special_tokens: bool = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., bad_words_ids: _Optional[_Iterable[_Union[_common_pb2.TokenSequence, _Mapping]]] = ..., suppress_tokens: _Optional[_Iterable[int]] = ..., begin_suppress_tokens: _Optional[_Iterable[int]] = ..., forced_bos_token_id: _Optional[_Iterable[int]] = ..., forced_eos_token_id: _Optional[_Iterable[int]] = ..., no_repeat_ngram_size: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., skip_special_tokens: bool = ..., spaces_between_special_tokens: bool = ..., include_stop_str_in_output: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., min_length: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., best_of: _Optional[int] = ..., suffix: _Optional[str] = ..., truncation_side: _Optional[str] = ..., chat_json: _Optional[str] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ...) -> None: ...
 
 class Delivered(_message.Message):
     __slots__ = ("token_ids", "finish_reason")
@@ -178,14 +180,16 @@ class TokenLogprobText(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., token: _Optional[str] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprobText, _Mapping]]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "reasoning_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "reasoning_tokens", "cached_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     reasoning_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestTimings(_message.Message):
     __slots__ = ("queue_s", "prefill_s", "pool_s", "prefetch_s", "handover_s", "decode_s", "prefill_id", "decode_id", "bubble_s")

@@ -7,21 +7,59 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class CachedPrefix(_message.Message):
+    __slots__ = ("token_ids", "salt")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    salt: bytes
+    def __init__(self, token_ids: _Optional[bytes] = ..., salt: _Optional[bytes] = ...) -> None: ...
+
+class PrefixFound(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    def __init__(self, tokens: _Optional[int] = ...) -> None: ...
+
+class Pin(_message.Message):
+    __slots__ = ("key", "prefix")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    key: _common_pb2.RequestKey
+    prefix: CachedPrefix
+    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prefix: _Optional[_Union[CachedPrefix, _Mapping]] = ...) -> None: ...
+
+class CacheBlocks(_message.Message):
+    __slots__ = ("prefix", "first_block", "block_ids", "checksums")
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    prefix: CachedPrefix
+    first_block: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prefix: _Optional[_Union[CachedPrefix, _Mapping]] = ..., first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class PoolWriterMessage(_message.Message):
-    __slots__ = ("message_id", "hello", "want_blocks", "give_back", "commit", "release")
+    __slots__ = ("message_id", "hello", "want_blocks", "give_back", "commit", "release", "pin", "cache")
     MESSAGE_ID_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WANT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     GIVE_BACK_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     message_id: int
     hello: _common_pb2.ProcessKey
     want_blocks: int
     give_back: BlockIds
     commit: Commit
     release: _common_pb2.RequestKeys
-    def __init__(self, message_id: _Optional[int] = ..., hello: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., want_blocks: _Optional[int] = ..., give_back: _Optional[_Union[BlockIds, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., release: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
+    pin: Pin
+    cache: CacheBlocks
+    def __init__(self, message_id: _Optional[int] = ..., hello: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., want_blocks: _Optional[int] = ..., give_back: _Optional[_Union[BlockIds, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., release: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., pin: _Optional[_Union[Pin, _Mapping]] = ..., cache: _Optional[_Union[CacheBlocks, _Mapping]] = ...) -> None: ...
 
 class BlockIds(_message.Message):
     __slots__ = ("ids",)
@@ -48,18 +86,28 @@ class Commit(_message.Message):
     def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., share_with: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kept_blocks: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PoolWriterReply(_message.Message):
-    __slots__ = ("message_id", "granted", "committed", "refused", "recall")
+    __slots__ = ("message_id", "granted", "committed", "refused", "recall", "pinned")
     MESSAGE_ID_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     RECALL_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
     message_id: int
     granted: BlockIds
-    committed: _common_pb2.Empty
+    committed: Committed
     refused: _common_pb2.Failure
     recall: _common_pb2.Empty
-    def __init__(self, message_id: _Optional[int] = ..., granted: _Optional[_Union[BlockIds, _Mapping]] = ..., committed: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., recall: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ...) -> None: ...
+    pinned: Holding
+    def __init__(self, message_id: _Optional[int] = ..., granted: _Optional[_Union[BlockIds, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., recall: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., pinned: _Optional[_Union[Holding, _Mapping]] = ...) -> None: ...
+
+class Committed(_message.Message):
+    __slots__ = ("block_ids", "checksums")
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PoolCommand(_message.Message):
     __slots__ = ("release", "take_inventory", "drop", "adopt")

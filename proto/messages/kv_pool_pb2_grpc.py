@@ -55,6 +55,11 @@ class KvPoolStub(object):
                 request_serializer=alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
                 response_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.PoolDescription.FromString,
                 _registered_method=True)
+        self.Match = channel.unary_unary(
+                '/alignedserve.v1.KvPool/Match',
+                request_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.CachedPrefix.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.PrefixFound.FromString,
+                _registered_method=True)
 
 
 class KvPoolServicer(object):
@@ -88,6 +93,13 @@ class KvPoolServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Match(self, request, context):
+        """How many tokens of a prompt's beginning are cached here now. They may be gone when the prompt is computed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvPoolServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -110,6 +122,11 @@ def add_KvPoolServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
                     response_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.PoolDescription.SerializeToString,
+            ),
+            'Match': grpc.unary_unary_rpc_method_handler(
+                    servicer.Match,
+                    request_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.CachedPrefix.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.PrefixFound.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -220,6 +237,33 @@ class KvPool(object):
             '/alignedserve.v1.KvPool/Describe',
             alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
             alignedserve_dot_proto_dot_kv__pool__pb2.PoolDescription.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Match(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alignedserve.v1.KvPool/Match',
+            alignedserve_dot_proto_dot_kv__pool__pb2.CachedPrefix.SerializeToString,
+            alignedserve_dot_proto_dot_kv__pool__pb2.PrefixFound.FromString,
             options,
             channel_credentials,
             insecure,

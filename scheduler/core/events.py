@@ -20,7 +20,8 @@ class RequestMeta:
     pool already holds, in `base_blocks` blocks that an earlier epoch committed, `own_blocks` of them not shared.
     `whole`: it needs no more KV to decode. `base_pool_id`: the shard that holds the base. `age_s`: how long its gateway
     has had it. `wait_objective_s`: the longest wait between its prefill (or an eviction) and its next token; 0: the
-    configured default. `priority`: of what waits, a lower one goes first.
+    configured default. `priority`: of what waits, a lower one goes first. `cached`: (shard, tokens) of the prompt's KV
+    that shards' prefix caches had when it was submitted.
     """
 
     key: RequestKey
@@ -36,6 +37,7 @@ class RequestMeta:
     age_s: float = 0.0
     wait_objective_s: float = 0.0
     priority: int = 0
+    cached: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

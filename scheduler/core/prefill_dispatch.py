@@ -41,10 +41,10 @@ class PrefillDispatch:
                 continue
             loads = (view.load for view in state.instances.open_prefill())
             most = state.config.prefill.queued_tokens
-            able = able_to_prefill(loads, group.tokens, most, group.kept_tokens, first.background)
+            able = able_to_prefill(loads, group, most, first.background)
             roomy = self._with_room(group, first, able, now_s) if able else []
             if roomy:
-                self._begin(state.queue.pop(), self._choose(roomy, first, group.work_tokens), now_s)
+                self._begin(state.queue.pop(), self._choose(roomy, first, group), now_s)
             elif not state.queue.give_way():
                 return
 
@@ -83,7 +83,7 @@ class PrefillDispatch:
             missing += int(BACKGROUND_ROOM * home.capacity)
         return missing
 
-    def _choose(self, roomy: Sequence[PrefillLoad], first: Record, work_tokens: int) -> PrefillLoad:
+    def _choose(self, roomy: Sequence[PrefillLoad], first: Record, group: QueuedGroup) -> PrefillLoad:
         """The least predicted time to first token, except that an idle instance on the node of the base takes priority.
 
         Waiting for a busy instance there would take longer than copying the base between nodes.
@@ -93,7 +93,7 @@ class PrefillDispatch:
         if state.ledger.only is None and first.shard is not None:
             near = [load for load in roomy if not load.pending_tokens and load.home is first.shard]
         # Last: predicting is expensive, and the pool is often full.
-        load = choose_prefill(near or roomy, work_tokens, first.background)
+        load = choose_prefill(near or roomy, group, first.background)
         assert load is not None
         return load
 
@@ -104,6 +104,6 @@ class PrefillDispatch:
             blocks[0] -= first.blocks
         for record, needed in zip(self._state.open(group.keys), blocks, strict=True):
             self._state.begin_prefill(record, load.prefill_id, needed, now_s)
-        first.prefill_tokens = group.work_tokens
+        first.prefill_tokens = load.work(group)
         load.begin(first.prefill_tokens, first.background)
         self._state.actions.append(StartPrefill(load.prefill_id, tuple(group.keys), first.kv_tokens))

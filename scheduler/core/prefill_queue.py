@@ -22,18 +22,25 @@ MOST_OVERTAKES = 64  # groups of lower ranks that are begun before a rank has it
 class QueuedGroup:
     """The `n` answers to one prompt of `tokens` tokens, prefilled once, together.
 
-    `kept_tokens`: the number of tokens whose KV the pool already holds.
+    `kept_tokens`: the number of tokens whose KV the pool already holds. `cached`: (shard, tokens) of what prefix caches
+    have, each only for instances of its own node.
     """
 
     keys: list[RequestKey]
     tokens: int
     kept_tokens: int = 0
     rank: int = 0
+    cached: tuple[tuple[str, int], ...] = ()
 
     @property
     def work_tokens(self) -> int:
-        """Tokens to be computed."""
-        return self.tokens - self.kept_tokens
+        """Tokens to be computed where least must be."""
+        return self.tokens - max(self.kept_tokens, max((tokens for _, tokens in self.cached), default=0))
+
+    def work_at(self, pool_id: str) -> int:
+        """Tokens to be computed by an instance that writes to this shard."""
+        here = next((tokens for shard, tokens in self.cached if shard == pool_id), 0) if self.cached else 0
+        return self.tokens - max(self.kept_tokens, here)
 
 
 @dataclass(slots=True)
@@ -77,13 +84,20 @@ class PrefillQueue:
         return sum(line.requests for line in lines), sum(line.tokens for line in lines)
 
     def add(
-        self, keys: list[RequestKey], tokens: int, kept_tokens: int = 0, *, again: bool = False, rank: int = 0
+        self,
+        keys: list[RequestKey],
+        tokens: int,
+        kept_tokens: int = 0,
+        *,
+        again: bool = False,
+        rank: int = 0,
+        cached: tuple[tuple[str, int], ...] = (),
     ) -> None:
         """Queue a group. `again`: it was begun before, and lost."""
         if any(key in self._place_of for key in keys):
             raise AccountingError(f"{keys[0]} or one of its group is already queued")
         number = -next(self._numbers) if again else next(self._numbers)
-        group = QueuedGroup(list(keys), tokens, kept_tokens, rank)
+        group = QueuedGroup(list(keys), tokens, kept_tokens, rank, cached)
         line = self._lines.setdefault(rank, _Line())
         line.part(number)[number] = group
         line.requests += len(keys)
@@ -122,8 +136,9 @@ class PrefillQueue:
         rank, number = self._place_of[key]
         line = self._lines[rank]
         group = line.part(number)[number]
-        line.tokens += group.kept_tokens
+        line.tokens -= group.work_tokens
         group.kept_tokens = 0
+        line.tokens += group.work_tokens
 
     def cancel(self, key: RequestKey) -> bool:
         """Remove a request from its group, and an empty group from the queue. Returns False if it is not queued."""

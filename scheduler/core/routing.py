@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from alignedserve.scheduler.core.pool_shard import PoolShard
+from alignedserve.scheduler.core.prefill_queue import QueuedGroup
 from alignedserve.scheduler.cost.pass_model import CostModel, LinearCostModel
 
 
@@ -36,31 +37,34 @@ class PrefillLoad:
     def predicted_ttft_s(self, tokens: int, background: bool = False) -> float:
         return self.cost.predict_prefill_s(self.ahead_tokens(background) + tokens)
 
+    def work(self, group: QueuedGroup) -> int:
+        """Tokens of the group's prompt that it would compute."""
+        return group.work_at("" if self.home is None else self.home.pool_id)
+
 
 def able_to_prefill(
-    loads: Iterable[PrefillLoad], tokens: int, queue_tokens: int, kept_tokens: int = 0, background: bool = False
+    loads: Iterable[PrefillLoad], group: QueuedGroup, queue_tokens: int, background: bool = False
 ) -> list[PrefillLoad]:
-    """The instances that can be given a prompt of `tokens` now, of which `kept_tokens` need no computing.
+    """The instances that can be given the group's prompt now.
 
     At most `queue_tokens` are dispatched ahead of computing, except to an idle instance: a prompt that waits here can
     still go elsewhere.
     """
-    work = tokens - kept_tokens
     found = []
     for load in loads:
         ahead = load.ahead_tokens(background)
-        if load.cache_tokens >= tokens and (not ahead or ahead + work <= queue_tokens):
+        if load.cache_tokens >= group.tokens and (not ahead or ahead + load.work(group) <= queue_tokens):
             found.append(load)
     return found
 
 
-def choose_prefill(able: Iterable[PrefillLoad], work_tokens: int, background: bool = False) -> PrefillLoad | None:
+def choose_prefill(able: Iterable[PrefillLoad], group: QueuedGroup, background: bool = False) -> PrefillLoad | None:
     """The instance with the least predicted time to first token; ties go to the least pending, then to the first.
 
     Returns None if `able` is empty.
     """
 
     def rank(load: PrefillLoad) -> tuple[float, int]:
-        return load.predicted_ttft_s(work_tokens, background), load.pending_tokens
+        return load.predicted_ttft_s(load.work(group), background), load.pending_tokens
 
     return min(able, key=rank, default=None)

@@ -133,7 +133,9 @@ class CoreState:
             self.ledger.mark_droppable(first.key)
         again, rank = first.key.epoch > 0, rank_of(first.priority)
         keys = [meta.key for meta in group]
-        self.queue.add(keys, first.prefix_tokens, first.base_tokens, again=again, rank=rank)
+        # KV of its own is used where it is, and the caches are not asked.
+        cached = () if first.base_tokens else first.cached
+        self.queue.add(keys, first.prefix_tokens, first.base_tokens, again=again, rank=rank, cached=cached)
 
     def restore(self, held: HeldRequest, decode_id: str, now_s: float) -> None:
         """Adopt a predecessor's request, as described by the decode instance that decides about it."""

@@ -5,7 +5,8 @@
                           └──quarantine(writer)──► owned, without holder ──end_quarantine──► free
 
 `capacity = free + owned + cached` at every moment. A leased block is free until a holder is assigned to it. A block
-under a lost writer's lease is owned, because that writer may still write to it.
+under a lost writer's lease is owned, because that writer may still write to it. Only the store of a prefix cache has
+cached blocks (`caching_allocator.py`).
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class BlockAllocator:
 
     @property
     def cached_blocks(self) -> int:
-        """Blocks that only a cached prefix holds. There is no prefix cache yet, so there are none."""
-        return self.capacity - self.free_blocks - self.owned_blocks
+        """Blocks that only a prefix cache keeps."""
+        return 0
 
     def allocate(self, count: int, holder: Holder) -> list[int] | None:
         """`count` free blocks for `holder`, or None (and nothing changes) if fewer are available."""
@@ -214,9 +215,14 @@ class BlockAllocator:
             place(blocks, f"in quarantine for {writer}")
         place((block for block, holder in enumerate(self._sole) if holder is not None), "owned")
         place(self._shared, "shared")
+        place(self._kept(), "cached")
         if len(places) != self.capacity:
             raise AccountingError(f"{self.store_id}: {self.capacity - len(places)} blocks are lost")
         self._check_counters()
+
+    def _kept(self) -> Iterable[int]:
+        """The cached blocks."""
+        return ()
 
     def _check_counters(self) -> None:
         pairs = {(holder, block) for holder, blocks in self._held.items() for block in blocks}
@@ -229,7 +235,7 @@ class BlockAllocator:
             "owned": self._owned == len({block for _, block in found}),
             "leased": self._leased == sum(map(len, self._leases.values())),
             "quarantined": self._quarantined == sum(map(len, self._quarantine.values())),
-            "cached": self.cached_blocks == 0,
+            "cached": self.cached_blocks == self.capacity - self.free_blocks - self.owned_blocks,
         }
         wrong = [name for name, right in counters.items() if not right]
         if wrong:

@@ -54,6 +54,7 @@ def request_meta(key: RequestKey, head: pb.RequestHead) -> RequestMeta:
         age_s=max(0.0, (time.time_ns() - head.arrival_ns) / 1e9),
         wait_objective_s=head.wait_objective_s,
         priority=head.priority,
+        cached=tuple((sys.intern(one.pool_id), min(one.tokens, head.prompt_tokens - 1)) for one in head.cached),
     )
 
 

@@ -36,10 +36,10 @@ class Owners:
             self._groups[group] = None
             while len(self._groups) > RECENT_GROUPS:
                 self._groups.popitem(last=False)
-            return 0 if shared else prefilled.blocks
+            return 0 if shared else prefilled.blocks - prefilled.shared_blocks
         here = base is not None and base.pool_id == prefilled.pool_id
         adopted = len(base.block_ids) - base.blocks if base is not None and here else 0  # blocks shared with others
-        return max(0, prefilled.blocks - adopted)
+        return max(0, prefilled.blocks - prefilled.shared_blocks - adopted)
 
     def by_gateway(self, keys: Iterable[RequestKey]) -> Iterable[tuple[str, list[RequestKey]]]:
         """The keys grouped by gateway; keys without a known gateway are left out."""

@@ -85,6 +85,14 @@ class KvPoolConfig:
     verify: bool = _key(
         False, "compare a checksum of every KV block after each copy; a block that differs is never used"
     )
+    prefix_cache: bool = _key(
+        False, "keep the KV of ended requests in free blocks, and compute only what a prompt does not share with them"
+    )
+    cache_policy: str = _key(
+        "value",
+        "which cached KV is given up first: value (by the time to compute it again, and uses), lru",
+        choices=("value", "lru"),
+    )
     copy_timeout_s: float = _key(
         10.0, "seconds after which a copy is stuck; its worker is fenced and replaced", low=0.1
     )
@@ -229,6 +237,9 @@ class GatewayConfig:
         "separate port, with its own connection limit, for /live, /health and /metrics; 0: any free port",
         low=0,
         high=65535,
+    )
+    cache_isolation: str = _key(
+        "none", "whose prompts share cached KV: none (all), key (those of one API key)", choices=("none", "key")
     )
     address_connections: int = _key(0, "maximum connections from one client address; 0: unlimited", low=0)
     address_requests: int = _key(0, "maximum requests per second from one client address; 0: unlimited", low=0)

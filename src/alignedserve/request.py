@@ -198,7 +198,7 @@ class RequestSpec:
     delivered in an earlier one. Penalties, stop strings and the seed's position count them.
     Requests of one `group_id` are the `n` answers to one prompt and may share its blocks.
     `wait_objective_s` is the request's wait objective; 0 means the configured default. `priority`: a signed 64-bit
-    integer; of what waits, a lower one goes first.
+    integer; of what waits, a lower one goes first. Only prompts with the same `cache_salt` share cached KV.
     """
 
     key: RequestKey
@@ -213,6 +213,7 @@ class RequestSpec:
     deadline_ns: int = 0
     wait_objective_s: float = 0.0
     priority: int = 0
+    cache_salt: bytes = b""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @property

@@ -45,13 +45,14 @@ def described() -> dict[str, Metric]:
 
 
 def exported(folder: Path) -> str:
-    """Metrics of a cluster with everything on that exports more: checksums, a cost model, offload by layer."""
+    """Metrics of a cluster with everything on that exports more: checksums, prefix cache, cost model, offload by layer."""
     keys = {
         "model.path": str(make_model("llama", folder / "m", seed=41, vocab_size=VOCAB_SIZE)),
         "cluster.device": "cpu",
         "cluster.threads": 1,
         "kv_pool.size_gib": 0.1,
         "kv_pool.verify": True,
+        "kv_pool.prefix_cache": True,
         "prefill.layerwise_tokens": 8,
         "scheduler.cost_model": "rtxpro6000-llama-3.1-8b",
         "supervisor.heartbeat_s": 0.2,

@@ -49,6 +49,7 @@ class Answer:
     stopwatch: Stopwatch | None = None
     prefill_id: str = ""
     decode_id: str = ""
+    cached_tokens: int = 0
     times_s: list[float] = field(default_factory=list)
     early: dict[int, gw.TokenEvent] = field(default_factory=dict)
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -95,7 +96,14 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
     def _hello(self) -> list[sc.GatewayMessage]:
         return [sc.GatewayMessage(hello=sc.GatewayHello(process=self._process, address=self._address))]
 
-    def submit(self, prompt: Sequence[int], sampling: SamplingParams, n: int = 1, priority: int = 0) -> list[Answer]:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        n: int = 1,
+        priority: int = 0,
+        cache_salt: bytes = b"",
+    ) -> list[Answer]:
         """Submit `n` requests for one prompt, with the seeds `sampling.seed + i`."""
         group = f"g{next(self._ids)}"
         now_ns = time.time_ns()
@@ -112,6 +120,7 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
                 group_size=n,
                 arrival_ns=now_ns,
                 priority=priority,
+                cache_salt=cache_salt,
                 stopwatch=Stopwatch(Stage.QUEUE, now_ns),
             )
             answers.append(Answer(key, spec))
@@ -193,6 +202,7 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
         answer.logprobs.extend(_logprobs(entry) for entry in event.logprobs)
         answer.prompt_logprobs.extend(_logprobs(entry) for entry in event.prompt_logprobs)
         answer.prefill_id = event.prefill_id or answer.prefill_id
+        answer.cached_tokens = event.cached_tokens or answer.cached_tokens
         answer.decode_id = event.decode_id or answer.decode_id
         if event.finish_reason:
             answer.finish_reason = event.finish_reason

@@ -11,12 +11,13 @@ from alignedserve.scheduler.process.pool_audit import SETTLE_S
 
 
 async def wait_nothing_held(cluster: LocalCluster, timeout_s: float = SETTLE_S + 15.0) -> str:
-    """Wait until all blocks are free, by default as long as the pool's audit needs. Returns the metrics."""
+    """Wait until no block is held, by default as long as the pool's audit needs. Returns the metrics."""
     deadline = time.monotonic() + timeout_s
     while True:
         metrics = (await cluster.status()).metrics
         capacity = value(metrics, "alignedserve_kv_capacity_blocks")
-        if capacity and value(metrics, "alignedserve_kv_blocks", state="free") == capacity:
+        unheld = sum(value(metrics, "alignedserve_kv_blocks", state=state) for state in ("free", "cached"))
+        if capacity and unheld == capacity:
             return metrics
         blocks = [line for line in metrics.splitlines() if line.startswith("alignedserve_kv_")]
         assert time.monotonic() < deadline, "\n".join(blocks)

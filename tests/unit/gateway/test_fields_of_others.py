@@ -24,7 +24,6 @@ BOTH: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "adapter": (("name",), NOTHING),
     "adapter_id": (("name",), NOTHING),
     "adapters": ((["name"],), NOTHING),
-    "cache_salt": (("mine",), ("",)),
     "custom_logit_processor": (("a.b",), NOTHING),
     "dry_multiplier": ((0.8,), (0, 0.0)),
     "early_stopping": ((True, "never"), (False,)),

@@ -386,7 +386,7 @@ async def test_a_prompt_whose_base_lies_in_another_shard_is_committed_whole_in_t
         await asyncio.wait_for(to_pool.copy([5, 6], held), 10.0)
     base = Base(32, held, own.checksums(held), "kv_pool-0" if here else "kv_pool-1", here)
     spec = RequestSpec(RequestKey("r", 1), list(range(40)), SamplingParams(), [1])
-    job = PrefilledJob(spec.key, [spec], 40, [5, 6, 7], base)
+    job = PrefilledJob(spec.key, [spec], list(range(40)), [5, 6, 7], base)
     offloader = Offloader("prefill-0", cell.writer, copier, to_pool, "kv_pool-0", PLAN.block_size)
     (prefilled,), gone = await asyncio.wait_for(offloader.offload(job), 10.0)
     assert (prefilled.pool_id, prefilled.kv_tokens, prefilled.blocks, gone) == ("kv_pool-0", 40, 3, [])

@@ -8,7 +8,8 @@ from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.core import events as ev
 from alignedserve.scheduler.core.actions import StartPrefill
-from alignedserve.scheduler.core.prefill_queue import PrefillQueue
+from alignedserve.scheduler.core.pool_shard import PoolShard
+from alignedserve.scheduler.core.prefill_queue import PrefillQueue, QueuedGroup
 from alignedserve.scheduler.core.routing import PrefillLoad, able_to_prefill, choose_prefill
 from alignedserve.scheduler.cost.pass_model import LinearCostModel, LinearFit, Passes
 from support.core_cell import CoreCell, key, only
@@ -17,7 +18,8 @@ A, B, C = (RequestKey(name) for name in "abc")
 
 
 def choose(loads, tokens, queue_tokens):
-    return choose_prefill(able_to_prefill(loads, tokens, queue_tokens), tokens)
+    group = QueuedGroup([], tokens)
+    return choose_prefill(able_to_prefill(loads, group, queue_tokens), group)
 
 
 def load(name, pending=0, cache=10_000):
@@ -50,6 +52,59 @@ def test_a_busy_instance_gets_no_more_than_queue_tokens_ahead_but_an_idle_one_an
 def test_an_instance_whose_cache_is_too_small_is_passed_over():
     assert choose([load("p0", cache=10), load("p1", 50)], 20, 8192).prefill_id == "p1"
     assert choose([load("p0", cache=10)], 20, 8192) is None
+
+
+def at(shard, name, pending=0):
+    one = load(name, pending)
+    one.home = PoolShard(shard)
+    return one
+
+
+def test_a_prompt_goes_where_the_least_of_it_is_missing():
+    loads = [at("k0", "p0"), at("k1", "p1")]
+    group = QueuedGroup([], 1000, cached=(("k1", 960), ("k9", 990)))
+    assert (group.work_at("k0"), group.work_at("k1"), group.work_tokens) == (1000, 40, 10)
+    assert choose_prefill(able_to_prefill(loads, group, 8192), group).prefill_id == "p1"
+    loads[1].begin(900)  # still less than computing everything
+    assert choose_prefill(able_to_prefill(loads, group, 8192), group).prefill_id == "p1"
+    loads[1].begin(200)
+    assert choose_prefill(able_to_prefill(loads, group, 8192), group).prefill_id == "p0"
+
+
+def test_what_is_cached_counts_as_little_ahead_of_a_busy_instance():
+    loads = [at("k0", "p0", 90), at("k1", "p1", 90)]
+    group = QueuedGroup([], 1000, cached=(("k1", 995),))
+    assert [one.prefill_id for one in able_to_prefill(loads, group, 100)] == ["p1"]
+
+
+def test_a_queued_prompt_counts_with_what_is_missing_where_least_is():
+    queue = PrefillQueue()
+    queue.add([A], 1000, cached=(("k0", 960), ("k1", 500)))
+    queue.add([B], 1000, 300)
+    assert queue.tokens == 740
+    queue.check_integrity()
+    queue.lose_kept(B)
+    queue.lose_kept(A)  # the pool dropped nothing of it
+    assert queue.tokens == 1040
+    queue.check_integrity()
+
+
+def test_the_core_sends_a_prompt_to_its_cached_prefix_and_counts_what_is_computed():
+    cell = CoreCell(prefills=2, decodes=1, homes={"p0": "k0", "p1": "k1", "d0": "k0"})
+
+    def submit(name, *cached, base=0):
+        meta = ev.RequestMeta(key(name), 100, 120, f"group-{name}", "gw", cached=cached, base_tokens=base)
+        (started,) = only(cell.do(ev.Submitted((meta,))), StartPrefill)
+        return started.prefill_id
+
+    loads = {view.prefill_id: view.load for view in cell.core._state.instances.open_prefill()}
+    assert submit("a", ("k1", 96)) == "p1"
+    assert loads["p1"].pending_tokens == 4
+    assert submit("b", ("k1", 96)) == "p1", "8 tokens there are fewer than 100 here"
+    assert submit("c") == "p0"
+    cell.prefilled("a", 100)
+    cell.prefilled("b", 100)
+    assert loads["p1"].pending_tokens == 0
 
 
 def test_an_instance_is_as_fast_as_its_own_chunks_say():

@@ -12,6 +12,7 @@ import pytest
 
 from alignedserve.errors import TransferError
 from alignedserve.geometry import KvGeometry
+from alignedserve.kv_pool.writer import Committed
 from alignedserve.prefill_worker import layerwise as layerwise_module
 from alignedserve.prefill_worker.layerwise import Ahead, Layerwise
 from alignedserve.prefill_worker.layerwise_choice import LONGEST_TOKENS, OffloadCosts
@@ -158,8 +159,9 @@ class Pool:
         self.more = asyncio.Event()
         self.committed: list[int] = []
 
-    async def commit(self, key: RequestKey, tokens: int, blocks: Sequence[int], *more: Any) -> None:
+    async def commit(self, key: RequestKey, tokens: int, blocks: Sequence[int], *more: Any) -> Committed:
         self.committed = list(blocks)
+        return Committed(self.committed, [])
 
     async def take(self, count: int) -> list[int]:
         while len(self.free) < count:
@@ -215,7 +217,7 @@ async def test_all_blocks_go_ahead_if_their_lease_comes_before_the_last_pass(
             begin, end, last = passes[number]
             world.chunk(ahead, blocks[: -(-end // 4)], begin, end, last=last)
     spec = RequestSpec(KEY, list(range(18)), SamplingParams())
-    (prefilled,), gone = await offloader.offload(PrefilledJob(KEY, [spec], 18, blocks, ahead=ahead))
+    (prefilled,), gone = await offloader.offload(PrefilledJob(KEY, [spec], list(range(18)), blocks, ahead=ahead))
     assert (prefilled.blocks, gone) == (5, [])
     assert (offloader.blocks, offloader.blocks_ahead) == (5, copied_ahead)
     assert pool.committed == [0, 1, 2, 3, 4]

@@ -1,0 +1,198 @@
+"""Conversations with a prefix cache and without: time to first token of later turns, output tokens/s, hits.
+
+Two clusters behind their default fronts take turns with fresh conversations of equal lengths. Each conversation begins
+with the round's system prompt, and each turn sends all that was said before and `--message` new tokens.
+
+    python benchmarks/sessions.py --model tiny --json sessions.json
+    python benchmarks/sessions.py --model 134m --conversations 16 --at-once 4
+
+Targets, with over without: first tokens of later turns 0.2, output tokens/s 1.3, P99 between tokens 1.05; and 95 % of
+the hits that a cache of endless size has. `--unique` sends as many prompts that share nothing (targets: within 1 %).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_cpu import make_checkpoint
+
+from alignedserve.client import AsyncClient
+from alignedserve.cluster.cli.serve_process import ServeProcess
+from alignedserve.control.samples import value
+
+BLOCK_SIZE = 16
+VOCABULARY = 2000
+HITS = "alignedserve_prefix_cache_hit_tokens_total"
+
+
+@dataclass(slots=True)
+class Round:
+    """What one cluster did with one round of conversations."""
+
+    first_s: list[float] = field(default_factory=list)  # time to first token of each conversation's first turn
+    later_s: list[float] = field(default_factory=list)  # of all other turns
+    gaps_s: list[float] = field(default_factory=list)  # between tokens
+    tokens: int = 0
+    seconds: float = 0.0
+    hit_tokens: float = 0.0
+    ideal_tokens: int = 0
+
+
+def full_blocks(tokens: int) -> int:
+    return tokens // BLOCK_SIZE * BLOCK_SIZE
+
+
+def ideal(options: argparse.Namespace) -> int:
+    """Tokens that a cache of endless size finds, if a conversation's turns follow one another. The last token of a
+    prompt is always computed, and the last one of an answer has no KV."""
+    if options.unique:
+        return 0
+    found = full_blocks(options.system) * (options.conversations - 1)
+    for turn in range(1, options.turns):
+        found += full_blocks(prompt_tokens(options, turn - 1) + options.answer - 1) * options.conversations
+    return found
+
+
+def prompt_tokens(options: argparse.Namespace, turn: int) -> int:
+    return options.system + (turn + 1) * options.message + turn * options.answer
+
+
+class Conversations:
+    """One round against one cluster."""
+
+    def __init__(self, options: argparse.Namespace, seed: int) -> None:
+        self._options = options
+        self._draw = random.Random(seed)
+        self._system = self._tokens(options.system)
+        self._places = asyncio.Semaphore(options.at_once)
+        self.result = Round(ideal_tokens=ideal(options))
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._draw.randrange(3, VOCABULARY) for _ in range(count)]
+
+    async def run(self, server: ServeProcess) -> Round:
+        before = value(server.metrics(), HITS)
+        said = [[self._tokens(self._options.message) for _ in range(self._options.turns)]
+                for _ in range(self._options.conversations)]  # fmt: skip
+        prefixes = [self._tokens(self._options.system) if self._options.unique else self._system for _ in said]
+        began_s = time.perf_counter()
+        async with AsyncClient(server.grpc_address, timeout_s=3600.0) as client:
+            await asyncio.gather(*(self._one(client, *both) for both in zip(prefixes, said, strict=True)))
+        self.result.seconds = time.perf_counter() - began_s
+        self.result.hit_tokens = value(server.metrics(), HITS) - before
+        return self.result
+
+    async def _one(self, client: AsyncClient, prefix: list[int], messages: list[list[int]]) -> None:
+        async with self._places:
+            prompt = list(prefix)
+            for turn, message in enumerate(messages):
+                prompt += message if not self._options.unique else self._tokens(len(message))
+                if self._options.unique:
+                    prompt = self._tokens(len(prompt))
+                answer = await self._turn(client, prompt, self.result.later_s if turn else self.result.first_s)
+                prompt += answer
+
+    async def _turn(self, client: AsyncClient, prompt: list[int], first_s: list[float]) -> list[int]:
+        answer: list[int] = []
+        last_s = began_s = time.perf_counter()
+        stream = client.stream(prompt_token_ids=prompt, max_tokens=self._options.answer, temperature=0, ignore_eos=True)
+        async for chunk in stream:
+            now_s = time.perf_counter()
+            if chunk.token_ids:
+                (self.result.gaps_s if answer else first_s).append(now_s - (last_s if answer else began_s))
+                last_s = now_s
+                answer += chunk.token_ids
+        self.result.tokens += len(answer)
+        return answer
+
+
+def p99(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100)[-1]
+
+
+def ratios(with_cache: Round, without: Round) -> dict[str, float]:
+    found = {
+        "later_ttft": statistics.mean(with_cache.later_s) / statistics.mean(without.later_s),
+        "first_ttft": statistics.mean(with_cache.first_s) / statistics.mean(without.first_s),
+        "tokens_per_s": with_cache.tokens / with_cache.seconds / (without.tokens / without.seconds),
+        "gap_p99": p99(with_cache.gaps_s) / p99(without.gaps_s),
+    }
+    if with_cache.ideal_tokens:
+        found["hits"] = with_cache.hit_tokens / with_cache.ideal_tokens
+    return found
+
+
+def shown(one: Round) -> dict[str, float]:
+    return {
+        "later_ttft_s": round(statistics.mean(one.later_s), 4),
+        "first_ttft_s": round(statistics.mean(one.first_s), 4),
+        "tokens_per_s": round(one.tokens / one.seconds, 1),
+        "gap_p99_s": round(p99(one.gaps_s), 4),
+    }
+
+
+def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
+    common = ("--model", model, "--set", f"kv_pool.size_gib={options.pool_gib}", *options.serve)
+    found: list[dict[str, Any]] = []
+    with (
+        ServeProcess(*common, "--set", "kv_pool.prefix_cache=true") as cached,
+        ServeProcess(*common, "--set", "kv_pool.prefix_cache=false") as plain,
+    ):
+        for number in range(options.rounds):
+            rounds: dict[str, Round] = {}
+            servers = {"with": cached, "without": plain}
+            for name in sorted(servers, reverse=number % 2 == 1):
+                rounds[name] = asyncio.run(Conversations(options, options.seed + number).run(servers[name]))
+            found.append({**{name: shown(one) for name, one in rounds.items()},
+                          "ratios": {key: round(one, 4) for key, one in ratios(**_named(rounds)).items()}})  # fmt: skip
+            print(json.dumps(found[-1]), flush=True)
+    names = found[0]["ratios"]
+    return {
+        "rounds": found,
+        "median": {name: statistics.median(one["ratios"][name] for one in found) for name in names},
+    }
+
+
+def _named(rounds: dict[str, Round]) -> dict[str, Round]:
+    return {"with_cache": rounds["with"], "without": rounds["without"]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help="tiny, 134m (drawn here), or a folder")
+    parser.add_argument("--conversations", type=int, default=200)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--at-once", type=int, default=32, help="conversations under way")
+    parser.add_argument("--system", type=int, default=1000, help="tokens of the shared system prompt")
+    parser.add_argument("--message", type=int, default=40, help="new tokens of each turn")
+    parser.add_argument("--answer", type=int, default=32, help="tokens generated in each turn")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--pool-gib", type=float, default=2.0)
+    parser.add_argument("--unique", action="store_true", help="no two prompts share anything")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="options for `alignedserve serve`; last")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.model == "134m":
+            make_checkpoint(Path(folder), torch.float32)
+        result = measure(options, folder if options.model == "134m" else options.model)
+    print(json.dumps(result["median"]))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""KV of answers that have ended, on its way to the prefix cache (MemServe's Caching-3).
+
+The blocks of an answer that its shard lacks stay held in the cache until they have been copied, beside iterations. If
+they are needed, or no block of the shard is free at once, they are given up: caching never makes a request wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alignedserve.engine.live import LiveRequest
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+
+MOST_SHARE = 1 / 16
+"""Most of the cache's blocks that are held for answers that have ended."""
+
+LEAST_FREE_SHARE = 1 / 8
+"""Of the cache's blocks, so many stay available: running requests must not be evicted for those that have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Copy `block_ids` of the cache: the blocks from `first_block` on of the KV of `tokens`."""
+
+    key: RequestKey
+    tokens: list[int]
+    salt: bytes
+    first_block: int
+    block_ids: list[int]
+
+
+class Endings:
+    """Used by the decode thread. `pool_id`: this node's shard, which alone is written to."""
+
+    def __init__(self, allocator: BlockAllocator, block_size: int, pool_id: str) -> None:
+        self._allocator = allocator
+        self._block_size = block_size
+        self._pool_id = pool_id
+        self._held: dict[RequestKey, int] = {}  # number of blocks
+        self._copying: set[RequestKey] = set()
+        self._most = int(allocator.capacity * MOST_SHARE)
+        self._least_free = int(allocator.capacity * LEAST_FREE_SHARE)
+
+    def hold(self, key: RequestKey, stored: pb.StoredRequest, kv_tokens: int, block_ids: Sequence[int]) -> None:
+        """The request ends now, and its blocks become free after this call. `kv_tokens`: tokens whose KV is theirs."""
+        first = stored.pool_tokens // self._block_size
+        lacking = block_ids[first : kv_tokens // self._block_size]
+        if not lacking or stored.pool_id != self._pool_id or key in self._held:
+            return
+        room = self._allocator.available_blocks >= self._least_free
+        if room and sum(self._held.values()) + len(lacking) <= self._most:
+            self._allocator.retain(lacking, ("ended", key))
+            self._held[key] = len(lacking)
+
+    def ended(self, live: LiveRequest, stored: pb.StoredRequest) -> Ending | None:
+        """What to copy of a request that is held, now that its tokens are known; None if it is not held."""
+        count = self._held.get(live.key)
+        if count is None:
+            return None
+        spec = live.spec
+        first = stored.pool_tokens // self._block_size
+        tokens = [*spec.prompt_token_ids, *spec.output_token_ids][: (first + count) * self._block_size]
+        block_ids = self._allocator.blocks_of(("ended", live.key))
+        self._copying.add(live.key)
+        return Ending(live.key, tokens, spec.cache_salt, first, block_ids)
+
+    def drop(self, key: RequestKey) -> None:
+        """The request did not end as expected: free its blocks, unless they are being copied. Idempotent."""
+        if key not in self._copying:
+            self.copied(key)
+
+    def copied(self, key: RequestKey) -> None:
+        """The copy of its blocks has ended, or was not begun."""
+        self._copying.discard(key)
+        if self._held.pop(key, None) is not None:
+            self._allocator.release_all(("ended", key))

@@ -1,0 +1,73 @@
+"""Asks the shards of the pool what their prefix caches have of a prompt, before it is submitted.
+
+With the answers the scheduler computes a prompt where least of it is missing, and predicts only what must be computed.
+They are hints: what is reused is decided where the prompt is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+
+import grpc
+
+from alignedserve.control.rpc import TokenChannel, open_channel
+from alignedserve.gateway.body.planning import CallPlan, PromptPlan
+from alignedserve.gateway.ledger.calls import caller
+from alignedserve.kv_pool.prefixes import cached_prefix
+from alignedserve.proto import kv_pool_pb2 as kp
+from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
+from alignedserve.proto import supervisor_pb2 as sv
+
+logger = logging.getLogger(__name__)
+
+ANSWER_WITHIN_S = 0.05
+LEAST_TOKENS = 512
+"""Shorter prompts are not asked about: computing them takes hardly longer than asking."""
+
+
+class PrefixHints:
+    """For one event loop. A shard that does not answer within ANSWER_WITHIN_S counts as having nothing."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._shards: dict[str, tuple[str, TokenChannel]] = {}  # by shard: its address, and a channel to it
+
+    async def follow(self, view: sv.ClusterView) -> None:
+        """Opens channels to the view's shards, and closes those to shards that have moved or ended."""
+        addresses = {
+            peer.process.id: peer.address for peer in view.peers if peer.process.role == "kv_pool" and peer.address
+        }
+        for pool_id in [name for name, (address, _) in self._shards.items() if addresses.get(name) != address]:
+            await self._shards.pop(pool_id)[1].close()
+        for pool_id in addresses.keys() - self._shards.keys():
+            self._shards[pool_id] = addresses[pool_id], open_channel(addresses[pool_id], self._token)
+
+    async def add(self, plan: CallPlan) -> CallPlan:
+        """The plan with what the shards have of its prompts."""
+        if plan.cache is None or plan.resume or not self._shards:
+            return plan
+        salt = plan.cache.whole_salt(caller.get())
+        return replace(plan, prompts=tuple(await asyncio.gather(*(self._ask(one, salt) for one in plan.prompts))))
+
+    async def close(self) -> None:
+        while self._shards:
+            await self._shards.popitem()[1][1].close()
+
+    async def _ask(self, prompt: PromptPlan, salt: bytes) -> PromptPlan:
+        if len(prompt.token_ids) < LEAST_TOKENS or prompt.sampling.prompt_logprobs is not None:
+            return prompt
+        prefix = cached_prefix(prompt.token_ids, salt)
+        shards = list(self._shards.items())
+        found = await asyncio.gather(*(self._match(channel, prefix) for _, (_, channel) in shards))
+        cached = tuple((pool_id, tokens) for (pool_id, _), tokens in zip(shards, found, strict=True) if tokens)
+        return replace(prompt, cached=cached) if cached else prompt
+
+    async def _match(self, channel: TokenChannel, prefix: kp.CachedPrefix) -> int:
+        try:
+            found = await kp_grpc.KvPoolStub(channel).Match(prefix, timeout=ANSWER_WITHIN_S)
+        except grpc.aio.AioRpcError as error:
+            logger.debug("a shard did not say what it has of a prompt: %s", error.code().name)
+            return 0
+        return int(found.tokens)

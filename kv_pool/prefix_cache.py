@@ -1,0 +1,179 @@
+"""What the shard's decisions do with the prefix index: which blocks a commit uses, and what stays cached."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from alignedserve.errors import AccountingError, TransferError
+from alignedserve.kv_pool.block_table import NONE
+from alignedserve.kv_pool.prefix_index import PrefixIndex
+from alignedserve.prefix_chain import Chain
+from alignedserve.scheduler.instance.block_allocator import Writer
+from alignedserve.scheduler.instance.caching_allocator import CachingAllocator
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The blocks of a request, with those that the index has already in place of the writer's.
+
+    The first `known` blocks are indexed. Blocks `known .. end - 1` are to be indexed as blocks of `chain`.
+    """
+
+    block_ids: list[int]
+    checksums: list[int]
+    known: int = 0
+    end: int = 0
+    chain: Chain | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Blocks that continue the indexed blocks `found` of `chain`, from number `len(found)` on."""
+
+    chain: Chain
+    found: list[int]
+    block_ids: list[int]
+
+
+class PrefixCache:
+    """The index of a shard and its allocator, kept in step: an indexed block is held or cached.
+
+    The indexed blocks of a holding are its first ones, each continued by the next. So what a held block continues is
+    held too, and a prefix is never cut.
+    """
+
+    def __init__(self, index: PrefixIndex, blocks: CachingAllocator) -> None:
+        self.index = index
+        self.blocks = blocks
+
+    def place(
+        self,
+        root: bytes,
+        token_ids: Sequence[int],
+        block_ids: Sequence[int],
+        replaceable: Collection[int],
+        checksums: Sequence[int],
+    ) -> Placement:
+        """Where the KV of `token_ids`, written to `block_ids`, is to be. Changes nothing.
+
+        A block in `replaceable` gives way to one that the index has for the same tokens. At the first that cannot, the
+        rest stays as it is and is not indexed. Raises TransferError if an indexed block would not be where its tokens
+        are, and if `root` is not a digest.
+        """
+        placed = self._match(root, token_ids, block_ids, replaceable, checksums) if token_ids else None
+        placed = placed or Placement(list(block_ids), list(checksums))
+        indexed = self.index.indexed
+        if any(indexed[block] for block in placed.block_ids[placed.known :]):
+            leading = self.index.linked(placed.block_ids)
+            if any(indexed[block] for block in placed.block_ids[leading:]):
+                raise TransferError(
+                    f"{self.blocks.store_id}: blocks from {placed.block_ids[leading]} on do not continue those before "
+                    "them: write the request in full"
+                )
+        return placed
+
+    def _match(
+        self,
+        root: bytes,
+        token_ids: Sequence[int],
+        block_ids: Sequence[int],
+        replaceable: Collection[int],
+        checksums: Sequence[int],
+    ) -> Placement | None:
+        index = self.index
+        chain = index.chain(root, token_ids)
+        final, sums = list(block_ids), list(checksums)
+        found = index.match(chain, len(final))
+        known = len(found)
+        if found != final[:known]:
+            for place, block in enumerate(found):
+                if final[place] == block:
+                    continue
+                its_sum = index.checksums([block]) if sums else ()
+                if final[place] not in replaceable or (sums and not its_sum):
+                    known = place
+                    break
+                final[place] = block
+                sums[place : place + 1] = its_sum
+            if len(set(final)) < len(final):  # it names a block that the index knows by other tokens
+                return None
+        end = known
+        if known == len(found):
+            last = min(chain.blocks, len(final))
+            while end < last and not index.indexed[final[end]]:
+                end += 1
+        return Placement(final, sums, known, end, chain)
+
+    def index_placed(self, placed: Placement, joined: Sequence[int]) -> None:
+        """Index the new blocks of a placement. `joined`: indexed blocks that the request did not hold before."""
+        if joined:
+            self.index.queue.use(joined)
+        if placed.chain is not None:
+            begin, end = placed.known, placed.end
+            parent = placed.block_ids[begin - 1] if begin else NONE
+            self.index.insert(placed.chain, begin, placed.block_ids[begin:end], parent, placed.checksums[begin:end])
+
+    def rest(self, block_ids: Sequence[int]) -> None:
+        """A holder has let go of some of these blocks of one chain: rank what is cached now."""
+        cached = self.blocks.cached
+        if any(cached[block] for block in reversed(block_ids)):
+            self.index.queue.touch(self.index.leading(block_ids))
+
+    def match(self, root: bytes, token_ids: Sequence[int], most_blocks: int) -> list[int]:
+        """The indexed blocks of the longest prefix of these tokens. Raises TransferError if `root` is not a digest."""
+        return self.index.match(self.index.chain(root, token_ids), most_blocks)
+
+    def continuation(
+        self, root: bytes, token_ids: Sequence[int], block_ids: Sequence[int], first_block: int, leased: Sequence[int]
+    ) -> Continuation:
+        """Which of `block_ids`, written as the blocks from number `first_block` on, can be added to the index.
+
+        Raises TransferError if `root` is not a digest.
+        """
+        chain = self.index.chain(root, token_ids)
+        end = min(chain.blocks, first_block + len(block_ids))
+        found = self.index.match(chain, end)
+        new: list[int] = []
+        if len(found) >= first_block:
+            mine = set(leased)
+            for block in block_ids[len(found) - first_block : end - first_block]:
+                if block not in mine:
+                    break
+                mine.discard(block)
+                new.append(block)
+        return Continuation(chain, found, new)
+
+    def add_cached(self, new: Continuation, checksums: Sequence[int]) -> None:
+        """Index blocks that are cached already. `checksums`: one for each, or none."""
+        parent = new.found[-1] if new.found else NONE
+        self.index.insert(new.chain, len(new.found), new.block_ids, parent, checksums)
+        self.index.queue.touch(self.index.leading([*new.found, *new.block_ids]))
+
+    def drop(self, root: bytes, token_ids: Sequence[int]) -> int:
+        """Remove a prefix and all that continues it from the index. Returns the number of blocks removed.
+
+        Raises TransferError if `root` is not a digest.
+        """
+        chain = self.index.chain(root, token_ids)
+        found = self.index.match(chain, chain.blocks)
+        if not found or len(found) < chain.blocks:
+            return 0
+        ids = self.index.continued_by(found)
+        self.index.remove(ids)
+        self.blocks.uncache([block for block in ids if self.blocks.cached[block]])
+        return len(ids)
+
+    def take_over(self, unclaimed: Collection[int], writer: Writer) -> list[int]:
+        """At a succession: of these blocks, leased to `writer`, the indexed ones are cached. Returns them."""
+        indexed = self.index.indexed
+        kept = [block for block in unclaimed if indexed[block]]
+        self.blocks.cache_leased(kept, writer)
+        return kept
+
+    def check_integrity(self) -> None:
+        """Recount the index. Raises AccountingError if it does not match the allocator."""
+        self.index.check_integrity(self.blocks.cached)
+        for block, (indexed, cached) in enumerate(zip(self.index.indexed, self.blocks.cached, strict=True)):
+            if indexed and not cached and not self.blocks.holder_count(block):
+                raise AccountingError(f"{self.blocks.store_id}: block {block} is indexed, but neither held nor cached")

@@ -1,0 +1,1 @@
+"""What a prefix cache gives up first."""

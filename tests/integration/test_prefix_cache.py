@@ -1,0 +1,155 @@
+"""The prefix cache through the real workers in plain processes: tokens equal `generate`'s, whatever is reused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from alignedserve.cluster.local import LocalCluster
+from alignedserve.config import Config
+from alignedserve.config_sources import from_tree
+from alignedserve.control.samples import value
+from alignedserve.request import SamplingParams
+from alignedserve.testing.models import make_model
+from alignedserve.testing.reference import greedy, load_reference, random_prompts
+from support.driver import Answer, Driver
+
+NEW_TOKENS = 21
+BLOCK = 4
+
+
+def config_for(folder: Path, **pool: object) -> Config:
+    return from_tree(
+        {
+            "model": {"path": str(folder)},
+            "cluster": {"device": "cpu", "threads": 1},
+            "kv_pool": {"size_gib": 0.1, "block_size": BLOCK, "verify": True, "prefix_cache": True, **pool},
+            "prefill": {"token_budget": 64},
+            "scheduler": {"min_batch_requests": 4},
+            "supervisor": {"heartbeat_s": 0.2, "fence_after_s": 60.0},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("models") / "llama", seed=7)
+
+
+def prompts_of(folder: Path, *lengths: int) -> list[list[int]]:
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    return random_prompts(lengths, vocab_size, seed=11)
+
+
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+def check(folder: Path, answers: list[Answer]) -> None:
+    reference = load_reference(folder)
+    for answer in answers:
+        assert answer.error is None
+        assert answer.tokens == greedy(reference, answer.spec.prompt_token_ids, NEW_TOKENS, answer.tokens)
+
+
+async def metrics_at_rest(cluster: LocalCluster) -> str:
+    """The metrics once no block is held: what has ended is cached or free."""
+    while True:
+        await asyncio.sleep(0.3)
+        found = (await cluster.status()).metrics
+        if value(found, "alignedserve_kv_blocks", state="owned") == 0:
+            return found
+
+
+def test_turns_compute_only_what_is_new(folder: Path) -> None:
+    system, *tails = prompts_of(folder, 100, 9, 13, 2, 7)
+
+    async def run() -> tuple[list[Answer], str]:
+        async with LocalCluster(config_for(folder)) as cluster:
+            await cluster.wait_ready()
+            async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
+                answers: list[Answer] = []
+                prompt = system
+                for tail in tails:  # a conversation: each turn has the prompt and the answer of the one before
+                    prompt = prompt + tail
+                    (answer,) = driver.submit(prompt, SAMPLING)
+                    await driver.wait([answer])
+                    answers.append(answer)
+                    prompt = prompt + answer.tokens
+                    await metrics_at_rest(cluster)
+                return answers, await metrics_at_rest(cluster)
+
+    answers, metrics = asyncio.run(run())
+    check(folder, answers)
+    held = [len(answer.spec.prompt_token_ids) + NEW_TOKENS - 1 for answer in answers]  # the last token has no KV
+    expected = [0, *(tokens // BLOCK * BLOCK for tokens in held[:-1])]
+    assert [answer.cached_tokens for answer in answers] == expected
+    assert value(metrics, "alignedserve_prefix_cache_hit_tokens_total") == sum(expected)
+    cached, free = (value(metrics, "alignedserve_kv_blocks", state=state) for state in ("cached", "free"))
+    assert cached > 0
+    assert cached + free == value(metrics, "alignedserve_kv_capacity_blocks")
+
+
+def test_a_prefix_that_comes_at_once_is_computed_once(folder: Path) -> None:
+    system, *tails = prompts_of(folder, 300, 5, 6, 7, 8, 9, 30)
+
+    async def run() -> tuple[list[Answer], str]:
+        async with LocalCluster(config_for(folder)) as cluster:
+            await cluster.wait_ready()
+            async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
+                answers = [driver.submit(system + tail, SAMPLING)[0] for tail in tails]
+                answers += driver.submit(system + tails[0], SAMPLING, n=3)
+                await driver.wait(answers)
+                return answers, await metrics_at_rest(cluster)
+
+    answers, metrics = asyncio.run(run())
+    check(folder, answers)
+    assert sorted(answer.cached_tokens for answer in answers)[:1] == [0]
+    assert all(answer.cached_tokens >= 300 // BLOCK * BLOCK for answer in answers[1:])
+    assert value(metrics, "alignedserve_prefix_cache_waited_prompts_total") > 0
+
+
+def test_prompts_that_end_with_their_first_token_are_cached(folder: Path) -> None:
+    prompt, tail = prompts_of(folder, 90, 10)
+
+    async def run() -> list[Answer]:
+        async with LocalCluster(config_for(folder)) as cluster:
+            await cluster.wait_ready()
+            async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
+                answers: list[Answer] = []
+                for tokens in (prompt, prompt + tail, prompt + tail):
+                    answers += driver.submit(tokens, replace(SAMPLING, max_tokens=1))
+                    await driver.wait(answers)
+                    await metrics_at_rest(cluster)
+                return answers
+
+    answers = asyncio.run(run())
+    assert [answer.cached_tokens for answer in answers] == [0, 88, 96]
+    reference = load_reference(folder)
+    for answer in answers:
+        assert answer.tokens == greedy(reference, answer.spec.prompt_token_ids, 1, answer.tokens)
+
+
+def test_a_salt_and_the_switch_keep_prompts_apart(folder: Path) -> None:
+    (prompt,) = prompts_of(folder, 64)
+
+    async def run(config: Config, salts: list[bytes]) -> list[Answer]:
+        async with LocalCluster(config) as cluster:
+            await cluster.wait_ready()
+            async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
+                answers: list[Answer] = []
+                for salt in salts:
+                    answers += driver.submit(prompt, SAMPLING, cache_salt=salt)
+                    await driver.wait(answers)
+                    await metrics_at_rest(cluster)
+                return answers
+
+    salted = asyncio.run(run(config_for(folder), [b"a", b"b", b"a"]))
+    check(folder, salted)
+    assert [answer.cached_tokens for answer in salted] == [0, 0, 60]
+    off = asyncio.run(run(config_for(folder, prefix_cache=False), [b"", b""]))
+    check(folder, off)
+    assert [answer.cached_tokens for answer in off] == [0, 0]

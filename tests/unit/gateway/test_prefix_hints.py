@@ -1,0 +1,91 @@
+"""What the shards have of a prompt comes with its submission; a shard that fails or is slow costs only the hint."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+import pytest
+
+from alignedserve.control.rpc import RpcServer
+from alignedserve.gateway.body.planning import CacheUse, CallPlan, PromptPlan
+from alignedserve.gateway.body.requests import ReplyOptions
+from alignedserve.gateway.ledger.calls import Call, caller
+from alignedserve.gateway.prefix_hints import LEAST_TOKENS, PrefixHints
+from alignedserve.kv_pool.prefixes import prefix_tokens
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import kv_pool_pb2 as kp
+from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.request import SamplingParams
+
+TOKEN = "secret"
+LONG = tuple(range(LEAST_TOKENS))
+
+
+class Shard(kp_grpc.KvPoolServicer):
+    def __init__(self, tokens: int, delay_s: float = 0.0) -> None:
+        self.tokens, self.delay_s = tokens, delay_s
+        self.asked: list[tuple[int, bytes]] = []
+        self.server = RpcServer(TOKEN)
+        self.server.add(kp_grpc.add_KvPoolServicer_to_server, self)
+
+    async def Match(self, request: kp.CachedPrefix, context: grpc.aio.ServicerContext[Any, Any]) -> kp.PrefixFound:
+        self.asked.append((len(prefix_tokens(request)), request.salt))
+        await asyncio.sleep(self.delay_s)
+        return kp.PrefixFound(tokens=self.tokens)
+
+
+def plan(*prompts: tuple[int, ...], cache: CacheUse | None = None) -> CallPlan:
+    sampling = SamplingParams(max_tokens=4)
+    made = tuple(PromptPlan(tokens, sampling) for tokens in prompts)
+    return CallPlan("a", made, ReplyOptions(), internal_id="a", cache=cache)
+
+
+async def started(*shards: Shard) -> tuple[PrefixHints, sv.ClusterView]:
+    view = sv.ClusterView()
+    for number, shard in enumerate(shards):
+        address = await shard.server.start()
+        view.peers.add(process=pb.ProcessKey(role="kv_pool", id=f"kv_pool-{number}"), address=address)
+    hints = PrefixHints(TOKEN)
+    await hints.follow(view)
+    return hints, view
+
+
+async def test_what_each_shard_has_comes_with_the_head_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = Shard(160), Shard(0), Shard(320)
+    hints, _ = await started(*shards)
+    token = caller.set(b"key")
+    try:
+        found = await hints.add(plan(LONG, LONG[:-1], cache=CacheUse(b"salt", by_key=True)))
+        call = Call(found)
+    finally:
+        caller.reset(token)
+    long, short = (answer.head("gw", 1).cached for answer in call.answers)
+    assert [(one.pool_id, one.tokens) for one in long] == [("kv_pool-0", 160), ("kv_pool-2", 320)]
+    assert not short, "a short prompt is not asked about"
+    assert shards[1].asked == [(LEAST_TOKENS, b"key/salt")]
+    assert call.salt == b"key/salt"
+    await hints.close()
+    for shard in shards:
+        await shard.server.stop()
+
+
+async def test_without_a_cache_and_for_shards_that_fail_nothing_is_waited_for() -> None:
+    slow, gone, quick = Shard(999, delay_s=5.0), Shard(1), Shard(32)
+    hints, view = await started(slow, gone, quick)
+    assert await hints.add(before := plan(LONG)) is before
+    assert not quick.asked
+    await gone.server.stop()
+    began_s = time.monotonic()
+    found = await hints.add(plan(LONG, cache=CacheUse()))
+    assert time.monotonic() - began_s < slow.delay_s / 2
+    assert found.prompts[0].cached == (("kv_pool-2", 32),)
+    del view.peers[:]
+    await hints.follow(view)
+    assert (await hints.add(plan(LONG, cache=CacheUse()))).prompts[0].cached == ()
+    await hints.close()
+    for shard in slow, quick:
+        await shard.server.stop()
