@@ -6,11 +6,11 @@ import contextlib
 import logging
 from collections.abc import Sequence
 
+from alignedserve.control.prefixes import cached_prefix
 from alignedserve.decode_worker.buffer_link import BufferLink
 from alignedserve.decode_worker.endings import Ending
 from alignedserve.decode_worker.held import EvictionOrder
 from alignedserve.errors import AlignedServeError, TransferError
-from alignedserve.kv_pool.prefixes import cached_prefix
 from alignedserve.kv_pool.remote_shards import PoolReader
 from alignedserve.kv_pool.writeback import write_back
 from alignedserve.kv_pool.writer import PoolWriter

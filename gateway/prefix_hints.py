@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import grpc
 
+from alignedserve.control.prefixes import cached_prefix
 from alignedserve.control.rpc import TokenChannel, open_channel
 from alignedserve.gateway.body.planning import CallPlan, PromptPlan
 from alignedserve.gateway.ledger.calls import caller
-from alignedserve.kv_pool.prefixes import cached_prefix
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.proto import supervisor_pb2 as sv

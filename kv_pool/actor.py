@@ -18,6 +18,7 @@ from alignedserve.control.ended_processes import EndedProcesses
 from alignedserve.control.integrity import check_books
 from alignedserve.control.link import Outbox, first_message, serve_stream
 from alignedserve.control.metrics import StoreCount, show_stores
+from alignedserve.control.prefixes import prefix_tokens, stored_tokens
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import AlignedServeError, StaleError
 from alignedserve.kv_pool.agent_handover import AgentHandover
@@ -25,7 +26,6 @@ from alignedserve.kv_pool.counts import Grant
 from alignedserve.kv_pool.paired_service import PairedCopiesService
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.prefix_index import PrefixIndex
-from alignedserve.kv_pool.prefixes import prefix_tokens, stored_tokens
 from alignedserve.kv_pool.records import Holding, WriterKey, check_writer
 from alignedserve.kv_pool.stored import renewed, unpacked
 from alignedserve.kv_pool.table import AllocationTable, table_bytes

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 
 from alignedserve.control.convert import key_from_proto, spec_to_proto
+from alignedserve.control.prefixes import cached_prefix
 from alignedserve.errors import AlignedServeError, TransferError
-from alignedserve.kv_pool.prefixes import cached_prefix
 from alignedserve.kv_pool.stored import LastCommitted, location, pooled
 from alignedserve.kv_pool.writer import Committed, PoolWriter
 from alignedserve.metrics import Page

@@ -11,8 +11,8 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 
+from alignedserve.control.prefixes import cached_prefix
 from alignedserve.errors import AlignedServeError
-from alignedserve.kv_pool.prefixes import cached_prefix
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.metrics import Page
 from alignedserve.prefill_worker.loop import Base

@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 import pytest
 
+from alignedserve.control.prefixes import prefix_tokens
 from alignedserve.control.rpc import RpcServer
 from alignedserve.gateway.body.planning import CacheUse, CallPlan, PromptPlan
 from alignedserve.gateway.body.requests import ReplyOptions
 from alignedserve.gateway.ledger.calls import Call, caller
 from alignedserve.gateway.prefix_hints import LEAST_TOKENS, PrefixHints
-from alignedserve.kv_pool.prefixes import prefix_tokens
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
