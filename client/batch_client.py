@@ -79,7 +79,7 @@ class _Settings:
         """Seconds until a file that was refused is asked for again. Raises the error of a refusal."""
         answer = self.answer(response)
         error = error_of(answer.status, answer.body, answer.retry_after_s)
-        if answer.status not in steps.AGAIN:
+        if answer.status not in (*steps.AGAIN, *steps.LOST):
             raise error
         return patience.wait_s(error, answer.retry_after_s)
 
@@ -272,11 +272,12 @@ class BatchClient:
                 yield result_of(line, read)
 
     def _lines(self, file_id: str) -> Iterator[bytes]:
-        reader, patience = LineReader(), Patience(self._patience_s)
+        path, reader, patience = f"/v1/files/{file_id}/content", LineReader(), Patience(self._patience_s)
         while True:
             try:
-                with self._http.stream("GET", f"/v1/files/{file_id}/content") as response:
-                    if response.status_code == 200:
+                with self._http.stream("GET", path, headers=reader.headers) as response:
+                    if response.status_code in (200, 206):
+                        reader.begin(response.status_code)
                         for part in response.iter_bytes():
                             patience.answered()
                             yield from reader.feed(part)
@@ -286,7 +287,6 @@ class BatchClient:
             except self._settings.httpx.TransportError as error:
                 wait_s = steps.lost(error, patience)
             time.sleep(wait_s)
-            reader.again()
 
 
 class AsyncBatchClient:
@@ -401,11 +401,12 @@ class AsyncBatchClient:
                 return self._settings.answer(await self._http.request(ask.method, ask.path, **_form(ask, file)))
 
     async def _lines(self, file_id: str) -> AsyncIterator[bytes]:
-        reader, patience = LineReader(), Patience(self._patience_s)
+        path, reader, patience = f"/v1/files/{file_id}/content", LineReader(), Patience(self._patience_s)
         while True:
             try:
-                async with self._http.stream("GET", f"/v1/files/{file_id}/content") as response:
-                    if response.status_code == 200:
+                async with self._http.stream("GET", path, headers=reader.headers) as response:
+                    if response.status_code in (200, 206):
+                        reader.begin(response.status_code)
                         async for part in response.aiter_bytes():
                             patience.answered()
                             for line in reader.feed(part):
@@ -416,4 +417,3 @@ class AsyncBatchClient:
             except self._settings.httpx.TransportError as error:
                 wait_s = steps.lost(error, patience)
             await asyncio.sleep(wait_s)
-            reader.again()

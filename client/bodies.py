@@ -71,7 +71,9 @@ def _structured(message: pb.GenerateRequest) -> dict[str, Any]:
 
 
 def completion_of(body: Mapping[str, Any], read: Read | None) -> Completion:
-    """The answer in a body of either endpoint. It has `token_ids` only if the request asked for `return_token_ids`."""
+    """The answer in a body of any endpoint. It has `token_ids` only if the request asked for `return_token_ids`."""
+    if body.get("object") == "response":
+        return _of_response(body, read)
     usage = body["usage"]
     thoughts = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
@@ -99,6 +101,30 @@ def _choice(choice: Mapping[str, Any], read: Read | None) -> Choice:
         tool_calls=tuple(ToolCall(name, function["name"], function["arguments"]) for name, function in calls),
         read=read,
     )
+
+
+def _of_response(body: Mapping[str, Any], read: Read | None) -> Completion:
+    """The answer in a body of /v1/responses: its items are one choice."""
+    usage = body["usage"]
+    texts = {"message": "", "reasoning": ""}
+    calls = []
+    for item in body["output"]:
+        if item["type"] == "function_call":
+            calls.append(ToolCall(item["call_id"], item["name"], item["arguments"]))
+        else:
+            texts[item["type"]] += "".join(part["text"] for part in item["content"])
+    end = "length" if body["status"] == "incomplete" else "tool_calls" if calls else "stop"
+    choice = Choice(
+        index=0,
+        text=texts["message"],
+        token_ids=(),
+        finish_reason=end,
+        reasoning=texts["reasoning"],
+        tool_calls=tuple(calls),
+        read=read,
+    )
+    counted = Usage(usage["input_tokens"], usage["output_tokens"], usage["output_tokens_details"]["reasoning_tokens"])
+    return Completion(body["id"], body["model"], (), (choice,), counted, ClientTimings(0.0))
 
 
 def error_of(status: int, body: Any, retry_after_s: float | None = None) -> AlignedServeError:

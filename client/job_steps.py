@@ -21,7 +21,8 @@ from alignedserve.errors import AlignedServeError, DeadlineError, InvalidRequest
 
 Result = TypeVar("Result")
 _TOKEN = "alignedserve_client"  # a key of a batch's metadata
-AGAIN = (429, 502, 503)
+AGAIN = (429, 503)  # the server has done nothing
+LOST = (502, 504)  # of a proxy whose gateway ended, or was too slow, in the middle: it may have done what was asked
 _BACKOFF = Backoff(0.1, 5.0)
 _PAGE = 100
 FIRST_POLL_S, LONGEST_POLL_S = 0.2, 5.0
@@ -95,6 +96,8 @@ def once(ask: Ask, patience: Patience) -> Steps[Any]:
     while True:
         answer = yield ask
         assert answer is not None
+        if answer.status in LOST:
+            raise LostError(f"HTTP {answer.status}")
         if answer.status in AGAIN:
             error = error_of(answer.status, answer.body, answer.retry_after_s)
             yield Pause(patience.wait_s(error, answer.retry_after_s))

@@ -111,16 +111,22 @@ class Lines:
 
 
 class LineReader:
-    """Whole lines from the parts of a file. After a lost connection the file comes from its start `again`."""
+    """Whole lines from the parts of a file. After a lost connection the file is asked for again."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
         self._given = 0  # bytes of lines that were given
         self._skip = 0
 
-    def again(self) -> None:
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of a request for what is left. It has the last line's end, too: a range may not be empty."""
+        return {"range": f"bytes={self._given - 1}-"} if self._given else {}
+
+    def begin(self, status: int) -> None:
+        """The answer to such a request begins. A server that knows no ranges (200) sends the file from its start."""
         self._rest.clear()
-        self._skip = self._given
+        self._skip = 1 if status == 206 else self._given
 
     def feed(self, part: bytes) -> Iterator[bytes]:
         """The lines that end in this part."""

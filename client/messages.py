@@ -109,6 +109,8 @@ def _set_option(message: pb.GenerateRequest, name: str, value: Any) -> None:
         alone = (name == "bad_words" and isinstance(value, str)) or (name.startswith("forced") and type(value) is int)
         _extend(getattr(message, name), name, [value] if alone else value)
     elif name == "bad_words_ids":
+        if not isinstance(value, Iterable):
+            raise InvalidRequestError("bad_words_ids must be a list of lists of token ids", param=name)
         for sequence in value:
             _extend(message.bad_words_ids.add().ids, name, sequence)
     elif name == "logit_bias":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from alignedserve.client.schemas import NoSchemaError, Shapes, closed
@@ -109,6 +109,8 @@ def _of_outputs(given: Any) -> Wanted | None:
         text = value if isinstance(value, str) else _as_text(value, OUTPUTS)
         return Wanted(text, json.loads, whitespace=space)
     if kind == "choice":
+        if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+            raise _refusal(f"choice must be a list of strings, not {type(value).__name__}", OUTPUTS)
         return Wanted(_as_text(list(value), OUTPUTS), str, kind)
     if kind == "structural_tag" and not isinstance(value, str):
         return Wanted(_as_text(value, OUTPUTS), None, kind)

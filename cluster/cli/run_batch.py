@@ -51,11 +51,14 @@ def run_batch(options: argparse.Namespace, given: Sequence[str]) -> int:
     for path in (target, errors):
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path} is not a file")
+    if errors.parent.resolve() != target.parent.resolve() and not errors.parent.is_dir():
+        raise ConfigError(f"--errors {errors}: there is no folder {errors.parent}")
     folder = target.with_name(f"{target.name}.run-batch")
     run = Run(folder, source)
-    with contextlib.ExitStack() as stack:
-        url = options.url or stack.enter_context(_own_server(folder, given))
-        batch = _through(Server(url, operator_key(key_file)), run, target, errors)
+    if (batch := run.ended(target, errors)) is None:
+        with contextlib.ExitStack() as stack:
+            url = options.url or stack.enter_context(_own_server(folder, given))
+            batch = _through(Server(url, operator_key(key_file)), run, target, errors)
     shutil.rmtree(folder)
     if batch["status"] == "failed":
         raise ConfigError(f"{source} is not valid: {_told(batch)}")
@@ -78,7 +81,7 @@ def _own_server(folder: Path, given: Sequence[str]) -> Iterator[str]:
         "batches.quota_gib": 1 << 20,
     }
     sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
-    server = ServeProcess(*given, *sets, log=log, timeout_s=STARTED_WITHIN_S)
+    server = ServeProcess(*given, *sets, log=log, timeout_s=STARTED_WITHIN_S, ends_with_this=True)
     try:
         server.__enter__()
     except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
@@ -91,7 +94,9 @@ def _own_server(folder: Path, given: Sequence[str]) -> Iterator[str]:
 
 
 class Run:
-    """The state of a run on disk. `ids`: `run` (its own name), and once they are known `file` and `batch`."""
+    """The state of a run on disk. `ids`: `run` (its own name), `file` once it is uploaded, `ended` with the batch once
+    its files are written here.
+    """
 
     def __init__(self, folder: Path, source: Path) -> None:
         """Raises ConfigError if the input file has changed since the run began."""
@@ -111,9 +116,43 @@ class Run:
             raise ConfigError(f"{source} has changed since its run began; remove {folder} to begin anew")
 
     def save(self) -> None:
+        """The file is always whole, also after a power failure."""
         draft = self._path.with_suffix(".tmp")
-        draft.write_text(json.dumps(self.ids), encoding="utf-8")
-        draft.replace(self._path)
+        try:
+            with draft.open("w", encoding="utf-8") as file:
+                file.write(json.dumps(self.ids))
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self._path)
+        except OSError as error:
+            raise _unwritten(self._path, error) from error
+
+    def ended(self, target: Path, errors: Path) -> dict[str, Any] | None:
+        """The batch of a run that was ended after it had written its files. Else None, also if one is gone since: the
+        server has forgotten them, and the run begins anew.
+        """
+        batch: dict[str, Any] | None = self.ids.get("ended")
+        if batch is None:
+            return None
+        written = [path for key, path in _files(target, errors) if batch[key]]
+        if all(path.is_file() for path in written):
+            return batch
+        self.ids = {"run": uuid4().hex, "input": self.ids["input"]}
+        self.save()
+        return None
+
+
+def _files(target: Path, errors: Path) -> tuple[tuple[str, Path], ...]:
+    """The batch's fields with the ids of its files, and where these are written."""
+    return ("output_file_id", target), ("error_file_id", errors)
+
+
+def _unwritten(path: Path, error: OSError) -> AlignedServeError:
+    return AlignedServeError(f"{path} cannot be written: {error.strerror}; the same command goes on later")
+
+
+class LostError(Exception):
+    """No server answered, or it had no room. It may have done what was asked."""
 
 
 class Server:
@@ -124,22 +163,40 @@ class Server:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
 
-    def ask(self, method: str, path: str, **options: Any) -> dict[str, Any]:
-        """The JSON answer. While no server answers it tries again, then raises UnavailableError."""
+    def ask(self, method: str, path: str) -> dict[str, Any]:
+        """The JSON answer to what may be asked again. While no server answers it is, then raises UnavailableError."""
         until_s = time.monotonic() + PATIENCE_S
         while True:
             try:
-                answer = self._http.request(method, path, **options)
-                if answer.status_code not in (429, 502, 503):
-                    break
-                reason = f"HTTP {answer.status_code}"
-            except httpx.TransportError as error:
-                reason = str(error) or type(error).__name__
-            if time.monotonic() > until_s:
-                raise UnavailableError(f"{self.url} does not answer ({reason}); the same command goes on later")
-            time.sleep(POLL_S)
+                return self._once(method, path)
+            except LostError as error:
+                self._pause(until_s, error)
+
+    def create(self, run: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The batch of a run. If the answer was lost, looks whether there is one before it is asked for again."""
+        until_s = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return self._once("POST", "/v1/batches", json=body)
+            except LostError as error:
+                self._pause(until_s, error)
+            if (found := self.find(run)) is not None:
+                return found
+
+    def _once(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        try:
+            answer = self._http.request(method, path, **options)
+        except httpx.TransportError as error:
+            raise LostError(str(error) or type(error).__name__) from error
+        if answer.status_code in (429, 502, 503, 504):
+            raise LostError(f"HTTP {answer.status_code}")
         found: dict[str, Any] = _parsed(answer)
         return found
+
+    def _pause(self, until_s: float, error: LostError) -> None:
+        if time.monotonic() > until_s:
+            raise UnavailableError(f"{self.url} does not answer ({error}); the same command goes on later")
+        time.sleep(POLL_S)
 
     def upload(self, source: Path) -> str:
         """The id of the uploaded file."""
@@ -165,6 +222,8 @@ class Server:
                 os.fsync(file.fileno())
         except httpx.TransportError as error:
             raise UnavailableError(f"{target} cannot be downloaded from {self.url}: {error}") from error
+        except OSError as error:
+            raise _unwritten(draft, error) from error
         draft.replace(target)
 
     def forget(self, *file_ids: str | None) -> None:
@@ -177,14 +236,14 @@ class Server:
         """The batch that a run has made; None if it has not."""
         after = ""
         while True:
-            page = self.ask("GET", "/v1/batches", params={"limit": 100, **({"after": after} if after else {})})
+            page = self.ask("GET", f"/v1/batches?limit=100{after}")
             for batch in page["data"]:
                 if (batch["metadata"] or {}).get("run_batch") == run:
                     found: dict[str, Any] = batch
                     return found
             if not page["has_more"]:
                 return None
-            after = page["last_id"]
+            after = f"&after={page['last_id']}"
 
 
 def _parsed(answer: httpx.Response) -> Any:
@@ -206,11 +265,13 @@ def _through(server: Server, run: Run, target: Path, errors: Path) -> dict[str, 
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on with the batch", file=sys.stderr)
         raise
-    for file_id, path in ((batch["output_file_id"], target), (batch["error_file_id"], errors)):
-        if file_id:
-            server.download(file_id, path)
+    for key, path in _files(target, errors):
+        if batch[key]:
+            server.download(batch[key], path)
         else:  # one of an earlier run would be taken for this one's
             path.unlink(missing_ok=True)
+    run.ids["ended"] = batch  # before the server forgets the files: they cannot be written again
+    run.save()
     server.forget(batch["input_file_id"], batch["output_file_id"], batch["error_file_id"])
     return batch
 
@@ -229,7 +290,7 @@ def _begun(server: Server, run: Run) -> dict[str, Any]:
         "completion_window": "24h",
         "metadata": {"run_batch": run.ids["run"]},
     }
-    return server.ask("POST", "/v1/batches", json=body)
+    return server.create(run.ids["run"], body)
 
 
 def _endpoint(source: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -12,13 +13,26 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from alignedserve.cluster.serve.haproxy import free_ports
+from alignedserve.cluster.serve.haproxy_exec import PR_SET_PDEATHSIG
 from alignedserve.errors import AccountingError
+
+
+def _end_with_parent(parent: int) -> Callable[[], None]:
+    """What a new process calls so that it gets SIGTERM when its parent ends. It takes no lock."""
+    libc = ctypes.CDLL(None)
+
+    def ask() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # the parent ended before the signal was set
+            os._exit(1)
+
+    return ask
 
 
 def free_port() -> int:
@@ -31,7 +45,8 @@ class ServeProcess:
 
     `start_s` is the time from the start to a healthy answer in seconds. `environment` is added to this process's
     environment; None removes a variable. `folder` is the command's working folder, by default this process's. `log` is
-    the file for its output, by default a temporary file that is kept.
+    the file for its output, by default a temporary file that is kept. `ends_with_this`: the kernel signals the command
+    if the thread that starts it ends, by kill -9 too.
     """
 
     def __init__(
@@ -41,6 +56,7 @@ class ServeProcess:
         folder: Path | None = None,
         log: Path | None = None,
         timeout_s: float = 120.0,
+        ends_with_this: bool = False,
     ) -> None:
         self.port, self.grpc_port = free_ports(2)
         self.start_s = 0.0
@@ -54,6 +70,7 @@ class ServeProcess:
             os.close(descriptor)
             log = Path(name)
         self._log = log
+        self._ends_with_this = ends_with_this
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -89,6 +106,7 @@ class ServeProcess:
                 stdin=subprocess.DEVNULL,
                 env=self._environment,
                 cwd=self._folder,
+                preexec_fn=_end_with_parent(os.getpid()) if self._ends_with_this else None,  # noqa: PLW1509
             )
 
     def __enter__(self) -> Self:

@@ -114,9 +114,10 @@ class BatchStore:
         Owners with the fewest running batches come first, then the oldest batch.
         """
         now_s = self._db.clock()
-        query = f"""SELECT *, (SELECT count(*) FROM batches AS others WHERE others.owner = batches.owner
-                AND others.lease_s > ? AND others.status IN ({in_list(OPEN)})) AS running
-            FROM batches WHERE status IN ({in_list(OPEN)}) AND lease_s <= ? ORDER BY running, number LIMIT 1"""
+        query = f"""SELECT batches.*, coalesce(leased.count, 0) AS running FROM batches LEFT JOIN (
+                SELECT owner, count(*) AS count FROM batches WHERE lease_s > ? AND status IN ({in_list(OPEN)})
+                GROUP BY owner) AS leased ON leased.owner = batches.owner
+            WHERE status IN ({in_list(OPEN)}) AND lease_s <= ? ORDER BY running, number LIMIT 1"""
         if self._db.row(query, now_s, *OPEN, *OPEN, now_s) is None:  # most often: no write lock is needed to see it
             return None
         with self._db.transaction():
@@ -217,8 +218,10 @@ class BatchStore:
 
     # ---- housekeeping
 
-    def sweep(self, retention_s: float) -> None:
-        """Deletes batches that ended longer ago than the retention, once their files are gone."""
+    def sweep(self, retention_s: float) -> bool:
+        """Deletes batches that ended longer ago than the retention, once their files are gone. Gives free pages of the
+        database back to the disk. Returns whether many are left: a full disk needs them soon.
+        """
         with self._db.transaction():
             self._db.write(
                 f"""DELETE FROM batches WHERE status NOT IN ({in_list(OPEN)}) AND created_s < ?
@@ -226,6 +229,7 @@ class BatchStore:
                 *(*OPEN, self._db.clock() - retention_s - WINDOW_S),
             )
         self._db.rows(f"PRAGMA incremental_vacuum({_FREED_PAGES})")
+        return bool(self._db.rows("PRAGMA freelist_count")[0][0] > _FREED_PAGES)
 
     def check_integrity(self) -> None:
         """Raises AccountingError if the counts of a batch differ from its lines."""

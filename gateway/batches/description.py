@@ -123,6 +123,8 @@ def batch_paths() -> dict[str, Schema]:
     }
     after, order = _query("after", _STRING), _query("order", {"enum": ["asc", "desc"]})
     content = {"description": "The content.", "content": {"application/octet-stream": {"schema": _STRING}}}
+    part = _operation("Get a file's content, or a range of its bytes", content, {"416": "No byte is in the range."})
+    part["responses"]["206"] = {**content, "description": "The bytes in the range."}
     pages = [_query("limit", {"type": "integer", "minimum": 1, "maximum": most}) for most in (MOST_FILES, MOST_BATCHES)]
     asked = {"application/json": {"schema": _ref("BatchRequest")}}
     return {
@@ -144,7 +146,7 @@ def batch_paths() -> dict[str, Schema]:
             "parameters": _path("file_id"),
         },
         "/v1/files/{file_id}/content": {
-            "get": _operation("Get a file's content", content),
+            "get": {**part, "parameters": [{"name": "Range", "in": "header", "required": False, "schema": _STRING}]},
             "parameters": _path("file_id"),
         },
         "/v1/batches": {

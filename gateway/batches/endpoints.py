@@ -11,6 +11,7 @@ from typing import Any
 from alignedserve.errors import InvalidRequestError, NotFoundError, OverloadedError, TooLargeError
 from alignedserve.gateway.batches.database import StoreError
 from alignedserve.gateway.batches.files import INPUT, StoredFile
+from alignedserve.gateway.batches.ranges import RangeError, byte_range
 from alignedserve.gateway.batches.requests import MOST_BATCHES, MOST_FILES, Query, parse_batch, parse_expiry
 from alignedserve.gateway.batches.service import BatchService
 from alignedserve.gateway.batches.upload import FORM_BYTES, Form, file_too_large
@@ -115,14 +116,21 @@ class BatchEndpoints:
         return {"id": file_id, "object": "file", "deleted": True}
 
     async def content(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {"accept-ranges": "bytes"}
         try:
             file = await self._file(scope)
-            parts = self._parts(file)
+            headers["content-range"] = f"bytes */{file.bytes}"  # of a refusal
+            asked = byte_range(scope["headers"], file.bytes)
+            begin, end = asked or (0, file.bytes)
+            parts = self._parts(file, begin, end)
             first = await anext(parts, b"")
         except Exception as error:
-            await send_error(send, report(error))
+            await send_error(send, report(error), headers if isinstance(error, RangeError) else None)
             return
-        await start(send, 200, _CONTENT, {"content-length": str(file.bytes)})
+        headers |= {"content-length": str(end - begin), "content-range": f"bytes {begin}-{end - 1}/{file.bytes}"}
+        if asked is None:
+            del headers["content-range"]
+        await start(send, 200 if asked is None else 206, _CONTENT, headers)
         await send({"type": "http.response.body", "body": first, "more_body": True})
         with DisconnectWatch(receive) as watch:
             async for part in parts:
@@ -131,15 +139,22 @@ class BatchEndpoints:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    async def _parts(self, file: StoredFile) -> AsyncIterator[bytes]:
-        cursor = 0
-        while True:
+    async def _parts(self, file: StoredFile, begin: int, end: int) -> AsyncIterator[bytes]:
+        """The bytes from `begin` to `end`."""
+        files = self._service.files
+        cursor, skipped, more = 0, begin, begin > 0
+        while more:
+            cursor, skipped, more = await self._service.call(files.skip, file, cursor, skipped)
+        left = end - begin
+        while left:
             try:
-                part, cursor = await self._service.call(self._service.files.read, file, cursor)
+                part, cursor = await self._service.call(files.read, file, cursor)
             except FileNotFoundError:
                 raise NotFoundError(f"file {file.id} was deleted", param="file_id") from None
             if not part:
                 return
+            part, skipped = part[skipped : skipped + left], 0
+            left -= len(part)
             yield part
 
     async def _file(self, scope: Scope) -> StoredFile:

@@ -19,6 +19,8 @@ INPUT, OUTPUT = "batch", "batch_output"  # OpenAI's purposes
 LEAST_CHARGED = 4096  # bytes that a file counts for at least, so that the quota also bounds their number
 PART_BYTES = 1 << 20
 PART_LINES = 512
+SKIPPED_ROWS = 4096
+SWEPT_FILES = 64  # at once: other calls of the store wait meanwhile
 STRAY_AFTER_S = 3600.0  # a file without a row this old belongs to no upload
 
 
@@ -181,8 +183,27 @@ class FileStore:
                 break
         return b"".join(rows), cursor
 
-    def sweep(self, most_rows: int) -> int:
-        """Deletes what has expired or was deleted, at most `most_rows` rows of answers. Returns the number of rows."""
+    def skip(self, file: StoredFile, cursor: int, size: int) -> tuple[int, int, bool]:
+        """Goes on by `size` bytes. Returns the cursor for `read`, the bytes that are still to be dropped of what it
+        reads, and whether to skip these first: at most SKIPPED_ROWS rows are skipped at once.
+        """
+        if file.batch is None:
+            return cursor + size, 0, False
+        low = file.batch << LINE_BITS
+        query = f"""SELECT key, length(row) + 1 AS size FROM lines WHERE key >= ? AND key < ?
+            AND failed = {int(file.failed)} ORDER BY key LIMIT ?"""
+        found = self._db.rows(query, low + cursor, low + (1 << LINE_BITS), SKIPPED_ROWS)
+        for row in found:
+            if row["size"] > size:
+                return cursor, size, False
+            cursor, size = row["key"] - low + 1, size - row["size"]
+        return cursor, size, bool(found) and size > 0
+
+    def sweep(self, most_rows: int) -> bool:
+        """Deletes what has expired or was deleted: at most `most_rows` rows of answers, and SWEPT_FILES files.
+
+        Returns whether there may be more.
+        """
         now_s = self._db.clock()
         with self._db.transaction():
             self._db.write(
@@ -190,19 +211,22 @@ class FileStore:
                 AND id NOT IN (SELECT input_id FROM batches WHERE status IN ({in_list(OPEN)}))""",
                 *(now_s, *OPEN),
             )
-        taken = 0
-        for row in self._db.rows("SELECT * FROM files WHERE deleted = 1"):
-            file = StoredFile.of(row)
+        found = self._db.rows("SELECT * FROM files WHERE deleted = 1 LIMIT ?", SWEPT_FILES)
+        gone, more = list[int](), len(found) == SWEPT_FILES
+        for file in map(StoredFile.of, found):
             if file.batch is None:
                 self.path_of(file.id).unlink(missing_ok=True)
             else:
-                taken += self._take_rows(file, most_rows - taken)
-                if taken >= most_rows:
+                most_rows -= self._take_rows(file, most_rows)
+                if most_rows <= 0:
+                    more = True
                     break
-            with self._db.transaction():
-                self._db.write("DELETE FROM files WHERE number = ?", file.number)
-        self._remove_strays(now_s)
-        return taken
+            gone.append(file.number)
+        with self._db.transaction():
+            self._db.write(f"DELETE FROM files WHERE number IN ({in_list(gone)})", *gone)
+        if not more:
+            self._remove_strays(now_s)
+        return more
 
     def _take_rows(self, file: StoredFile, most: int) -> int:
         assert file.batch is not None

@@ -17,6 +17,7 @@ PART_BYTES = 1 << 20
 MOST_ERRORS = 100  # reported for one file
 MAX_ID = 512  # characters of a custom_id
 _CACHE_KIB = 8192
+_NO_LIMIT = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,10 @@ class LineReader:
     """Reads a file part by part; blank lines are skipped. Use it as a context.
 
     A line of more than `most_bytes` is cut after them, so that memory stays bounded. A byte order mark is skipped.
+    Lines that were validated are bounded, and are not cut: the limit may be a lower one since.
     """
 
-    def __init__(self, path: Path, most_bytes: int) -> None:
+    def __init__(self, path: Path, most_bytes: int = _NO_LIMIT) -> None:
         self._path = path
         self._most_bytes = most_bytes
         self._file: BinaryIO | None = None

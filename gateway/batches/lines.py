@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from uuid import uuid4
@@ -31,7 +32,7 @@ class LineAnswerer:
     def __init__(self, endpoints: Mapping[str, Endpoint], gate: Gate) -> None:
         self._endpoints = endpoints
         self._gate = gate
-        self._pace = Pace(bytes_s=_LARGE_BYTES_S)
+        self._pace = Pace(bytes_s=_LARGE_BYTES_S, most_waiting_bytes=math.inf)  # the gate bounds what waits
 
     async def answer(self, path: str, line: Line) -> LineAnswer:
         """The answer of a line, or its error. What an overload or a missing process prevents is tried again."""
@@ -42,6 +43,7 @@ class LineAnswerer:
         while True:
             try:
                 body = await self._endpoints[path](value["body"], BATCH_PRIORITY)
+                return _row(line, value["custom_id"], response=_response(200, body), failed=False)
             except OverloadedError as error:
                 await asyncio.sleep(self._gate.refused(error.retry_after_s))
                 continue
@@ -53,8 +55,6 @@ class LineAnswerer:
                     return _row(line, value["custom_id"], response=_response(found.http_status, error_object(found)))
                 await asyncio.sleep(pause_s)
                 pause_s = min(MOST_PAUSE_S, 2 * pause_s)
-                continue
-            return _row(line, value["custom_id"], response=_response(200, body), failed=False)
 
 
 def unanswered(line: Line, error: AlignedServeError) -> LineAnswer:

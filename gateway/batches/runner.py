@@ -156,7 +156,7 @@ class BatchRunner:
 
     async def _submit_lines(self) -> None:
         """Returns when every line without an answer was submitted, or the run ends."""
-        with LineReader(self._path, self._most_bytes) as reader:
+        with LineReader(self._path) as reader:
             while part := await asyncio.to_thread(reader.part):
                 known = await self._call(self._store.answered, self.claim, part[0].index, part[-1].index)
                 for line in part:
@@ -212,7 +212,7 @@ class BatchRunner:
     async def _end(self) -> None:
         """Says of each line without an answer why it has none, then ends the batch."""
         if self.claim.overdue or (self.claim.status is BatchStatus.CANCELLING and self.claim.total is not None):
-            with LineReader(self._path, self._most_bytes) as reader:
+            with LineReader(self._path) as reader:
                 while part := await asyncio.to_thread(reader.part):
                     if self._stopped or self._lost:
                         return

@@ -19,6 +19,7 @@ from alignedserve.gateway.batches.lines import Endpoint, LineAnswerer
 from alignedserve.gateway.batches.responses import ResponseStore
 from alignedserve.gateway.batches.runner import BatchRunner
 from alignedserve.gateway.body.planning import ServedModel
+from alignedserve.gateway.failures import ShuttingDownError
 from alignedserve.gateway.ledger.intake import Intake
 from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.metrics import GatewayMetrics
@@ -90,8 +91,12 @@ class BatchService:
         return self._responses
 
     async def call(self, method: Callable[P, T], *given: P.args, **options: P.kwargs) -> T:
-        """Runs a method of the store in the store's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: method(*given, **options))
+        """Runs a method of the store in the store's thread. Raises ShuttingDownError after `close`."""
+        try:
+            found = asyncio.get_running_loop().run_in_executor(self._thread, lambda: method(*given, **options))
+        except RuntimeError:
+            raise ShuttingDownError("this gateway has shut down; another one has the files and batches") from None
+        return await found
 
     async def start(self) -> None:
         """Opens the store. Raises ConfigError if the folder cannot be used."""
@@ -149,11 +154,14 @@ class BatchService:
             if claim is None:
                 break
             self._begin(claim)
-        if (now_s := asyncio.get_running_loop().time()) - self._swept_s >= SWEEP_S:
-            await self.call(self.batches.sweep, self.config.retention_days * _DAY_S)
-            more = self.responses is not None and await self.call(self.responses.sweep)
-            if await self.call(self.files.sweep, SWEPT_ROWS) < SWEPT_ROWS and not more:  # else the next beat goes on
-                self._swept_s = now_s
+        if (now_s := asyncio.get_running_loop().time()) - self._swept_s >= SWEEP_S and not await self._sweep():
+            self._swept_s = now_s
+
+    async def _sweep(self) -> bool:
+        """Deletes a part of what is to be deleted. Returns whether there is more, for the next beat."""
+        pages = await self.call(self.batches.sweep, self.config.retention_days * _DAY_S)
+        responses = self.responses is not None and await self.call(self.responses.sweep)
+        return await self.call(self.files.sweep, SWEPT_ROWS) or responses or pages
 
     def _can_take_one(self) -> bool:
         return len(self._runners) < self.config.at_once and self._model.info is not None and not self._ledger.draining

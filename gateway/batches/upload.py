@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +64,10 @@ class Form:
         self._parser.set_callback("headers_finished", self._on_headers_finished)
 
     async def receive(self, pieces: AsyncIterator[bytes]) -> None:
-        """Raises InvalidRequestError, TooLargeError, and what `pieces` raises. The file may be incomplete then."""
+        """Returns when the file is on the disk.
+
+        Raises InvalidRequestError, TooLargeError, and what `pieces` raises. The file may be incomplete then.
+        """
         with self._path.open("wb") as file:
             async for piece in pieces:
                 try:
@@ -72,7 +76,7 @@ class Form:
                     raise _not_a_form(error) from None
                 if len(self._unwritten) >= WRITE_BYTES:
                     await asyncio.to_thread(self._write, file)
-            self._write(file)
+            await asyncio.to_thread(self._write_last, file)
         if not self._ended:
             raise InvalidRequestError("the form ends before its last boundary")
         if self.filename is None:
@@ -81,6 +85,12 @@ class Form:
     def _write(self, file: BinaryIO) -> None:
         file.write(self._unwritten)
         self._unwritten = bytearray()
+
+    def _write_last(self, file: BinaryIO) -> None:
+        """Waits for the disk, here and not in the store's thread, where leases are renewed."""
+        self._write(file)
+        file.flush()
+        os.fsync(file.fileno())
 
     # ---- from the parser
 

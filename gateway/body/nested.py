@@ -9,10 +9,10 @@ from alignedserve.errors import InvalidRequestError
 MOST_DEPTH = 64
 
 
-def check_depth(value: Any, where: str) -> None:
-    """Raises InvalidRequestError if lists and objects nest too deeply to be rendered and compiled."""
+def check_depth(value: Any, where: str, most: int = MOST_DEPTH) -> None:
+    """Raises InvalidRequestError if lists and objects nest too deeply, by default to be rendered and compiled."""
     level = [value]
-    for _ in range(MOST_DEPTH):
+    for _ in range(most):
         level = [
             inner
             for entry in level
@@ -21,7 +21,7 @@ def check_depth(value: Any, where: str) -> None:
         ]
         if not level:
             return
-    raise InvalidRequestError(f"{where} nests deeper than {MOST_DEPTH} levels", param=where)
+    raise InvalidRequestError(f"{where} nests deeper than {most} levels", param=where)
 
 
 def text_size(value: Any) -> int:

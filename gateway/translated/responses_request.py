@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import PrivateAttr
 
 from alignedserve.errors import InvalidRequestError
+from alignedserve.gateway.body.nested import check_depth
 from alignedserve.gateway.body.planning import CallPlan, ServedModel, plan_chat
 from alignedserve.gateway.body.refused import Refusal
 from alignedserve.gateway.body.requests import ChatRequest, checked
@@ -49,6 +50,7 @@ _UNSTORED = refusals(
 )
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 _PARTS = ("input_text", "output_text", "text")
+_MOST_DEPTH = 240  # an answer repeats what was sent, a few levels further in, and orjson writes 254 levels
 
 
 class ResponsesChat(ChatRequest):
@@ -87,6 +89,8 @@ def parse_responses(body: Any, earlier: Sequence[dict[str, Any]] = (), *, stores
     Raises InvalidRequestError, or a subclass of it, that names the invalid field.
     """
     fields = Fields(body, "")
+    for name, value in fields.values().items():
+        check_depth(value, name, _MOST_DEPTH)
     chat = _chat_body(fields, earlier, stores=stores)
     with renamed(_NAMES):
         request = checked(ResponsesChat, chat)

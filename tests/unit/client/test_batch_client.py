@@ -27,7 +27,7 @@ from alignedserve.client import (
     UnavailableError,
 )
 from alignedserve.client import job_steps as steps
-from alignedserve.client.bodies import body_of, error_of
+from alignedserve.client.bodies import body_of, completion_of, error_of
 from alignedserve.client.calls import CallPlanner
 from alignedserve.client.job_steps import Answer, Ask, LostError
 from alignedserve.client.jobs import Lines
@@ -142,6 +142,38 @@ async def test_async_iterables_and_files_are_taken(gateway: RunningGateway, tmp_
         assert failed.status == "failed"
         assert failed.problems[0].line == 1
         assert [result async for result in client.results(failed)] == []
+
+
+async def test_lines_for_responses_have_results(gateway: RunningGateway, tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/responses"}
+    path.write_text(json.dumps({**line, "body": {"input": "Go", "max_output_tokens": 2}}))
+    async with AsyncBatchClient(gateway.url) as client:
+        job = await client.wait(await client.create_from_file(path))
+        (result,) = [result async for result in client.results(job)]
+    assert result.completion is not None
+    assert result.body is not None
+    assert result.completion.text == result.body["output"][0]["content"][0]["text"]
+    assert result.completion.choices[0].finish_reason == "length"
+    assert result.completion.usage.completion_tokens == 2
+
+
+def test_calls_and_reasoning_of_a_response_are_read() -> None:
+    body = {
+        "id": "resp_1", "object": "response", "model": "tiny", "status": "completed",
+        "usage": {"input_tokens": 3, "output_tokens": 9, "output_tokens_details": {"reasoning_tokens": 4}},
+        "output": [
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm"}]},
+            {"type": "message", "content": [{"type": "output_text", "text": '{"name": "Bern"}'}]},
+            {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+        ],
+    }  # fmt: skip
+    read: Callable[[str], City] = lambda text: City(**json.loads(text))  # noqa: E731
+    found = completion_of(body, read)
+    assert (found.reasoning, found.text, found.usage.reasoning_tokens) == ("Hm", '{"name": "Bern"}', 4)
+    assert (found.tool_calls[0].name, found.choices[0].finish_reason) == ("look", "tool_calls")
+    without_call = {**body, "output": body["output"][:2]}  # type: ignore[index]
+    assert completion_of(without_call, read).parsed == City("Bern")
 
 
 async def test_what_a_server_refuses_is_typed(gateway: RunningGateway, cluster: FakeCluster) -> None:
@@ -264,8 +296,9 @@ def test_an_upload_whose_answer_was_lost_is_not_sent_twice(tmp_path: Path) -> No
     assert server.asked == ["POST /v1/files"] * 2 + ["GET /v1/files"] * 2 + ["POST /v1/files"]
 
 
-def test_a_job_whose_answer_was_lost_is_not_made_twice() -> None:
-    server = Server(None, lambda: {"data": [JOB, {**JOB, "id": "batch_9", "metadata": server.last.json["metadata"]}]})
+@pytest.mark.parametrize("lost", [None, 502, 504])  # a proxy's answers once its gateway had the request
+def test_a_job_whose_answer_was_lost_is_not_made_twice(lost: int | None) -> None:
+    server = Server(lost, lambda: {"data": [JOB, {**JOB, "id": "batch_9", "metadata": server.last.json["metadata"]}]})
     assert server.run(steps.create("file-1", "/v1/completions", {"a": "b"}, None, 5.0)).id == "batch_9"
     assert server.asked == ["POST /v1/batches", "GET /v1/batches"]
 
@@ -318,29 +351,36 @@ CONTENT = b"".join(map(answer, range(3)))
 
 
 class Breaking(httpx.SyncByteStream):
-    """Ends after `cut` bytes as a connection that breaks does; with None it is whole."""
+    """From `begin` on; ends at byte `cut` as a connection that breaks does; with None it is whole."""
 
-    def __init__(self, cut: int | None) -> None:
+    def __init__(self, cut: int | None, begin: int = 0) -> None:
         self.cut = cut
+        self.begin = begin
 
     def __iter__(self) -> Iterator[bytes]:
-        content = CONTENT[: self.cut]
+        content = CONTENT[self.begin : self.cut]
         for begin in range(0, len(content), 100):
             yield content[begin : begin + 100]
         if self.cut is not None:
             raise httpx.ReadError("gone")
 
 
-@pytest.mark.parametrize("step", [37])
-def test_results_go_on_after_any_byte(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranges", [True, False])
+def test_results_go_on_after_any_byte(ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "_BACKOFF", steps.Backoff(0.0, 0.0))
     job = BatchJob.of({**JOB, "error_file_id": None})
-    for cut in range(0, len(CONTENT), step):
+    for cut in range(0, len(CONTENT), 37):
         cuts: list[Any] = [cut, min(cut + 150, len(CONTENT)), 503, None]
 
         def respond(request: httpx.Request, cuts: list[Any] = cuts) -> httpx.Response:
             found = cuts.pop(0)
-            return httpx.Response(503) if found == 503 else httpx.Response(200, stream=Breaking(found))
+            if found == 503:
+                return httpx.Response(503)
+            if ranges and (wanted := request.headers.get("range")):
+                begin = int(wanted.removeprefix("bytes=").removesuffix("-"))
+                assert begin > 0
+                return httpx.Response(206, stream=Breaking(found, begin))
+            return httpx.Response(200, stream=Breaking(found))
 
         with BatchClient("http://gateway") as client:
             client._http = httpx.Client(transport=httpx.MockTransport(respond), base_url="http://gateway")

@@ -220,6 +220,17 @@ def test_what_responses_refuses_it_names(fields: dict[str, Any], param: str) -> 
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("name", ["reasoning", "text", "tool_choice", "input", "metadata"])
+def test_what_an_answer_could_not_repeat_is_refused(name: str) -> None:
+    deep: Any = {}
+    for _ in range(250):
+        deep = {"deep": deep}
+    value = [{"role": "user", "content": "hi", **deep}] if name == "input" else deep
+    with pytest.raises(InvalidRequestError, match="nests deeper") as refused:
+        parse_responses({"input": "hi", name: value})
+    assert refused.value.param == name
+
+
 def test_reasoning_after_text_begins_a_turn() -> None:
     text = {"role": "assistant", "content": "a"}
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +18,12 @@ import pytest
 from alignedserve.cluster.cli import run_batch as run_batch_module
 from alignedserve.cluster.cli.main import _given as given
 from alignedserve.cluster.cli.main import main, parse
-from alignedserve.cluster.cli.run_batch import Server
+from alignedserve.cluster.cli.run_batch import LostError, Server
 from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.config_sources import load, value_of
 from alignedserve.errors import UnavailableError
 from alignedserve.gateway.batches import service as service_module
+from alignedserve.proc_stat import is_alive
 from support.fake_cluster import FakeCluster
 from support.gateway import running_gateway
 
@@ -123,6 +128,89 @@ async def test_the_same_command_goes_on_with_the_batch_it_made(
     assert await asyncio.to_thread(main, command(source, url)) == 0
     assert answers(source.with_name("out.jsonl")) == [str(number) for number in range(LINES)]
     assert len(await kept(url, "batches")) == 1
+
+
+async def test_a_batch_whose_answer_was_lost_is_not_made_twice(
+    url: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Server._once
+
+    def once(server: Server, method: str, path: str, **options: Any) -> Any:
+        found = real(server, method, path, **options)
+        if method == "POST":
+            raise LostError("HTTP 502")
+        return found
+
+    monkeypatch.setattr(Server, "_once", once)
+    assert await asyncio.to_thread(main, command(source, url)) == 0
+    assert len(await kept(url, "batches")) == 1
+
+
+async def test_a_run_that_ends_once_all_is_written_needs_no_server_to_go_on(
+    url: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    output = source.with_name("out.jsonl")
+    for ending in (lambda: None, output.unlink):  # without its output it begins anew
+        with monkeypatch.context() as patch:
+            patch.setattr(run_batch_module.shutil, "rmtree", interrupted)
+            assert await asyncio.to_thread(main, command(source, url)) == 130
+        ending()
+        where = "http://127.0.0.1:9" if output.exists() else url
+        assert await asyncio.to_thread(main, command(source, where)) == 0
+        assert answers(output) == [str(number) for number in range(LINES)]
+        assert not source.with_name("out.jsonl.run-batch").exists()
+
+
+async def test_a_full_disk_is_an_error_of_one_line_and_the_same_command_goes_on(
+    url: str, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = os.fsync
+    for name, told in (("run.tmp", "run.json"), ("out.jsonl.part", "out.jsonl.part")):
+
+        def fsync(descriptor: int, name: str = name) -> None:
+            if os.readlink(f"/proc/self/fd/{descriptor}").endswith(name):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(descriptor)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            assert await asyncio.to_thread(main, command(source, url)) == 1
+        assert f"{told} cannot be written: No space left" in capsys.readouterr().err
+    assert await asyncio.to_thread(main, command(source, url)) == 0
+    assert len(await kept(url, "batches")) == 1
+
+
+def test_a_killed_command_leaves_no_server(tmp_path: Path) -> None:
+    """The same command starts another one, which would find no memory."""
+    program = f"""
+import sys, time, pathlib
+from alignedserve.cluster.cli.serve_process import ServeProcess
+class Sleep(ServeProcess):
+    command = ("sleep", "60")
+server = Sleep(ends_with_this=True, log=pathlib.Path({str(tmp_path / "log")!r}))
+server.start()
+print(server.process.pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        pid = int(killed.stdout.readline())
+        assert is_alive(pid)
+        killed.kill()
+    until_s = time.monotonic() + 10.0
+    while is_alive(pid):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_a_folder_that_is_missing_is_said_before_anything_is_computed(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command(source, "http://127.0.0.1:9"), "--errors", str(source.with_name("none") / "e.jsonl")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
 
 
 async def test_a_changed_input_does_not_go_on(

@@ -295,6 +295,38 @@ async def test_a_download_whose_client_leaves_reads_no_more(
     assert seen < 500
 
 
+async def test_parts_of_files_are_read(
+    client: openai.AsyncOpenAI, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "SKIPPED_ROWS", 2)
+    monkeypatch.setattr(files_module, "PART_LINES", 2)
+    batch = await ended(client, await begin(client, rows([BODY] * 7)))
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
+        for file_id in (batch.input_file_id, batch.output_file_id):
+            path = f"/v1/files/{file_id}/content"
+            whole = await http.get(path)
+            text, size = whole.content, len(whole.content)
+            assert (whole.status_code, whole.headers["accept-ranges"]) == (200, "bytes")
+            row = text.index(b"\n") + 1
+            ends = [(0, 0), (0, size - 1), (row - 1, row), (row, row + 3), (3 * row + 5, 6 * row), (size - 1, size - 1)]
+            for begin_at, last in ends:
+                answer = await http.get(path, headers={"range": f"bytes={begin_at}-{last}"})
+                assert answer.status_code == 206
+                assert answer.headers["content-range"] == f"bytes {begin_at}-{last}/{size}"
+                assert answer.content == text[begin_at : last + 1], (begin_at, last)
+            open_ends = {"5-": text[5:], f"3-{size * 2}": text[3:], "-4": text[-4:], f"-{2 * size}": text}
+            for wanted, part in open_ends.items():
+                answer = await http.get(path, headers={"range": f"bytes={wanted}"})
+                assert (answer.status_code, answer.content) == (206, part), wanted
+            for wanted in (f"bytes={size}-", "bytes=-0"):
+                answer = await http.get(path, headers={"range": wanted})
+                assert (answer.status_code, answer.headers["content-range"]) == (416, f"bytes */{size}")
+                assert answer.json()["error"]["code"] == "range_not_satisfiable"
+            for wanted in ("bytes=5-2", "bytes=0-1,3-4", "lines=1-2", "bytes=-", f"bytes={'9' * 5000}-"):
+                answer = await http.get(path, headers={"range": wanted})
+                assert (answer.status_code, answer.content) == (200, text), wanted
+
+
 async def test_a_drain_gives_batches_away_at_once(
     client: openai.AsyncOpenAI, cluster: FakeCluster, gateway: RunningGateway
 ) -> None:
@@ -303,8 +335,8 @@ async def test_a_drain_gives_batches_away_at_once(
     await until(lambda: cluster.submitted)
     gateway.server.drain(60.0)
     await until(lambda: gateway.server.state == "drained")
-    leases = gateway.server.batches.batches._db.rows("SELECT lease_s FROM batches")
-    assert [row["lease_s"] for row in leases] == [0]
+    rows_of = gateway.server.batches.batches._db.rows
+    await until(lambda: [row["lease_s"] for row in rows_of("SELECT lease_s FROM batches")] == [0])  # not by its time
 
 
 async def test_a_full_disk_holds_up_no_drain(
@@ -326,6 +358,16 @@ async def test_a_full_disk_holds_up_no_drain(
         await until(lambda: not service._runners)
     assert (await client.batches.retrieve(batch.id)).status == "in_progress"
     assert service._gate.lines == 0
+
+
+async def test_a_gateway_that_has_ended_says_to_try_again(cluster: FakeCluster, folder: Path) -> None:
+    async with (
+        running_gateway(cluster, batches={"folder": str(folder)}) as gateway,
+        httpx.AsyncClient(base_url=gateway.url) as http,
+    ):
+        await gateway.server.batches.close()
+        answer = await http.get("/v1/batches")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
 
 
 async def test_without_a_folder_both_are_refused(cluster: FakeCluster) -> None:

@@ -9,8 +9,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,77 +16,13 @@ import pytest
 
 from alignedserve.errors import AccountingError, ConfigError, InvalidRequestError, NotFoundError, StaleError
 from alignedserve.gateway.batches import files as files_module
-from alignedserve.gateway.batches.batches import WINDOW_S, BatchStore, Claim, LineAnswer
+from alignedserve.gateway.batches.batches import WINDOW_S, Claim
 from alignedserve.gateway.batches.database import Database, file_system
-from alignedserve.gateway.batches.files import STRAY_AFTER_S, FileStore, QuotaError, StoredFile
+from alignedserve.gateway.batches.files import STRAY_AFTER_S, FileStore, QuotaError
 from alignedserve.gateway.batches.responses import MOST_AT_ONCE, ResponseStore
 from alignedserve.gateway.batches.states import BatchStatus
 from alignedserve.gateway.failures import NotPossibleError
-
-ALICE, BOB = b"alice", b"bob"
-ENDPOINT = "/v1/completions"
-LEASE_S = 15.0
-DAY_S = 86400.0
-KEEP_S = 30 * DAY_S
-
-
-@dataclass
-class Clock:
-    now_s: float = 1_800_000_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-class Store:
-    """A store in a folder, as one gateway has it."""
-
-    def __init__(self, folder: Path, clock: Callable[[], float], quota_bytes: int = 1 << 30) -> None:
-        self.database = Database(folder, clock=clock)
-        self.files = FileStore(self.database, quota_bytes, KEEP_S)
-        self.batches = BatchStore(self.database, self.files)
-
-    def upload(self, content: bytes = b"{}\n", owner: bytes = ALICE, **options: Any) -> StoredFile:
-        file_id, draft = self.files.draft()
-        draft.write_bytes(content)
-        return self.files.add(file_id, owner, "in.jsonl", **options)
-
-    def content(self, file_id: str, owner: bytes = ALICE) -> bytes:
-        file, cursor, found = self.files.get(file_id, owner), 0, b""
-        while True:
-            part, cursor = self.files.read(file, cursor)
-            if not part:
-                return found
-            found += part
-
-    def begun(self, total: int, holder: str = "gateway-0") -> Claim:
-        """A batch of `total` lines that is in progress at `holder`."""
-        self.batches.create(ALICE, ENDPOINT, self.upload().id, {})
-        claim = self.batches.claim(holder, LEASE_S)
-        assert claim is not None
-        return self.batches.begin(claim, total)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def store(folder: Path, clock: Clock) -> Iterator[Store]:
-    opened = Store(folder, clock)
-    yield opened
-    opened.batches.check_integrity()
-    opened.database.close()
-
-
-def lines(*indices: int, failed: bool = False, text: str = "answer") -> list[LineAnswer]:
-    return [LineAnswer(index, failed, f"{text} {index}".encode()) for index in indices]
+from support.batch_store import ALICE, BOB, DAY_S, ENDPOINT, KEEP_S, LEASE_S, Clock, Store, lines
 
 
 def status_of(store: Store, claim: Claim) -> str:
@@ -222,39 +156,6 @@ def test_a_quota_bounds_bytes_and_number_of_an_owners_files(folder: Path, clock:
     store.files.delete(first.id, ALICE)
     store.upload(b"x")
     assert len(list((folder / "files").iterdir())) == 3
-
-
-def test_files_and_batches_are_deleted_after_their_time(store: Store, clock: Clock, folder: Path) -> None:
-    short = store.upload(expires_in_s=3600)
-    claim = store.begun(2)
-    store.batches.record(claim, lines(0, 1))
-    store.batches.finish(claim)
-    output = store.batches.get(claim.id, ALICE)["output_file_id"]
-
-    clock.now_s += 3601
-    with pytest.raises(NotFoundError):
-        store.files.get(short.id, ALICE)
-    store.files.sweep(1000)
-    assert store.content(output) == b"answer 0\nanswer 1\n"
-
-    clock.now_s += KEEP_S + 2 * DAY_S
-    assert store.files.sweep(1) == 1  # one row at a time
-    while store.files.sweep(1):
-        pass
-    store.batches.sweep(KEEP_S)
-    assert store.database.rows("SELECT * FROM lines") == []
-    assert store.database.rows("SELECT * FROM files") == []
-    assert store.database.rows("SELECT * FROM batches") == []
-    assert list((folder / "files").iterdir()) == []
-
-
-def test_an_input_file_stays_while_a_batch_reads_it(store: Store, clock: Clock) -> None:
-    claim = store.begun(1)
-    with pytest.raises(NotPossibleError, match="cancel it first"):
-        store.files.delete(claim.input_id, ALICE)
-    clock.now_s += KEEP_S + 1
-    store.files.sweep(1000)
-    assert store.files.path_of(claim.input_id).exists()
 
 
 @pytest.mark.parametrize("step", range(5))
