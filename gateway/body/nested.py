@@ -6,13 +6,14 @@ from typing import Any
 
 from alignedserve.errors import InvalidRequestError
 
-MOST_DEPTH = 64
+MOST_DEPTH = 64  # of what is rendered and compiled
+MOST_REPEATED_DEPTH = 200  # of what a reply repeats: orjson writes 254 levels
 
 
-def check_depth(value: Any, where: str) -> None:
-    """Raises InvalidRequestError if lists and objects nest too deeply to be rendered and compiled."""
+def check_depth(value: Any, where: str, most: int = MOST_DEPTH) -> None:
+    """Raises InvalidRequestError if lists and objects nest deeper than `most` levels."""
     level = [value]
-    for _ in range(MOST_DEPTH):
+    for _ in range(most):
         level = [
             inner
             for entry in level
@@ -21,7 +22,7 @@ def check_depth(value: Any, where: str) -> None:
         ]
         if not level:
             return
-    raise InvalidRequestError(f"{where} nests deeper than {MOST_DEPTH} levels", param=where)
+    raise InvalidRequestError(f"{where} nests deeper than {most} levels", param=where)
 
 
 def text_size(value: Any) -> int:

@@ -108,6 +108,7 @@ OTHERS = [
     ("hermes", '<tool_call>{"name": "now", "id": "1"}</tool_call>', [("now", {})]),
     ("llama3_json", '{"name": "get", "parameters": {"a": 1}, "type": "function"}', [("get", {"a": 1})]),
     ("harmony", "<|channel|>commentary to=functions.now<|message|><|call|>", [("now", {})]),
+    ("harmony", "<|channel|>commentary to=functions.now<|message|>", [("now", {})]),
     ("harmony", '<|channel|>analysis to=functions.get code<|message|>{"a": 1}<|call|><|start|>assistant'
      '<|channel|>commentary to=functions.now json<|message|>{}<|call|>', [("get", {"a": 1}), ("now", {})]),
     ("qwen3_coder", "<tool_call>\n<function=now>\n</tool_call>", [("now", {})]),
@@ -146,6 +147,7 @@ ALIKE = [
     ("gemma4", "<|tool_call>call:get{...}"),
     ("functiongemma", "<start_function_call>call:get{1, 2}"),
     ("harmony", "<|channel|>commentary to=functions.get json<|message|>[1]<|call|>"),
+    ("harmony", "<|channel|>commentary to=functions.get_weather json<|message|>"),
 ]
 
 
