@@ -14,6 +14,7 @@ from alignedserve.grammar.llguidance_schema import json_text
 
 ANY_TEXT = r"/(?s:.*)/"
 MOST_CHARACTERS = 1 << 24  # of the grammar: references may repeat a schema, and an option, again and again
+MOST_CALLS = 128  # of an answer under a grammar, so that a wild model ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,10 @@ class CallRules:
     alone: bool = False  # an answer ends with its first call
 
     def expression(self, most: int | None) -> str:
-        """One or more calls, after the trigger; with `most` 1, one."""
-        more = "" if most == 1 or self.alone else f"({self.between} {self.call})*"
-        return f"{self.before} {self.call} {more} {self.after}".strip()
+        """One or more calls, after the trigger, at most `most` of them, and MOST_CALLS."""
+        most = 1 if self.alone else min(most or MOST_CALLS, MOST_CALLS)
+        others = "" if most == 1 else f"({self.between} {self.call}){{0,{most - 1}}}"
+        return f"{self.before} {self.call} {others} {self.after}".strip()
 
 
 class Lark:

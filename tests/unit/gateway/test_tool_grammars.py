@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 from alignedserve.errors import GrammarError
 from alignedserve.gateway.dialects.composing import AnswerForm, grammar_of
 from alignedserve.gateway.dialects.families import REASONING, TOOLS
+from alignedserve.gateway.dialects.lark import MOST_CALLS
 from alignedserve.gateway.dialects.machine import Tool
 from alignedserve.gateway.dialects.model_dialects import ModelDialects, Reading
 from alignedserve.grammar.compiled import Grammars
@@ -324,3 +325,14 @@ def test_glm_has_line_breaks_until_4_6_only(name: str) -> None:
             continue
         with pytest.raises(GrammarError):
             grammar.matcher().accept(tokens)
+
+
+def test_the_number_of_calls_of_an_answer_is_bounded() -> None:
+    dialects, known = dialects_of("hermes", "", special=False)
+    compiled = Grammars.of(known, VOCAB_SIZE)
+    assert compiled is not None
+    grammar = compiled.compile(grammar_of(AnswerForm(None, (NOW,), True), dialects), (EOS,))
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    grammar.matcher().accept([*known.encode("\n".join([call] * MOST_CALLS)), EOS])
+    with pytest.raises(GrammarError):
+        grammar.matcher().accept(known.encode("\n".join([call] * (MOST_CALLS + 1))))
