@@ -129,6 +129,16 @@ def test_a_call_may_be_written_in_other_ways(dialect: str, text: str, calls: lis
         assert parse(make_parser(dialect), text[:cut], text[cut:]) == pieces
 
 
+def test_a_tool_may_be_called_like_the_type_that_deepseek_v3_writes() -> None:
+    begin, separator = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+    for dialect, text in (
+        ("deepseek_v31", f'{begin}function{separator}{{"a": 1}}<｜tool▁call▁end｜>'),
+        ("deepseek_v3", f'{begin}function{separator}function\n```json\n{{"a": 1}}\n```<｜tool▁call▁end｜>'),
+    ):
+        found = read_with(dialect, text, (Tool("function"),))
+        assert (found.arguments, found.content) == ([("function", {"a": 1})], "")
+
+
 # ---- text that only begins like a call
 
 ALIKE = [
