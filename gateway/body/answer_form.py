@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from alignedserve.errors import GrammarError
 from alignedserve.gateway.body.requests import ChatRequest
+from alignedserve.gateway.body.tokenising import in_turn
 from alignedserve.gateway.body.tools import ToolUse
 from alignedserve.gateway.dialects.composing import AnswerForm, grammar_of
 from alignedserve.gateway.dialects.machine import Tool
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from alignedserve.gateway.body.planning import ServedModel
 
 _PROMPT_END = 4096  # characters of the prompt that a reading keeps
+_LARGE_TOOLS = 1024  # bytes of schemas; the grammar of larger ones is written outside the event loop's thread
 _SPACES = ("\n", "\n\n", " ")  # what models write before reasoning
 
 
@@ -96,7 +101,9 @@ async def _grammar(
 
 async def _compiled(model: ServedModel, form: AnswerForm) -> GrammarSpec:
     assert model.dialects is not None
-    spec = grammar_of(form, model.dialects)
+    write = partial(grammar_of, form, model.dialects)
+    large = len(orjson.dumps([tool.parameters for tool in form.tools])) > _LARGE_TOOLS
+    spec = await in_turn(write) if large else write()
     await model.compile(spec, "tools" if form.tools else "response_format")
     return spec
 

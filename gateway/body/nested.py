@@ -6,11 +6,12 @@ from typing import Any
 
 from alignedserve.errors import InvalidRequestError
 
-MOST_DEPTH = 64
+MOST_DEPTH = 64  # of what is rendered and compiled
+MOST_REPEATED_DEPTH = 200  # of what a reply repeats: orjson writes 254 levels
 
 
 def check_depth(value: Any, where: str, most: int = MOST_DEPTH) -> None:
-    """Raises InvalidRequestError if lists and objects nest too deeply, by default to be rendered and compiled."""
+    """Raises InvalidRequestError if lists and objects nest deeper than `most` levels."""
     level = [value]
     for _ in range(most):
         level = [

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body.refused import Refusal
+from alignedserve.gateway.body.validation_errors import shown
 from alignedserve.gateway.body.values import STRICT, Body
 from alignedserve.request import GrammarKind, GrammarSpec
 
@@ -133,7 +134,7 @@ def _of_format(wanted: dict[str, Any] | None, whitespace: str | None) -> Grammar
     if kind == "structural_tag":
         return _spec(GrammarKind.STRUCTURAL_TAG, wanted, whitespace)
     names = "text, json_object, json_schema or structural_tag"
-    raise InvalidRequestError(f"response_format.type must be {names}, got {kind!r}", param=param)
+    raise InvalidRequestError(f"response_format.type must be {names}, got {shown(kind)}", param=param)
 
 
 def _spec(kind: GrammarKind, value: Any, whitespace: str | None) -> GrammarSpec:

@@ -14,7 +14,7 @@ from alignedserve.gateway.failures import UnsupportedFeatureError
 from alignedserve.text import ChatTemplate
 
 _OURS = ("messages", "tools", "documents", "add_generation_prompt")
-_SWITCHES = ("enable_thinking", "thinking")  # names of the variable that turns reasoning on and off
+SWITCHES = ("enable_thinking", "thinking")  # names of the variable that turns reasoning on and off
 
 
 class ThinkingFields(Body):
@@ -57,7 +57,7 @@ class ThinkingFields(Body):
         wanted = False if self.without_reasoning else self.enable_thinking
         if wanted is None:
             return
-        known = [name for name in _SWITCHES if template.mentions(name)]
+        known = [name for name in SWITCHES if template.mentions(name)]
         if not known and wanted:
             _refuse("enable_thinking", "enable_thinking")
         for name in known:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body.nested import check_depth
+from alignedserve.gateway.body.validation_errors import shown
 from alignedserve.gateway.body.values import Body
 from alignedserve.gateway.dialects.machine import Tool
 from alignedserve.gateway.failures import MissingFieldError, UnsupportedFeatureError, WrongTypeError
 
 MAX_TOOLS = 256
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}  # what a function without parameters has
 
 
@@ -38,6 +39,8 @@ class ToolUse:
 
 
 class ToolFields(Body):
+    longest_name: ClassVar[int] = 64  # of a tool, in characters
+
     tools: list[dict[str, Any]] | None = Field(
         None, max_length=MAX_TOOLS, description="Functions that the model may call, each with a JSON schema."
     )
@@ -61,7 +64,7 @@ class ToolFields(Body):
             raise InvalidRequestError("functions is the older form of tools; set only one", param="functions")
         written = [{"type": "function", "function": one} for one in self.functions or ()] or self.tools or []
         place = "functions[{}]" if self.older else "tools[{}].function"
-        tools = [_tool(entry, place.format(number)) for number, entry in enumerate(written)]
+        tools = [_tool(entry, place.format(number), self.longest_name) for number, entry in enumerate(written)]
         names = [tool.name for tool in tools]
         for number, name in enumerate(names):
             if name in names[:number]:
@@ -90,7 +93,7 @@ class ToolFields(Body):
             return None, True
         name = _chosen_function(choice) if self.older else _chosen(choice)
         if name not in names:
-            raise InvalidRequestError(f"{param}: no tool is called {name!r}", param=param)
+            raise InvalidRequestError(f"{param}: no tool is called {shown(name)}", param=param)
         return name, True
 
 
@@ -106,7 +109,8 @@ def _chosen(choice: Any) -> str:
     """The name in `{"type": "function", "function": {"name": …}}`."""
     param = "tool_choice"
     if isinstance(choice, dict) and choice.get("type") != "function":
-        raise UnsupportedFeatureError(f"tool_choice of type {choice.get('type')!r} is not supported", param=param)
+        kind = shown(choice.get("type"))
+        raise UnsupportedFeatureError(f"tool_choice of type {kind} is not supported", param=param)
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
@@ -115,19 +119,19 @@ def _chosen(choice: Any) -> str:
     return name
 
 
-def _tool(entry: dict[str, Any], where: str) -> Tool:
-    """`where`: the place of its function."""
+def _tool(entry: dict[str, Any], where: str, longest_name: int) -> Tool:
+    """`where`: the place of its function. `longest_name`: in characters."""
     kind, own = entry.get("type"), where.removesuffix(".function")
     if kind != "function":
         if kind is None:
             raise MissingFieldError(f"{own}.type is required", param=f"{own}.type")
-        raise UnsupportedFeatureError(f"{own}: tools of type {str(kind)[:60]!r} are not supported", param=own)
+        raise UnsupportedFeatureError(f"{own}: tools of type {shown(kind)} are not supported", param=own)
     function = entry.get("function")
     if not isinstance(function, dict):
         raise WrongTypeError(f"{where} must be an object", param=where)
     name, parameters, strict = (function.get(key) for key in ("name", "parameters", "strict"))
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        wanted = "1 to 64 letters, digits, or one of _ . -"
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > longest_name:
+        wanted = f"1 to {longest_name} letters, digits, or one of _ . -"
         raise InvalidRequestError(f"{where}.name must be {wanted}", param=f"{where}.name")
     if not isinstance(function.get("description", ""), str | None):
         raise WrongTypeError(f"{where}.description must be a string", param=f"{where}.description")

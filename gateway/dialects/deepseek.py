@@ -24,6 +24,8 @@ class _Parser(CallMachine):
         if not (yield from self.literal(CALL)):
             return False
         fenced = yield from self.literal(_TYPE + SEPARATOR)
+        if fenced and _TYPE in self.tools and (yield from self.object_begins()):
+            return (yield from self.call_of(_TYPE, (CALL_END, END)))  # of V3.1: a tool of this name
         name = yield from self.name("\n" if fenced else SEPARATOR[0])
         if not name:
             return False

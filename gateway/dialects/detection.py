@@ -8,6 +8,7 @@ _TOOLS: Sequence[tuple[str, str]] = (
     ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("tool_declare<|im_middle|>", "kimi_k2"),
     ("[TOOL_CALLS]", "mistral"),
+    ("</arg_key><arg_value>", "glm47"),
     ("<arg_key>", "glm45"),
     ("<function=", "qwen3_coder"),
     ("<|tool_call>", "gemma4"),

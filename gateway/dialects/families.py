@@ -5,7 +5,7 @@ from __future__ import annotations
 from alignedserve.gateway.dialects.base import ReasoningDialect, ToolDialect
 from alignedserve.gateway.dialects.deepseek import DeepseekV3, DeepseekV31
 from alignedserve.gateway.dialects.gemma import FunctionGemma, Gemma4
-from alignedserve.gateway.dialects.glm import Glm45
+from alignedserve.gateway.dialects.glm import Glm45, Glm47
 from alignedserve.gateway.dialects.harmony import Harmony
 from alignedserve.gateway.dialects.hermes import Hermes
 from alignedserve.gateway.dialects.kimi import KimiK2
@@ -24,6 +24,7 @@ TOOLS: dict[str, ToolDialect] = {
         DeepseekV31(),
         Mistral(),
         Glm45(),
+        Glm47(),
         KimiK2(),
         Harmony(),
         Gemma4(),

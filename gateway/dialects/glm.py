@@ -1,8 +1,12 @@
-"""GLM 4.5 and later: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
+"""GLM 4.5 and later: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`.
+
+Until 4.6, a line break follows the name, each key and each value; from 4.7 on there are none.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from alignedserve.gateway.dialects.base import ToolDialect
 from alignedserve.gateway.dialects.lark import CallRules, Lark
@@ -62,6 +66,7 @@ class _Parser(CallMachine):
 class Glm45(ToolDialect):
     name = "glm45"
     markers = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
+    line: ClassVar[str] = "\n"
 
     def parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:
         return _Parser(tools, make_id, most)
@@ -69,7 +74,12 @@ class Glm45(ToolDialect):
     def calls(self, lark: Lark, tools: Sequence[Tool]) -> CallRules:
         forms = []
         for tool in tools:
-            values = parameter_rules(lark, tool, lambda key: f"{KEY}{key}{KEY_END}\n{VALUE}", VALUE_END)
-            inner = lines(lark, values)
-            forms.append(f"{lark.literal(tool.name + chr(10))} {inner} {lark.literal(CLOSE)}")
-        return CallRules(lark.rule(" | ".join(forms)), between=lark.literal("\n" + OPEN), trigger=OPEN)
+            values = parameter_rules(lark, tool, lambda key: f"{KEY}{key}{KEY_END}{self.line}{VALUE}", VALUE_END)
+            inner = lines(lark, values, self.line)
+            forms.append(f"{lark.literal(tool.name + self.line)} {inner} {lark.literal(CLOSE)}")
+        return CallRules(lark.rule(" | ".join(forms)), between=lark.literal(self.line + OPEN), trigger=OPEN)
+
+
+class Glm47(Glm45):
+    name = "glm47"
+    line = ""

@@ -81,8 +81,8 @@ class HarmonyParser(CallMachine):
         if not (yield from self.call_of(name, ())):
             end = yield from self.one_of(_ENDS)
             self.back(end)
-            if not end:
-                return False
+            if not end and ((yield from self.peek()) or self.tools[name].parameters.get("required")):
+                return False  # the token that ends a call ends the answer, too, and is not in its text
             self.begin(name)
             self.argue("{}")
         yield from self.spaces()

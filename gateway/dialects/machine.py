@@ -188,6 +188,7 @@ class CallMachine(Machine):
         self._most = most  # of calls; further ones are text
         self._space = ""  # white space that is dropped if a call follows, or if a call came before and nothing follows
         self.said = False  # whether there is content since the last call
+        self._ids: set[str] = set()
         super().__init__()
 
     @abstractmethod
@@ -218,11 +219,13 @@ class CallMachine(Machine):
     # ---- calls
 
     def begin(self, name: str, call_id: str | None = None) -> None:
-        """A call begins, for sure."""
+        """A call begins, for sure. `call_id`: the model's own; ours if an earlier call of the answer has it."""
         self.commit()
         self._space, self.said = "", False
         index, self.calls = self.calls, self.calls + 1
-        self.emit(CallStart(index, call_id or self._make_id(index), name))
+        own = None if call_id in self._ids else call_id
+        self._ids.add(found := own or self._make_id(index))
+        self.emit(CallStart(index, found, name))
 
     def argue(self, text: str) -> None:
         """Arguments of the last call."""

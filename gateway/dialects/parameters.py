@@ -18,6 +18,7 @@ _KEY = re.compile(r"[^\s<>{}()\[\]:=\"',|]{1,200}")
 _OBJECT_KEYS = {"type", "properties", "required", "additionalProperties", "description", "title", "default",
                 "examples", "$defs", "definitions", "$schema"}  # fmt: skip
 _TEXT_KEYS = {"type", "description", "title", "default", "examples", "enum", "const"}
+_MOST_OPTIONAL = 256  # parameters with commas between them: each may be the first
 
 
 def is_text(tool: Tool, parameter: str) -> bool:
@@ -156,16 +157,18 @@ def with_commas(lark: Lark, values: Sequence[tuple[str, bool]], comma: str) -> s
     between = lark.literal(comma)
     required = [rule for rule, needed in values if needed]
     optional = [rule for rule, needed in values if not needed]
-    tails = ["".join(f" ({between} {later})?" for later in optional[at:]) for at in range(len(optional) + 1)]
+    if not required and len(optional) > _MOST_OPTIONAL:
+        raise GrammarError(f"over {_MOST_OPTIONAL} optional parameters have no form in this model's format of calls")
+    more = [f" ({between} {rule})?" for rule in optional]
     if required:
-        return f" {between} ".join(required) + tails[0]
-    choices = [rule + tails[at + 1] for at, rule in enumerate(optional)]
+        return f" {between} ".join(required) + "".join(more)
+    choices = [rule + "".join(more[at:]) for at, rule in enumerate(optional, 1)]
     return f"({' | '.join(choices)})?" if choices else ""
 
 
-def lines(lark: Lark, values: Sequence[tuple[str, bool]]) -> str:
-    """An expression for parameters in their order, each with a line break after it."""
-    line = lark.literal("\n")
+def lines(lark: Lark, values: Sequence[tuple[str, bool]], end: str = "\n") -> str:
+    """An expression for parameters in their order, each with `end` after it."""
+    line = lark.literal(end)
     return " ".join(f"{rule} {line}" if required else f"({rule} {line})?" for rule, required in values)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 _MOST_DEPTH = 16
+_MOST_VISITS = 1000  # of subschemas: references may lead to one again and again
 _NAMES: dict[type[Any], str] = {str: "string", list: "array", dict: "object"}
 TEXT = frozenset({"string"})
 Types = frozenset[str] | None
@@ -42,21 +43,29 @@ def parameter_types(schema: Mapping[str, Any], name: str) -> Types:
     return types_of(properties[name], schema)
 
 
-def types_of(inner: Any, schema: Mapping[str, Any], depth: int = _MOST_DEPTH) -> Types:
-    """The types that a schema within `schema` allows."""
-    if not isinstance(inner, dict) or depth == 0:
+def types_of(inner: Any, schema: Mapping[str, Any]) -> Types:
+    """The types that a schema within `schema` allows. What lies too deep, or comes too late, allows any type."""
+    return _types_of(inner, schema, _MOST_DEPTH, iter(range(_MOST_VISITS)))
+
+
+def _types_of(inner: Any, schema: Mapping[str, Any], depth: int, visits: Iterator[int]) -> Types:
+    if not isinstance(inner, dict) or depth == 0 or next(visits, None) is None:
         return None
+
+    def within(one: Any) -> Types:
+        return _types_of(one, schema, depth - 1, visits)
+
     kind = inner.get("type")
     said = [kind] if isinstance(kind, str) else kind
     allowed = [frozenset("number" if one == "integer" else str(one) for one in said)] if isinstance(said, list) else []
     options = inner.get("enum", [inner["const"]] if "const" in inner else None)
     if isinstance(options, list):
         allowed.append(frozenset(map(type_of, options)))
-    branches: list[Types] = [types_of(target_of(inner["$ref"], schema), schema, depth - 1)] if "$ref" in inner else []
+    branches: list[Types] = [within(target_of(inner["$ref"], schema))] if "$ref" in inner else []
     unions = [inner[key] for key in ("anyOf", "oneOf") if isinstance(inner.get(key), list)]
-    branches += [_union(types_of(one, schema, depth - 1) for one in union) for union in unions]
+    branches += [_union(map(within, union)) for union in unions]
     if isinstance(inner.get("allOf"), list):
-        branches += [types_of(one, schema, depth - 1) for one in inner["allOf"]]
+        branches += map(within, inner["allOf"])
     allowed += [types for types in branches if types is not None]
     return frozenset.intersection(*allowed) if allowed else None
 

@@ -18,6 +18,7 @@ _LIMITS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 _NUMBERS = {"integer": "/-?(0|[1-9][0-9]{0,17})/", "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?/"}
 _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 _MOST_DEPTH = 12
+_MOST_VISITS = 10_000  # of subschemas: references may lead to one again and again
 _ANY_DEPTH = 3  # of lists and objects in a value of any kind, which a wild model must end
 
 
@@ -45,15 +46,17 @@ class Values:
     tool: Tool
     writing: Writing
     _any: str = field(default="", init=False)
+    _visits: int = field(default=0, init=False)
 
     def of(self, schema: Any, where: str, depth: int = 0) -> str:
         """An expression for values that satisfy the schema. Raises GrammarError for one that cannot be followed."""
         if schema is True or schema == {} or (not isinstance(schema, dict) and not self.tool.strict):
             return self._anything()
-        if not isinstance(schema, dict) or depth > _MOST_DEPTH:
+        self._visits += 1
+        if not isinstance(schema, dict) or depth > _MOST_DEPTH or self._visits > _MOST_VISITS:
             if not self.tool.strict:
                 return self._anything()
-            raise self._refusal(where, "a schema that is false, or refers to itself")
+            raise self._refusal(where, "a schema that is false, refers to itself, or repeats others too often")
         if "$ref" in schema:
             self._check(schema, where, {"$ref"})
             return self.of(target_of(schema["$ref"], self.tool.parameters), where, depth + 1)

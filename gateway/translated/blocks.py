@@ -55,17 +55,15 @@ class Blocks:
         """The steps of one choice of a chunk."""
         delta, steps = choice["delta"], list[Step]()
         self._unplaced += (choice.get("logprobs") or {}).get("content") or ()
+        calls = list(delta.get("tool_calls") or ())
+        if calls and calls[0]["index"] == self._call:  # the rest of the open call comes before other text
+            self._add_call(steps, calls.pop(0))
         if reasoning := delta.get("reasoning_content"):
             self._add(steps, Kind.REASONING, reasoning)
         if text := delta.get("content"):
             self._add(steps, Kind.TEXT, text)
-        for call in delta.get("tool_calls") or ():
-            about = call.get("function", {})
-            if call["index"] != self._call or self._open is None:
-                self._begin(steps, Kind.CALL, call.get("id", ""), about.get("name", ""))
-                self._call = call["index"]
-            if arguments := about.get("arguments"):
-                self._add(steps, Kind.CALL, arguments)
+        for call in calls:
+            self._add_call(steps, call)
         if choice["finish_reason"] is not None:
             self.finish = choice["finish_reason"]
             self._end(steps)
@@ -80,6 +78,14 @@ class Blocks:
         added, self._unplaced = tuple(self._unplaced), []
         block.logprobs += added
         steps.append(Step(Op.ADD, block, piece, added))
+
+    def _add_call(self, steps: list[Step], call: dict[str, Any]) -> None:
+        about = call.get("function", {})
+        if call["index"] != self._call:
+            self._begin(steps, Kind.CALL, call.get("id", ""), about.get("name", ""))
+            self._call = call["index"]
+        if arguments := about.get("arguments"):
+            self._add(steps, Kind.CALL, arguments)
 
     def _begin(self, steps: list[Step], kind: Kind, call_id: str = "", name: str = "") -> None:
         self._end(steps)

@@ -104,7 +104,7 @@ def _arguments(text: str) -> orjson.Fragment | dict[str, Any]:
     """A call's arguments as they were written: orjson cannot write every JSON text's value. {} for cut ones."""
     try:
         found = json.loads(text, parse_constant=_no_number)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return orjson.Fragment(text) if isinstance(found, dict) else {}
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 from pydantic import PrivateAttr
 
 from alignedserve.errors import InvalidRequestError
+from alignedserve.gateway.body.nested import check_depth
 from alignedserve.gateway.body.planning import CallPlan, ServedModel, chat_tokens, plan_chat
 from alignedserve.gateway.body.refused import Refusal
 from alignedserve.gateway.body.requests import ChatRequest, checked
+from alignedserve.gateway.body.thinking import SWITCHES
 from alignedserve.gateway.body.tokenising import TooManyTokens
 from alignedserve.gateway.body.truncation import MOST
 from alignedserve.gateway.body.validation_errors import wrong_type
 from alignedserve.gateway.failures import UnsupportedFeatureError
+from alignedserve.gateway.translated.context_edits import ContextEdits, context_edits
 from alignedserve.gateway.translated.fields import (
     Fields,
     part_text,
@@ -38,11 +41,10 @@ _NAMES = {
 _SCHEMA = "input_schema"
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "service_tier")
 _OWN = frozenset({"messages", "system", "stop_sequences", "tools", "tool_choice", "thinking", "metadata",
-                  "output_config", "output_format", *_SAME})  # fmt: skip
+                  "output_config", "output_format", "context_management", *_SAME})  # fmt: skip
 _REFUSED = refusals(
     ("container", "there are no containers"),
     ("mcp_servers", "there are no connections to other servers"),
-    ("context_management", "messages are never shortened"),
     # Fields of a chat request that this endpoint has under another name, or not at all
     ("max_completion_tokens max_new_tokens n_predict", "use max_tokens"),
     ("n num_return_sequences", "there is one answer"),
@@ -60,7 +62,10 @@ _TEXT = ("text",)
 class MessagesChat(ChatRequest):
     """A chat request that was sent to /v1/messages."""
 
+    longest_name: ClassVar[int] = 128  # as Anthropic has it
+
     _unread: list[str] = PrivateAttr(default_factory=list)
+    _edits: ContextEdits = PrivateAttr(default_factory=ContextEdits)
 
     @property
     def ignored(self) -> list[str]:
@@ -80,21 +85,25 @@ def _parsed(body: Any) -> MessagesChat:
     fields = Fields(body, "")
     fields.text("model")
     fields.required("max_tokens")
-    chat = _chat_body(fields)
+    chat, edits = _chat_body(fields), context_edits(fields)
+    edits.apply(chat["messages"])
     with renamed(_NAMES, _SCHEMA):
         request = checked(MessagesChat, chat)
+    request._edits = edits
     request._unread = [
         *unread(fields.object("metadata"), "user_id"),
         *unread(fields.object("thinking"), "type", "budget_tokens"),
         *unread(fields.object("output_config"), "format", "effort"),
+        *unread(fields.object("context_management"), "edits"),
     ]
     return request
 
 
 async def plan_message(model: ServedModel, request: MessagesChat) -> CallPlan:
     """`plan_chat`, whose errors name the fields that the client sent."""
+    model.require(request.model)
     with renamed(_NAMES, _SCHEMA):
-        return await plan_chat(model, _for_template(model, request))
+        return await plan_chat(model, _for_model(model, request))
 
 
 async def count_tokens(model: ServedModel, body: Any) -> dict[str, Any]:
@@ -104,16 +113,20 @@ async def count_tokens(model: ServedModel, body: Any) -> dict[str, Any]:
     most = max(MOST, model.limit[0])
     with renamed(_NAMES, _SCHEMA):
         try:
-            _, tokens = await chat_tokens(model, _for_template(model, request), most)
+            _, tokens = await chat_tokens(model, _for_model(model, request), most)
         except TooManyTokens:
             message = f"messages have too many tokens: at most {most} are counted"
             raise InvalidRequestError(message, param="messages") from None
     return {"input_tokens": len(tokens)}
 
 
-def _for_template(model: ServedModel, request: MessagesChat) -> MessagesChat:
-    """Thinking is switched only where the template has a switch: a model that never thinks has none."""
-    if model.template is not None and not model.template.mentions("enable_thinking"):
+def _for_model(model: ServedModel, request: MessagesChat) -> MessagesChat:
+    """Thinking is switched only where the template has a switch: a model that never thinks has none.
+
+    Raises UnsupportedFeatureError for an edit of the conversation that could apply.
+    """
+    request._edits.check(model.limit[0])
+    if model.template is not None and not any(map(model.template.mentions, SWITCHES)):
         request.enable_thinking = None
     return request
 
@@ -187,10 +200,11 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
     if system := text_of(fields, "system", _TEXT):
         messages.append({"role": "system", "content": system})
     fields.required("messages")
-    for message in fields.objects("messages"):
+    for number, message in enumerate(fields.objects("messages")):
         role = message.text("role")
-        if role not in ("user", "assistant"):
-            text = f"{message.place('role')} must be user or assistant; got {role[:60]!r}"
+        if role not in ("user", "assistant", "system") or (role == "system" and number == 0):
+            roles = "user or assistant" if number == 0 else "user, assistant or system"
+            text = f"{message.place('role')} must be {roles}; got {role[:60]!r}"
             raise InvalidRequestError(text, param=message.place("role"))
         content = message.required("content")
         if isinstance(content, str):
@@ -198,8 +212,12 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
         elif not isinstance(content, list):
             raise wrong_type(message.place("content"), "text or an array of blocks", content)
         else:
-            messages += _of_assistant(message) if role == "assistant" else _of_user(message)
+            messages += _OF_ROLE[role](message)
     return messages
+
+
+def _of_system(message: Fields) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": text_of(message, "content", _TEXT)}]
 
 
 def _of_user(message: Fields) -> list[dict[str, Any]]:
@@ -220,7 +238,8 @@ def _of_assistant(message: Fields) -> list[dict[str, Any]]:
     for block in message.objects("content"):
         kind = block.text("type")
         if kind == "tool_use":
-            arguments = orjson.dumps(block.required("input")).decode()
+            check_depth(block.required("input"), block.place("input"))
+            arguments = orjson.dumps(block.raw("input")).decode()
             function = {"name": block.text("name"), "arguments": arguments}
             turn.setdefault("tool_calls", []).append({"id": block.text("id"), "type": "function", "function": function})
         elif kind == "thinking":
@@ -230,3 +249,6 @@ def _of_assistant(message: Fields) -> list[dict[str, Any]]:
     if reasoning:
         turn["reasoning_content"] = reasoning
     return [turn]
+
+
+_OF_ROLE = {"user": _of_user, "assistant": _of_assistant, "system": _of_system}

@@ -8,11 +8,11 @@ from typing import Any
 from pydantic import PrivateAttr
 
 from alignedserve.errors import InvalidRequestError
-from alignedserve.gateway.body.nested import check_depth
+from alignedserve.gateway.body.nested import MOST_REPEATED_DEPTH, check_depth
 from alignedserve.gateway.body.planning import CallPlan, ServedModel, plan_chat
 from alignedserve.gateway.body.refused import Refusal
 from alignedserve.gateway.body.requests import ChatRequest, checked
-from alignedserve.gateway.body.validation_errors import wrong_type
+from alignedserve.gateway.body.validation_errors import shown, wrong_type
 from alignedserve.gateway.translated.fields import Fields, refusals, refuse, renamed, text_of, unread, unsupported
 
 _NAMES = {
@@ -48,9 +48,9 @@ _UNSTORED = refusals(
     ("previous_response_id", "responses are not stored (batches.folder); send the earlier items in input"),
     ("store", "responses are not stored (batches.folder); set it to false"),
 )
+_REPEATED = ("input", "metadata", "reasoning", "text", "tool_choice")  # by a reply, or in the store, as they were sent
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 _PARTS = ("input_text", "output_text", "text")
-_MOST_DEPTH = 240  # an answer repeats what was sent, a few levels further in, and orjson writes 254 levels
 
 
 class ResponsesChat(ChatRequest):
@@ -89,8 +89,6 @@ def parse_responses(body: Any, earlier: Sequence[dict[str, Any]] = (), *, stores
     Raises InvalidRequestError, or a subclass of it, that names the invalid field.
     """
     fields = Fields(body, "")
-    for name, value in fields.values().items():
-        check_depth(value, name, _MOST_DEPTH)
     chat = _chat_body(fields, earlier, stores=stores)
     with renamed(_NAMES):
         request = checked(ResponsesChat, chat)
@@ -107,6 +105,8 @@ async def plan_response(model: ServedModel, request: ResponsesChat) -> CallPlan:
 
 def _chat_body(fields: Fields, earlier: Sequence[dict[str, Any]] = (), *, stores: bool = False) -> dict[str, Any]:
     given = fields.values()
+    for name in _REPEATED:
+        check_depth(fields.raw(name), name, MOST_REPEATED_DEPTH)
     fields.flag("store")
     fields.optional_text("previous_response_id")
     refuse(fields, _REFUSED if stores else {**_REFUSED, **_UNSTORED})
@@ -117,7 +117,7 @@ def _chat_body(fields: Fields, earlier: Sequence[dict[str, Any]] = (), *, stores
     included = fields.get("include", list, "an array of strings") or []
     for name in included:
         if name not in _INCLUDED:
-            raise unsupported(fields, "include", f"include: {name!r} is not supported")
+            raise unsupported(fields, "include", f"include: {shown(name)} is not supported")
     if _INCLUDED[0] in included or fields.raw("top_logprobs"):
         body |= {"logprobs": True, "top_logprobs": fields.raw("top_logprobs")}
     if (text := fields.object("text")) is not None:
@@ -165,7 +165,7 @@ def _choice(choice: Fields, tools: list[Any]) -> tuple[list[Any], Any]:
     names = [tool.text("name") for tool in choice.objects("tools")]
     missing = [name for name in names if name not in [tool["function"].get("name") for tool in tools]]
     if missing:
-        raise InvalidRequestError(f"tool_choice.tools: tools has no {missing[0]!r}", param="tool_choice.tools")
+        raise InvalidRequestError(f"tool_choice.tools: tools has no {shown(missing[0])}", param="tool_choice.tools")
     return [tool for tool in tools if tool["function"].get("name") in names], choice.text("mode")
 
 

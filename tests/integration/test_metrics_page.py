@@ -45,7 +45,7 @@ def described() -> dict[str, Metric]:
 
 
 def exported(folder: Path) -> str:
-    """Metrics of a cluster with everything on that exports more: checksums, prefix cache, cost model, offload by layer."""
+    """Metrics of a cluster with everything on that exports more: checksums, prefix cache, cost model, layerwise."""
     keys = {
         "model.path": str(make_model("llama", folder / "m", seed=41, vocab_size=VOCAB_SIZE)),
         "cluster.device": "cpu",

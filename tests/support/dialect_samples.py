@@ -145,6 +145,8 @@ SAMPLES = (
     Sample("glm45", "<think>hm</think>\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n"
            "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>", (BERN,), thought="hm",
            reasoning="glm45"),
+    Sample("glm47", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Bern</arg_value><arg_key>days</arg_key>"
+           "<arg_value>2</arg_value></tool_call><tool_call>now</tool_call>", (BERN, NOW)),
     Sample("glm45", "<tool_call>now</tool_call><tool_call>get_weather<arg_key>city</arg_key><arg_value>Bern</arg_value>"
            "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call>", (NOW, BERN)),
     Sample("kimi_k2", _K2 + 'functions.get_weather:0<|tool_call_argument_begin|>{"city": "Bern", "days": 2}'

@@ -108,6 +108,7 @@ OTHERS = [
     ("hermes", '<tool_call>{"name": "now", "id": "1"}</tool_call>', [("now", {})]),
     ("llama3_json", '{"name": "get", "parameters": {"a": 1}, "type": "function"}', [("get", {"a": 1})]),
     ("harmony", "<|channel|>commentary to=functions.now<|message|><|call|>", [("now", {})]),
+    ("harmony", "<|channel|>commentary to=functions.now<|message|>", [("now", {})]),
     ("harmony", '<|channel|>analysis to=functions.get code<|message|>{"a": 1}<|call|><|start|>assistant'
      '<|channel|>commentary to=functions.now json<|message|>{}<|call|>', [("get", {"a": 1}), ("now", {})]),
     ("qwen3_coder", "<tool_call>\n<function=now>\n</tool_call>", [("now", {})]),
@@ -128,6 +129,16 @@ def test_a_call_may_be_written_in_other_ways(dialect: str, text: str, calls: lis
         assert parse(make_parser(dialect), text[:cut], text[cut:]) == pieces
 
 
+def test_a_tool_may_be_called_like_the_type_that_deepseek_v3_writes() -> None:
+    begin, separator = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+    for dialect, text in (
+        ("deepseek_v31", f'{begin}function{separator}{{"a": 1}}<｜tool▁call▁end｜>'),
+        ("deepseek_v3", f'{begin}function{separator}function\n```json\n{{"a": 1}}\n```<｜tool▁call▁end｜>'),
+    ):
+        found = read_with(dialect, text, (Tool("function"),))
+        assert (found.arguments, found.content) == ([("function", {"a": 1})], "")
+
+
 # ---- text that only begins like a call
 
 ALIKE = [
@@ -146,6 +157,7 @@ ALIKE = [
     ("gemma4", "<|tool_call>call:get{...}"),
     ("functiongemma", "<start_function_call>call:get{1, 2}"),
     ("harmony", "<|channel|>commentary to=functions.get json<|message|>[1]<|call|>"),
+    ("harmony", "<|channel|>commentary to=functions.get_weather json<|message|>"),
 ]
 
 

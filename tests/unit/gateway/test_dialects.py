@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignedserve.errors import ConfigError, ModelError
+from alignedserve.gateway.dialects import schema_types
 from alignedserve.gateway.dialects.detection import reasoning_dialect_of, tool_dialect_of
 from alignedserve.gateway.dialects.families import REASONING, TOOLS
 from alignedserve.gateway.dialects.machine import Machine, Reading, Tool
@@ -68,6 +69,12 @@ def test_no_more_calls_are_read_than_asked_for() -> None:
     one = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     found = read_pieces(parse(make_parser("hermes", most=1), one + one))
     assert (len(found.calls), found.content) == (1, one)
+
+
+def test_an_id_that_the_model_writes_twice_is_replaced() -> None:
+    one = "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    found = read_pieces(parse(make_parser("kimi_k2"), one + one))
+    assert [call[2] for call in found.calls] == ["functions.now:0", "call-1"]
 
 
 def test_control_characters_in_strings_are_escaped_and_wrong_json_is_content_from_there_on() -> None:
@@ -139,6 +146,21 @@ def test_a_text_of_openers_is_read_a_bounded_number_of_times(dialect: str, monke
         steps, text = 0, mark * (4000 // len(mark))
         read_pieces(parse(make_parser(dialect), text))
         assert steps < 40 * len(text)
+
+
+@pytest.mark.parametrize("keyword", ["anyOf", "allOf"])
+def test_types_of_a_schema_that_repeats_another_a_million_times_are_found_at_once(
+    keyword: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    definitions: dict[str, object] = {"d0": {"type": "string"}}
+    for number in range(1, 8):
+        definitions[f"d{number}"] = {keyword: [{"$ref": f"#/$defs/d{number - 1}"}] * 8}
+    schema = {"$defs": definitions, "properties": {"a": {"$ref": "#/$defs/d7"}}}
+    visits = itertools.count()
+    original = schema_types.target_of
+    monkeypatch.setattr(schema_types, "target_of", lambda *of: (next(visits), original(*of))[1])
+    schema_types.parameter_types(schema, "a")
+    assert next(visits) < 10_000
 
 
 # ---- reasoning
@@ -222,6 +244,7 @@ _FOUND = [
     (f"{_ONES}<tool_call><think></think>", "qwen3", "hermes", "qwen3"),
     (f"{_ONES}<tool_call><function=a><parameter=b>", "qwen3_moe", "qwen3_coder", ""),
     (f"{_ONES}<tool_call><arg_key></think>", "glm4_moe", "glm45", "glm45"),
+    (f"{_ONES}<tool_call><arg_key>k</arg_key><arg_value></think>", "glm4_moe", "glm47", "glm45"),
     (f"{_ONES}" + '{"name": x, "parameters": y}', "llama", "llama3_json", ""),
     (f"{_ONES}[func_name1(a=b)]", "llama4", "pythonic", ""),
     (f"{_ONES}[TOOL_CALLS][THINK]", "mistral3", "mistral", "mistral"),

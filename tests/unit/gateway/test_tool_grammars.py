@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 from alignedserve.errors import GrammarError
 from alignedserve.gateway.dialects.composing import AnswerForm, grammar_of
 from alignedserve.gateway.dialects.families import REASONING, TOOLS
+from alignedserve.gateway.dialects.lark import MOST_CALLS
 from alignedserve.gateway.dialects.machine import Tool
 from alignedserve.gateway.dialects.model_dialects import ModelDialects, Reading
 from alignedserve.grammar.compiled import Grammars
@@ -29,7 +30,7 @@ from support.dialect_samples import Read, parse, read_pieces
 VOCAB_SIZE, EOS = 2112, 0
 FREE = 1000  # tokens: where so many are allowed, the text is free
 ENDS = {
-    "qwen3_coder": ("\n</parameter>\n",), "glm45": ("</arg_value>",), "gemma4": ('<|"|>',),
+    "qwen3_coder": ("\n</parameter>\n",), "glm45": ("</arg_value>",), "glm47": ("</arg_value>",), "gemma4": ('<|"|>',),
     "functiongemma": ("<escape>",),
 }  # fmt: skip
 TINY = resolve_model("tiny")
@@ -272,3 +273,66 @@ def test_what_a_format_cannot_hold_is_refused_where_it_must_be_exact(name: str) 
     for named, more in (("minProperties", 1), ("anyOf", []), ("required", ["b"])):
         with pytest.raises(GrammarError, match=rf"tool f.*{named}"):
             grammar_of(AnswerForm(None, (Tool("f", {**NAMED, named: more}, strict=True),), True), dialects)
+
+
+def repeating(names: Sequence[str], most: int, body: Any) -> dict[str, Any]:
+    """A schema whose definitions each refer `most` times to the one before: a tree of millions of subschemas."""
+    definitions = {"d0": {"type": "string"}}
+    for number in range(1, 6):
+        definitions[f"d{number}"] = body([{"$ref": f"#/$defs/d{number - 1}"}] * most)
+    return {"$defs": definitions, "properties": {name: {"$ref": "#/$defs/d5"} for name in names}, "required": [*names]}
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "gemma4", "pythonic"])
+def test_a_grammar_stays_small_whatever_a_schema_repeats(name: str) -> None:
+    dialects, _ = dialects_of(name, "", special=False)
+    union = repeating("a", 30, lambda inner: {"anyOf": inner})
+    wide = repeating("a", 30, lambda inner: {"properties": {f"p{at}": one for at, one in enumerate(inner)}})
+    for schema in (union, wide):
+        spec = grammar_of(AnswerForm(None, (Tool("f", schema),), True), dialects)
+        assert len(spec.text) < 10**7
+    if name in ("gemma4", "pythonic"):
+        for schema in (union, wide):
+            with pytest.raises(GrammarError, match="too often"):
+                grammar_of(AnswerForm(None, (Tool("f", schema, strict=True),), True), dialects)
+        many = {"properties": {f"p{number}": {"type": "null"} for number in range(300)}}
+        with pytest.raises(GrammarError, match="optional"):
+            grammar_of(AnswerForm(None, (Tool("f", many),), True), dialects)
+        grammar_of(AnswerForm(None, (Tool("f", {**many, "required": ["p0"]}),), True), dialects)
+
+
+def test_a_grammar_that_is_too_large_is_refused() -> None:
+    dialects, _ = dialects_of("pythonic", "", special=False)
+    long = {"enum": ["x" * 10**5]}
+    schema = {"$defs": {"d": long}, "properties": {f"p{number}": {"$ref": "#/$defs/d"} for number in range(200)}}
+    with pytest.raises(GrammarError, match="smaller schemas"):
+        grammar_of(AnswerForm(None, (Tool("f", schema),), True), dialects)
+
+
+@pytest.mark.parametrize("name", ["glm45", "glm47"])
+def test_glm_has_line_breaks_until_4_6_only(name: str) -> None:
+    dialects, known = dialects_of(name, "", special=False)
+    compiled = Grammars.of(known, VOCAB_SIZE)
+    assert compiled is not None
+    tool = Tool("look", {"properties": {"days": {"type": "integer"}}, "required": ["days"]})
+    grammar = compiled.compile(grammar_of(AnswerForm(None, (tool,), True), dialects), (EOS,))
+    call = "<tool_call>look\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+    calls = {"glm45": f"{call}\n{call}", "glm47": (call * 2).replace("\n", "")}
+    for written, text in calls.items():
+        tokens = [*known.encode(text), EOS]
+        if written == name:
+            grammar.matcher().accept(tokens)
+            continue
+        with pytest.raises(GrammarError):
+            grammar.matcher().accept(tokens)
+
+
+def test_the_number_of_calls_of_an_answer_is_bounded() -> None:
+    dialects, known = dialects_of("hermes", "", special=False)
+    compiled = Grammars.of(known, VOCAB_SIZE)
+    assert compiled is not None
+    grammar = compiled.compile(grammar_of(AnswerForm(None, (NOW,), True), dialects), (EOS,))
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    grammar.matcher().accept([*known.encode("\n".join([call] * MOST_CALLS)), EOS])
+    with pytest.raises(GrammarError):
+        grammar.matcher().accept(known.encode("\n".join([call] * (MOST_CALLS + 1))))

@@ -56,6 +56,7 @@ def test_content_calls_and_reasoning() -> None:
     shared.test_an_answer_under_a_grammar_begins_after_the_reasoning("qwen3", True)
     shared.test_reasoning_comes_before_calls_too()
     shared.test_content_of_a_form_or_calls()
+    shared.test_the_number_of_calls_of_an_answer_is_bounded()
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import openai
+import orjson
 import pytest
 
 from alignedserve.errors import InvalidRequestError
@@ -118,6 +119,19 @@ async def client(gateway: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
 async def test_a_request_that_cannot_be_followed_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     error = await Front().error(CHAT, {"messages": HI, **fields})
     assert error["param"] == param
+
+
+def test_a_deep_value_in_place_of_a_name_is_refused_by_name() -> None:
+    deep = orjson.loads("[" * 1000 + "]" * 1000)
+    for fields, param in (
+        ({"tools": [{"type": deep}]}, "tools[0]"),
+        ({"tools": [NOW], "tool_choice": {"type": deep}}, "tool_choice"),
+        ({"response_format": {"type": deep}}, "response_format"),
+    ):
+        request = parse_chat({"messages": HI, **fields})
+        with pytest.raises(InvalidRequestError) as caught:
+            request.grammar_spec() if param == "response_format" else request.tool_use()
+        assert caught.value.param == param
 
 
 async def test_what_nests_too_deeply_is_refused() -> None:

@@ -31,6 +31,9 @@ TOKENIZER = Tokenizer.from_folder(resolve_model("tiny"))
 assert TOKENIZER is not None
 USER = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+USE = {"type": "tool_use", "id": "1", "name": "f"}
+DEEP: Any = orjson.loads("[" * 300 + "]" * 300)
+DEEPER: Any = orjson.loads("[" * 1000 + "]" * 1000)
 
 
 def ids(text: str) -> list[int]:
@@ -212,6 +215,11 @@ def test_tools_formats_and_effort_become_chats() -> None:
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"store": "yes"}, "store"),
+        ({"metadata": {"a": DEEP}}, "metadata"),
+        ({"reasoning": {"a": DEEP}}, "reasoning"),
+        ({"input": [{"role": "user", "content": "x", "a": DEEP}]}, "input"),
+        ({"include": [DEEPER]}, "include"),
+        ({"text": {"format": {"type": DEEP}}}, "text"),
     ],
 )
 def test_what_responses_refuses_it_names(fields: dict[str, Any], param: str) -> None:
@@ -418,6 +426,11 @@ def test_tools_thinking_and_formats_become_chats() -> None:
         ({"logprobs": True}, "logprobs"),
         ({"metadata": {"user_id": 3}}, "metadata.user_id"),
         ({"output_config": {"effort": "wild"}}, "output_config.effort"),
+        ({"messages": [USER, {"role": "robot", "content": "x"}]}, "messages[1].role"),
+        (
+            {"messages": [{"role": "assistant", "content": [{**USE, "input": DEEP}]}]},
+            "messages[0].content[0].input",
+        ),
     ],
 )
 def test_what_messages_refuses_it_names(fields: dict[str, Any], param: str) -> None:
@@ -466,6 +479,20 @@ def test_a_delta_of_another_kind_closes_the_open_block() -> None:
     assert json.loads("".join(step.piece for step in steps if step.block.index == 2)) == {"x": 1}
 
 
+def test_text_in_the_chunk_that_ends_a_call_follows_the_call() -> None:
+    blocks = Blocks()
+    first = {"index": 0, "id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": '}}
+    second = {"index": 1, "id": "2", "type": "function", "function": {"name": "g", "arguments": "{}"}}
+    rest = {"index": 0, "function": {"arguments": "n"}}
+    for one in (delta(tool_calls=[first]), delta(content="ix", tool_calls=[rest, second]), delta("tool_calls")):
+        blocks.take(one)
+    assert [(block.kind, block.text, block.name) for block in blocks.all] == [
+        (Kind.CALL, '{"x": n', "f"),
+        (Kind.TEXT, "ix", ""),
+        (Kind.CALL, "{}", "g"),
+    ]
+
+
 @pytest.mark.parametrize("text", ['{"a": "\\ud800"}', '{"a": 12345678901234567890123}', '{"a": 1e999}', '{ "b":[] }'])
 def test_arguments_of_a_call_are_written_as_the_model_wrote_them(text: str) -> None:
     block = Block(Kind.CALL, 0, name="f", call_id="c", text=text)
@@ -474,6 +501,6 @@ def test_arguments_of_a_call_are_written_as_the_model_wrote_them(text: str) -> N
     )
 
 
-@pytest.mark.parametrize("text", ["", '{"a": NaN}', '{"a": ', "[1]"])
+@pytest.mark.parametrize("text", ["", '{"a": NaN}', '{"a": ', "[1]", pytest.param("[" * 100_000, id="deep")])
 def test_arguments_that_are_no_object_are_empty(text: str) -> None:
     assert messages_reply._block(Block(Kind.CALL, 0, name="f", call_id="c", text=text))["input"] == {}
