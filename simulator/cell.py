@@ -203,7 +203,7 @@ class Cell(OnHardware):
 
     def run(self) -> None:
         """Run until every request has ended."""
-        for _ in range(self._clients or 1):
+        for _ in range(min(self._clients, len(self._arrivals)) or 1):
             self._plan_arrival()
         self.clock.run()
 

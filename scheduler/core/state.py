@@ -60,9 +60,9 @@ class CoreState:
             return kind(config, partial(make_policy, config, self.policy_faults), self.instances, self.clock)
         cost = None
         if config.cost_model:
-            from alignedserve.scheduler.cost.load import configured_cost  # imports numpy
+            from alignedserve.scheduler.cost.load import shared_cost  # imports numpy
 
-            cost = configured_cost(config)
+            cost = shared_cost(config)
         new_policy = partial(make_policy, config, self.policy_faults)
         return LengthShares(self.config, self.block_size, new_policy, self.instances, self.decode_times, cost)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,24 @@ def load_step_cost(source: str | Path, kernel_mode: str = "split_kv", **options:
 
 def configured_cost(config: SchedulerConfig) -> StepCost | None:
     """The configured cost model of the scheduler, or None. Raises as `load_step_cost`."""
-    if not config.cost_model:
+    return _configured(config.cost_model, config.kernel_mode, config.block_bandwidth_gb_s)
+
+
+def shared_cost(config: SchedulerConfig) -> StepCost | None:
+    """The same, read once in this process: for policies, which are made for each range and priority while serving."""
+    return _read_once(config.cost_model, config.kernel_mode, config.block_bandwidth_gb_s)
+
+
+def _configured(cost_model: str, kernel_mode: str, block_bandwidth_gb_s: float) -> StepCost | None:
+    if not cost_model:
         return None
     options: dict[str, float] = {}
-    if config.block_bandwidth_gb_s and config.kernel_mode != "split_kv":
-        options["block_bandwidth"] = config.block_bandwidth_gb_s * 1e9
-    return load_step_cost(config.cost_model, config.kernel_mode, **options)
+    if block_bandwidth_gb_s and kernel_mode != "split_kv":
+        options["block_bandwidth"] = block_bandwidth_gb_s * 1e9
+    return load_step_cost(cost_model, kernel_mode, **options)
+
+
+_read_once = lru_cache(maxsize=4)(_configured)
 
 
 def load_parts(source: str | Path, options: Mapping[str, float] | None = None) -> CostParts:

@@ -66,7 +66,8 @@ class StepCost(ABC):
         """
         if requests < 3:
             return self.step_s((), [longest, shortest][:requests])
-        others, more = divmod(total - longest - shortest, requests - 2)
+        # Not below 0: `SharedPool` weighs batches of so few that their sum is less than these two.
+        others, more = divmod(max(0, total - longest - shortest), requests - 2)
         return self.step_s((), [longest, shortest, *[others + 1] * more, *[others] * (requests - 2 - more)])
 
     @abstractmethod

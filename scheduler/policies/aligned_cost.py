@@ -48,9 +48,9 @@ class AlignedCostPolicy(AlignedPolicy):
         self._learns = True  # whether instances learn by how much their iterations differ from `_cost`
         self._worths: dict[tuple[int, int], TokenWorth] = {}  # of `_cost`, by cache tokens and maximum requests
         if config.cost_model:
-            from alignedserve.scheduler.cost.load import configured_cost
+            from alignedserve.scheduler.cost.load import shared_cost
 
-            self._cost = configured_cost(config)
+            self._cost = shared_cost(config)
 
     def use_cost(self, cost: StepCost) -> None:
         self._cost = cost

@@ -53,9 +53,9 @@ class RoundsPolicy(AlignedPolicy):
         self._instance: InstanceState | None = None
         self._cost: StepCost | None = None
         if config.cost_model:
-            from alignedserve.scheduler.cost.load import configured_cost
+            from alignedserve.scheduler.cost.load import shared_cost
 
-            self._cost = configured_cost(config)
+            self._cost = shared_cost(config)
 
     def use_cost(self, cost: StepCost) -> None:
         self._cost = cost

@@ -217,7 +217,7 @@ def tree() -> Drawing:
         "Each dot is a request whose KV is in the pool. Requests of one batch need nearly the same time for attention,",
         "",
     )
-    d.text(left, 400, "so no request waits in an iteration for a much longer one.", "")
+    d.text(left, 400, "so short ones wait less for long ones.", "")
     return d
 
 

@@ -358,3 +358,12 @@ def test_the_configured_cost_has_the_configured_mode_and_bandwidth_of_a_block() 
     split = configured_cost(from_tree({"scheduler": {"cost_model": RTX, "block_bandwidth_gb_s": 2.0}}).scheduler)
     assert split is not None
     assert split.step_s((), lengths) < usual.step_s((), lengths)
+
+
+def test_a_batch_of_which_only_counts_are_known_has_no_length_below_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`SharedPool` asks for four requests of 4 tokens on average, the longest of 16."""
+    cost = load_step_cost("a100-opt-13b", "no_split")
+    asked: list[list[int]] = []
+    monkeypatch.setattr(cost, "step_s", lambda chunks, lengths: asked.append(list(lengths)))
+    cost.counted_s(4, 16, 16, 2)
+    assert asked == [[16, 2, 0, 0]]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from importlib.resources import files
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from alignedserve.config import SchedulerConfig
 from alignedserve.errors import ConfigError
 from alignedserve.request import BATCH_PRIORITY, RequestKey
-from alignedserve.scheduler import by_priority
+from alignedserve.scheduler import by_priority, cost
 from alignedserve.scheduler.by_priority import ByPriority
 from alignedserve.scheduler.core.prefill_queue import PrefillQueue
 from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry
@@ -104,6 +106,18 @@ def test_where_all_have_the_same_priority_the_policy_alone_decides(name: str, ra
                 waiting.remove(taken.key)
         assert (mine.totals(), mine.overtakes()) == (plain.totals(), plain.overtakes())
     mine.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["aligned", "aligned-cost"])
+def test_a_new_priority_does_not_read_the_cost_model_again(name: str, tmp_path: Path) -> None:
+    """A folder of tables takes most of a second, and a file may be gone by then."""
+    file = tmp_path / "machine.json"
+    file.write_bytes((files(cost) / "data" / "a100-opt-13b.json").read_bytes())
+    policy = make(name, cost_model=str(file))
+    file.unlink()
+    for number, rank in enumerate((0, 3, BACKGROUND)):
+        policy.insert(entry(number, 100, rank))
+    assert [policy.totals_of(rank) for rank in (0, 3, BACKGROUND)] == [(1, 7)] * 3
 
 
 @pytest.mark.parametrize("name", POLICIES)
