@@ -118,6 +118,18 @@ def test_addresses_that_are_not_used_are_no_reason_to_refuse() -> None:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(("kind", "text"), [
+    (JSON, r'{"properties": {"\ud800": {"not": {}}}}'), (GrammarKind.CHOICE, r'["\udfff"]'),
+    (TAG, r'{"format": {"type": "json_schema", "json_schema": {"items": {"$ref": "#/\udc00"}}}}'),
+    (GRAMMAR, r'start: %json {"properties": {"\ud800": {"not": {}}}}'),
+])  # fmt: skip
+def test_half_a_surrogate_pair_is_refused_in_words_that_can_be_sent(kind: GrammarKind, text: str, library: str) -> None:
+    reason = found(kind, text, "1", library)
+    assert refused(reason, "half of a surrogate pair") or (library == "xgrammar" and refused(reason, "%json: "))
+    str(reason).encode()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_schemas_within_lark_are_checked(library: str) -> None:
     text = 'start: "x"\n  %json {"type": "object",\n "minProperties": 2}'
     place = "the %json at line 2, column 8: minProperties at /" if library == "llguidance" else "%json: "

@@ -4,55 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from threading import Event
 
 import pytest
 
 from alignedserve.errors import ConfigError, GrammarError
 from alignedserve.grammar import compiled
-from alignedserve.grammar.base import Bits, Grammar, GrammarLibrary, Matcher
 from alignedserve.grammar.compiled import Grammars, grammar_library
 from alignedserve.metrics import Page
 from alignedserve.request import GrammarKind, GrammarSpec, SamplingParams
-from support.grammars import EOS, VOCAB_SIZE, tiny_tokenizer
+from support.grammars import EOS, VOCAB_SIZE, Anything, SlowLibrary, tiny_tokenizer
 
 ENDS = (EOS,)
 
 
 def spec(text: str) -> GrammarSpec:
     return GrammarSpec(GrammarKind.REGEX, text)
-
-
-class Anything(Matcher, Grammar):
-    def matcher(self) -> Matcher:
-        return self
-
-    def accept(self, token_ids: Sequence[int]) -> None: ...
-
-
-class Panic(BaseException):
-    """As pyo3's PanicException, which is no Exception."""
-
-
-class SlowLibrary(GrammarLibrary):
-    """Compiles "slow…" once `go` is set, fails for "bad…", and else compiles at once."""
-
-    def __init__(self) -> None:
-        self.go, self.compiled = Event(), [""]
-
-    def compile(self, spec: GrammarSpec, eos_token_ids: tuple[int, ...]) -> Grammar:
-        self.compiled.append(spec.text)
-        if spec.text.startswith("slow"):
-            self.go.wait(30)
-        if spec.text.startswith("bad"):
-            raise RuntimeError("a message\n  of the library")
-        if spec.text.startswith("panic"):
-            raise Panic("a message\n  of the library")
-        return Anything()
-
-    def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
-        bits[:] = -1
 
 
 async def test_what_takes_too_long_is_refused_and_others_go_on() -> None:
