@@ -132,7 +132,7 @@ class DecodeInstance:
         meter = IterationMeter(configured_cost(config.scheduler))
         pull, overlap = self.handover.pull, OVERLAP[config.decode.overlap]
         self.engine = engine = decode_engine(runner, config, self.capturing)
-        grammars = Grammars.of(tokenizer, loaded.info.vocab_size, config.engine)
+        grammars = await asyncio.to_thread(Grammars.of, tokenizer, loaded.info.vocab_size, config.engine)
         compute = DecodeLoop(
             settings.id, engine, scheduler, tokenizer, pull, self._post, meter, overlap=overlap, grammars=grammars
         )

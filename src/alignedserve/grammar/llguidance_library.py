@@ -51,6 +51,9 @@ class LlguidanceLibrary(GrammarLibrary):
         self._lock = Lock()  # of the dict
         self._executor = llguidance.LLExecutor(threads)
 
+    def prepare(self, eos_token_ids: tuple[int, ...]) -> None:
+        self._tokenizer_of(eos_token_ids)
+
     def compile(self, spec: GrammarSpec, eos_token_ids: tuple[int, ...]) -> Grammar:
         tokenizer = self._tokenizer_of(eos_token_ids)
         if spec.kind is GrammarKind.JSON:

@@ -12,7 +12,7 @@ from alignedserve.grammar import compiled
 from alignedserve.grammar.compiled import Grammars, grammar_library
 from alignedserve.metrics import Page
 from alignedserve.request import GrammarKind, GrammarSpec, SamplingParams
-from support.grammars import EOS, VOCAB_SIZE, Anything, SlowLibrary, tiny_tokenizer
+from support.grammars import EOS, LIBRARIES, VOCAB_SIZE, Anything, SlowLibrary, tiny_tokenizer
 
 ENDS = (EOS,)
 
@@ -50,6 +50,27 @@ async def test_time_in_the_queue_is_not_counted() -> None:
     asyncio.get_running_loop().call_later(0.25, library.go.set)
     assert isinstance(await waits, Anything)
     assert all(isinstance(found, Anything) for found in await asyncio.gather(*first))
+
+
+async def test_time_to_prepare_the_tokenizer_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SlowLibrary()
+    prepared: list[tuple[int, ...]] = []
+
+    def prepare(eos_token_ids: tuple[int, ...]) -> None:
+        time.sleep(0.2)
+        prepared.append(eos_token_ids)
+
+    monkeypatch.setattr(library, "prepare", prepare)
+    assert isinstance(await Grammars(library, limit_s=0.1).ready(spec("quick"), ENDS), Anything)
+    assert prepared == [ENDS]
+
+
+def test_libraries_prepare_what_they_compile_with() -> None:
+    for name in LIBRARIES:
+        library = grammar_library(name, tiny_tokenizer(), VOCAB_SIZE)
+        library.prepare(ENDS)
+        with pytest.raises(GrammarError, match="needs a model with an end token"):
+            library.prepare(())
 
 
 async def test_requests_that_share_a_grammar_compile_it_once() -> None:
