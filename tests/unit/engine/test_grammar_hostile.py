@@ -213,7 +213,13 @@ def test_dates_and_times_exist(kind: str, text: str, right: bool) -> None:
     "schema", [{"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}]
 )
 def test_what_nothing_satisfies_is_refused_before_an_answer_begins(schema: dict[str, Any]) -> None:
-    assert refused(found(JSON, schema, "1"), "json: no answer can begin")
+    assert refused(found(JSON, schema, "1"), "json: no answer can begin: nothing satisfies it")
+
+
+def test_an_error_in_the_pattern_between_tokens_names_it() -> None:
+    for schema in ({"type": "object"}, {"type": "array", "items": {"type": "string"}}):
+        with pytest.raises(GrammarError, match=r"unclosed character class \(in whitespace_pattern\)"):
+            tiny_grammars("llguidance").compile(GrammarSpec(JSON, json.dumps(schema), "["), (0,))
 
 
 # ---- GBNF
