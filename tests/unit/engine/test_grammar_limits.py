@@ -42,14 +42,17 @@ async def test_what_takes_too_long_is_refused_and_others_go_on() -> None:
     assert grammars.meter.refused >= compiled.THREADS
 
 
-async def test_time_in_the_queue_is_not_counted() -> None:
+async def test_time_in_the_queue_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_slowly(spec: GrammarSpec, eos_token_ids: tuple[int, ...]) -> Anything:
+        time.sleep(0.3)
+        return Anything()
+
     library = SlowLibrary()
-    grammars = Grammars(library, limit_s=0.3)
-    first = [asyncio.create_task(grammars.ready(spec(f"slow{n}"), ENDS)) for n in range(compiled.THREADS)]
-    waits = asyncio.create_task(grammars.ready(spec("quick"), ENDS))
-    asyncio.get_running_loop().call_later(0.25, library.go.set)
-    assert isinstance(await waits, Anything)
-    assert all(isinstance(found, Anything) for found in await asyncio.gather(*first))
+    monkeypatch.setattr(library, "compile", compile_slowly)
+    grammars = Grammars(library, limit_s=0.8)
+    three_rounds = [spec(str(number)) for number in range(3 * compiled.THREADS)]  # the last ends after 0.9 s
+    found = await asyncio.gather(*(grammars.ready(one, ENDS) for one in three_rounds))
+    assert all(isinstance(one, Anything) for one in found)
 
 
 async def test_time_to_prepare_the_tokenizer_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
