@@ -21,7 +21,7 @@ from alignedserve.request import GrammarSpec, SamplingParams
 from alignedserve.text import Tokenizer
 
 MOST_GRAMMARS = 256
-MOST_CHARACTERS = 1 << 26  # of the kept grammars' specs, all together
+MOST_CHARACTERS = 1 << 24  # of the kept grammars' specs, all together; llguidance takes some 50 bytes for each
 THREADS = 2  # that compile, beside those that have exceeded the time limit
 MOST_OVERDUE = 4  # threads that have: no library can be interrupted
 _POLL_S = 0.05
@@ -209,7 +209,7 @@ class Grammars:
             return
         self._compiled[key] = found, characters
         self._characters += characters
-        while len(self._compiled) > self._most or self._characters > MOST_CHARACTERS:
+        while len(self._compiled) > self._most or (len(self._compiled) > 1 and self._characters > MOST_CHARACTERS):
             self._characters -= self._compiled.popitem(last=False)[1][1]
 
     def _known(self, key: _Key) -> Grammar | None:

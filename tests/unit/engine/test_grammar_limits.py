@@ -124,6 +124,9 @@ def test_the_texts_of_kept_grammars_are_bounded_together(monkeypatch: pytest.Mon
         grammars.compile(spec(sign * 40), ENDS)
     assert grammars.known(spec("a" * 40), ENDS) is None
     assert grammars.known(spec("c" * 40), ENDS) is not None
+    grammars.compile(spec("d" * 101), ENDS)
+    assert grammars.known(spec("c" * 40), ENDS) is None
+    assert grammars.known(spec("d" * 101), ENDS) is not None, "the last one is kept"
 
 
 def test_what_is_counted() -> None:
