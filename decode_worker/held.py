@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from alignedserve.control.convert import key_from_proto, spec_to_proto
 from alignedserve.decode_worker.endings import Ending
 from alignedserve.engine.live import LiveRequest
+from alignedserve.grammar.base import Grammar
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import gateway_pb2 as gw
@@ -15,9 +17,13 @@ from alignedserve.request import RequestKey
 
 @dataclass(slots=True)
 class Held:
-    """A candidate or a running request. `stored` names the last place of its KV; `resident`: it is in the cache now."""
+    """A candidate or a running request. `stored` names the last place of its KV; `resident`: it is in the cache now.
+
+    `compiling`: of its grammar; None without one.
+    """
 
     stored: pb.StoredRequest
+    compiling: Future[Grammar] | None = None
     live: LiveRequest | None = None
     resident: bool = False
     cancelled: bool = False  # cancelled during a copy: the request ends with the copy

@@ -138,7 +138,7 @@ class DecodeInstance:
         meter = IterationMeter(configured_cost(config.scheduler))
         pull, overlap = self.handover.pull, OVERLAP[config.decode.overlap]
         self.engine = engine = decode_engine(runner, config, self.capturing)
-        grammars = Grammars.of(tokenizer, loaded.info.vocab_size, config.engine)
+        grammars = await asyncio.to_thread(Grammars.of, tokenizer, loaded.info.vocab_size, config.engine)
         compute = DecodeLoop(
             settings.id,
             engine,

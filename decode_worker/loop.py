@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from alignedserve.control.compute_thread import ComputeThread
-from alignedserve.control.convert import key_from_proto, sampling_from_proto, spec_from_proto
+from alignedserve.control.convert import enter_stage, key_from_proto, sampling_from_proto, spec_from_proto
 from alignedserve.control.passes import PassMeter
 from alignedserve.decode_worker.endings import Endings
 from alignedserve.decode_worker.flights import Flight, Flights
@@ -23,6 +23,7 @@ from alignedserve.decode_worker.iteration_meter import IterationMeter
 from alignedserve.engine.decoding import DecodeEngine
 from alignedserve.engine.live import LiveRequest
 from alignedserve.errors import GrammarError, TransferError
+from alignedserve.grammar.base import Grammar
 from alignedserve.grammar.compiled import Grammars
 from alignedserve.metrics import Page
 from alignedserve.proto import common_pb2 as pb
@@ -131,12 +132,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
 
     def offer(self, buffer: BufferKind, batch_id: int, requests: Iterable[pb.StoredRequest]) -> None:
         """Offer candidates whose KV is complete at its source."""
-        found = list(requests)
-        for stored in found:
-            if self._grammars is not None and stored.spec.sampling.HasField("grammar"):
-                sampling = sampling_from_proto(stored.spec.sampling)
-                assert sampling.grammar is not None
-                self._grammars.begin(sampling.grammar, sampling.eos_token_ids)
+        found = [Held(stored, self._compiling(stored)) for stored in requests]
         self.tell(lambda outcome: self._offer(buffer, batch_id, found, outcome))
 
     def cancel(self, keys: Sequence[RequestKey]) -> None:
@@ -277,11 +273,19 @@ class DecodeLoop(ComputeThread[[Outcome]]):
 
     # ---- candidates
 
-    def _offer(self, buffer: BufferKind, batch_id: int, requests: Sequence[pb.StoredRequest], outcome: Outcome) -> None:
+    def _compiling(self, stored: pb.StoredRequest) -> Future[Grammar] | None:
+        """The compilation of the request's grammar; None without one."""
+        if self._grammars is None or not stored.spec.sampling.HasField("grammar"):
+            return None
+        sampling = sampling_from_proto(stored.spec.sampling)
+        assert sampling.grammar is not None
+        return self._grammars.begin(sampling.grammar, sampling.eos_token_ids)
+
+    def _offer(self, buffer: BufferKind, batch_id: int, requests: Sequence[Held], outcome: Outcome) -> None:
         now_s = time.monotonic()
-        for stored in requests:
+        for held in requests:
+            stored = held.stored
             key = key_from_proto(stored.spec.key)
-            held = Held(stored)
             if key in self._cancelled:
                 del self._cancelled[key]
                 outcome.drop(held)
@@ -358,18 +362,21 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         return self._under_way is not None and self._under_way.row_of(self._held[key].live) is not None
 
     def _join(self, join: Join, now_ns: int) -> None:
+        """Start to copy a request in. It joins when the copy has ended and its grammar is compiled."""
         held = self._held[join.key]
         if held.live is None:
-            try:
-                held.live = LiveRequest(spec_from_proto(held.stored.spec), self._tokenizer, self._grammars)
-            except GrammarError as error:  # prefill compiled it: this library is another one
-                unusable = TransferError(error.message)
-                self.tell(lambda outcome: self._on_copied_in(join.key, unusable, outcome))
-                return
-        held.live.spec.stopwatch.enter(Stage.HANDOVER, now_ns)
+            enter_stage(held.stored.spec.timings, Stage.HANDOVER, now_ns)
+        else:
+            held.live.spec.stopwatch.enter(Stage.HANDOVER, now_ns)
 
         def ended(completion: Completion) -> None:
-            self.tell(lambda outcome: self._on_copied_in(join.key, completion.error, outcome))
+            def tell(_: object = None) -> None:
+                self.tell(lambda outcome: self._on_copied_in(join.key, completion.error, outcome))
+
+            if held.compiling is None:
+                tell()
+            else:
+                held.compiling.add_done_callback(tell)
 
         try:
             self._pull(held.stored, join.block_ids, join.resident_blocks, settled=self._settled(join)).add_callback(
@@ -380,12 +387,22 @@ class DecodeLoop(ComputeThread[[Outcome]]):
             failed.finish(error)
             ended(failed)
 
+    def _make_live(self, held: Held) -> TransferError | None:
+        """Make the state of a request that has none yet. Returns the error for which it cannot be decoded here."""
+        if held.live is None and not held.cancelled:
+            try:
+                held.live = LiveRequest(spec_from_proto(held.stored.spec), self._tokenizer, self._grammars)
+            except GrammarError as error:  # prefill compiled it: this library is another one
+                return TransferError(error.message)
+        return None
+
     def _settled(self, join: Join) -> bool:
         """Whether no iteration under way uses the blocks that are written to. At most one is under way."""
         return self._under_way is None or not self._under_way.touches(join.block_ids[join.resident_blocks :])
 
     def _on_copied_in(self, key: RequestKey, error: TransferError | None, outcome: Outcome) -> None:
         held = self._held[key]
+        error = error or self._make_live(held)
         if error is not None:
             logger.warning("hand-over failed: %s", error, extra={"request_id": key.request_id})
             self._scheduler.copy_failed(key)

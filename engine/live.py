@@ -47,9 +47,8 @@ class LiveRequest:
         spec = self.spec
         spec.output_token_ids.append(sampled.token_id)
         stopped = self._stops is not None and self._stops.push(sampled.token_id)
-        early = len(spec.output_token_ids) < spec.sampling.min_tokens
-        whole = self.row.grammar is not None and sampled.token_id in spec.sampling.eos_token_ids
-        if stopped or (sampled.token_id in self._ends and (whole or not early)):
+        token, count = sampled.token_id, len(spec.output_token_ids)
+        if stopped or (token in self._ends and spec.sampling.ended_by(token, count)):
             return FinishReason.STOP
         if spec.remaining_tokens <= 0:
             return FinishReason.LENGTH

@@ -221,7 +221,7 @@ def _structured(grammar: pb.Grammar) -> dict[str, Any]:
     if grammar.kind == GrammarKind.CHOICE:
         try:
             value = json.loads(grammar.text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequestError(f"grammar.text must be a JSON list: {error}", param="grammar") from error
     whitespace = {"whitespace_pattern": grammar.whitespace} if grammar.HasField("whitespace") else {}
     return {grammar.kind: value, **whitespace}

@@ -12,7 +12,7 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.proto import gateway_pb2_grpc as gw_grpc
 
-_MOST_TOKENS = 1 << 20  # in a message to a worker, not counting the last request in it
+_MOST_BYTES = 4 << 20  # in a message to a worker, not counting the last request in it
 
 
 class SpecSource(gw_grpc.SpecSourceServicer):
@@ -24,11 +24,11 @@ class SpecSource(gw_grpc.SpecSourceServicer):
     async def ReadSpecs(
         self, request: pb.RequestKeys, context: grpc.aio.ServicerContext[pb.RequestKeys, gw.RequestSpecs]
     ) -> AsyncIterator[gw.RequestSpecs]:
-        message, tokens = gw.RequestSpecs(), 0
-        for spec in self._ledger.specs(keys_from_proto(request)):
-            message.requests.append(spec_to_proto(spec))
-            tokens += spec.prefix_length
-            if tokens > _MOST_TOKENS:
+        message, size = gw.RequestSpecs(), 0
+        for spec in map(spec_to_proto, self._ledger.specs(keys_from_proto(request))):
+            message.requests.append(spec)
+            size += spec.ByteSize()
+            if size > _MOST_BYTES:
                 yield message
-                message, tokens = gw.RequestSpecs(), 0
+                message, size = gw.RequestSpecs(), 0
         yield message

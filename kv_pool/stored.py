@@ -66,7 +66,7 @@ class LastCommitted:
     """
 
     def __init__(self, most_tokens: int = _MOST_TOKENS, most_requests: int = _MOST_REQUESTS) -> None:
-        """`most_tokens`: the largest sum of KV lengths that is kept."""
+        """`most_tokens`: the largest sum of KV lengths, and of grammars' characters, that is kept."""
         self._most_tokens, self._most_requests = most_tokens, most_requests
         self._requests: OrderedDict[RequestKey, pb.StoredRequest] = OrderedDict()
         self._tokens = 0  # their sum
@@ -76,7 +76,7 @@ class LastCommitted:
         key = key_from_proto(stored.spec.key)
         self._drop(key)
         self._requests[key] = stored
-        self._tokens += stored.pool_tokens
+        self._tokens += _size(stored)
         while self._tokens > self._most_tokens or len(self._requests) > self._most_requests:
             self._drop(next(iter(self._requests)))
 
@@ -89,8 +89,12 @@ class LastCommitted:
 
     def _drop(self, key: RequestKey) -> pb.StoredRequest | None:
         stored = self._requests.pop(key, None)
-        self._tokens -= 0 if stored is None else stored.pool_tokens
+        self._tokens -= 0 if stored is None else _size(stored)
         return stored
+
+
+def _size(stored: pb.StoredRequest) -> int:
+    return stored.pool_tokens + len(stored.spec.sampling.grammar.text)
 
 
 def pooled(stored: pb.StoredRequest) -> pb.PooledRequest:

@@ -148,7 +148,7 @@ class PrefillInstance:
 
         cost = configured_cost(config.scheduler)
         self.layerwise = await self._layerwise(runner, cache_store, self.offloader)
-        self.grammars = Grammars.of(tokenizer, loaded.info.vocab_size, config.engine)
+        self.grammars = await asyncio.to_thread(Grammars.of, tokenizer, loaded.info.vocab_size, config.engine)
         compute = PrefillLoop(
             settings.id,
             runner,

@@ -16,6 +16,8 @@ import torch
 from alignedserve.request import SamplingParams
 
 Ids = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
+_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it can be divided by
 
 
 def excludes_always(sampling: SamplingParams) -> bool:
@@ -128,35 +130,44 @@ class _Endings:
 
 
 class _Ngrams:
-    """All tokens of a request, to find the tokens that would repeat `size` of them in a row. `size` 0: none."""
+    """All tokens of a request, to find the tokens that would repeat `size` of them in a row. `size` 0: none.
 
-    __slots__ = ("_count", "_prompt_tokens", "_size", "_tokens")
+    Sequences are compared by hashes of 64 bits: sums over tokens times powers of `_BASE`, which wrap. So each token
+    takes time in the number of tokens, whatever the size and however often they repeat.
+    """
+
+    __slots__ = ("_count", "_powers", "_prompt_tokens", "_size", "_sums", "_tokens")
 
     def __init__(self, size: int, prompt: Sequence[int]) -> None:
         self._size = size
         self._prompt_tokens = len(prompt)
-        self._count = len(prompt) if size else 0
-        self._tokens: Ids = np.zeros(max(64, 2 * self._count) if size else 0, dtype=np.int64)
-        self._tokens[: self._count] = prompt if size else ()
+        self._count = 0
+        self._tokens: Ids = np.zeros(0, dtype=np.int64)
+        self._sums: Hashes = np.zeros(1, dtype=np.uint64)  # entry i: of the tokens before i
+        self._powers: Hashes = np.ones(1, dtype=np.uint64)
+        if size:
+            self._extend(prompt)
 
     def next(self, output: Sequence[int]) -> Ids:
         """The tokens that would repeat an n-gram after this answer, which only grows from call to call."""
-        size = self._size
-        if not size:
+        if not self._size:
             return np.zeros(0, dtype=np.int64)
         self._extend(output[self._count - self._prompt_tokens :])
-        tokens = self._tokens[: self._count]
-        before = size - 1
-        if len(tokens) < size:
+        before, count = self._size - 1, self._count
+        if count <= before:
             return np.zeros(0, dtype=np.int64)
-        ends = np.arange(before, len(tokens))  # of the n-grams so far
-        for back in range(1, size):
-            ends = ends[tokens[ends - back] == tokens[len(tokens) - back]]
-        return np.unique(tokens[ends])
+        windows = self._sums[before : count + 1] - self._sums[: count + 1 - before]  # the last one is to be repeated
+        same = windows[:-1] * self._powers[count - before : 0 : -1] == windows[-1]
+        return np.unique(self._tokens[before:count][same])
 
     def _extend(self, new: Sequence[int]) -> None:
-        end = self._count + len(new)
+        begin, end = self._count, self._count + len(new)
         if end > len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, np.zeros(end, dtype=np.int64)])
-        self._tokens[self._count : end] = new
+            size = max(64, 2 * end)
+            self._tokens = np.concatenate([self._tokens[:begin], np.zeros(size - begin, dtype=np.int64)])
+            self._sums = np.concatenate([self._sums[: begin + 1], np.zeros(size - begin, dtype=np.uint64)])
+            self._powers = np.cumprod(np.concatenate([np.ones(1, dtype=np.uint64), np.full(size, _BASE)]))
+        self._tokens[begin:end] = new
+        parts = (self._tokens[begin:end].astype(np.uint64) + np.uint64(1)) * self._powers[begin:end]
+        self._sums[begin + 1 : end + 1] = self._sums[begin] + np.cumsum(parts)
         self._count = end

@@ -17,17 +17,12 @@ _INTEGERS = ("top_k", "no_repeat_ngram_size")
 _TOKENS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 
 
-def model_values(
-    request: GenerationRequest, info: ModelInfo, tokenizer: Tokenizer | None, prompt_tokens: int, max_tokens: int
-) -> dict[str, Any]:
-    """The arguments of SamplingParams for an answer to a prompt: the client's, else the model's. Raises
+def model_values(request: GenerationRequest, info: ModelInfo, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The arguments of SamplingParams that a request's prompts share: the client's, else the model's. Raises
     InvalidRequestError.
     """
-    defaults = info.generation_defaults
-    values = {**_generation_defaults(defaults), **request.sampling}
+    values = {**_generation_defaults(info.generation_defaults), **request.sampling}
     values["top_k"] = max(values.get("top_k", 0), 0)  # -1 also means no limit
-    values["max_tokens"] = max_tokens
-    values["min_tokens"] = _least_tokens(request, defaults, prompt_tokens, max_tokens)
     values["eos_token_ids"] = info.eos_token_ids
     values["bad_words"] = _word_tokens(request.bad_words or (), tokenizer)
     values["bad_words_ids"] = _without_ends(values.get("bad_words_ids", ()), info.eos_token_ids)
@@ -45,7 +40,7 @@ def _generation_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _least_tokens(request: GenerationRequest, defaults: Mapping[str, Any], prompt_tokens: int, max_tokens: int) -> int:
+def least_tokens(request: GenerationRequest, defaults: Mapping[str, Any], prompt_tokens: int, max_tokens: int) -> int:
     """The least number of tokens of an answer. As in transformers, a length of the answer overrides one with the
     prompt's. A client's must not exceed max_tokens; a model's is cut to it.
     """
@@ -74,13 +69,13 @@ def _word_tokens(words: Sequence[str], tokenizer: Tokenizer | None) -> Sequences
         return ()
     if tokenizer is None:
         raise InvalidRequestError("this model has no tokenizer: words cannot be forbidden", param="bad_words")
+    texts = [word.lstrip() for word in words]
+    tokens = tokenizer.encode_each([*texts, *(f" {text}" for text in texts)])
     found: list[tuple[int, ...]] = []
-    for word in words:
-        bare = tuple(tokenizer.encode(word.lstrip(), special_tokens=False))
+    for word, bare, spaced in zip(words, tokens, tokens[len(words) :], strict=False):
         if not bare:
             raise InvalidRequestError(f"bad_words: {word!r} has no tokens", param="bad_words")
         found.append(bare)
-        spaced = tuple(tokenizer.encode(f" {word.lstrip()}", special_tokens=False))
         if len(spaced) == len(bare) and spaced[0] != bare[0]:
             found.append(spaced)
     return tuple(dict.fromkeys(found))

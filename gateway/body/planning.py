@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from alignedserve.config import EngineConfig
 from alignedserve.errors import DeadlineError, GrammarError, InvalidRequestError, UnavailableError
 from alignedserve.gateway.body.answer_form import chat_form
-from alignedserve.gateway.body.model_values import check_vocabulary, model_values
+from alignedserve.gateway.body.model_values import check_vocabulary, least_tokens, model_values
 from alignedserve.gateway.body.nested import text_size
 from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, GenerationRequest, ReplyOptions
 from alignedserve.gateway.body.suffix import with_suffix
@@ -168,13 +168,14 @@ async def plan_completion(model: ServedModel, request: CompletionRequest, call_i
             if len(prompt) > most_tokens(request, model.limit[0]) and not isinstance(prompt, str):
                 raise TooManyTokens(len(prompt))
         tokenised = iter(await _tokenised(model, request, texts))
+    values = sampling_values(request, model, grammar)
     prompts = []
     for prompt in request.prompts:
         whole: Sequence[int] = next(tokenised) if isinstance(prompt, str) else prompt
         tokens = truncated(request, whole, model.limit[0], DEFAULT_MAX_TOKENS)
         _check_tokens(tokens, info, "prompt")
         limit = _max_tokens(model, len(tokens), request.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
-        sampling = resolve_sampling(request, model, len(tokens), max(limit, 1), grammar)
+        sampling = resolve_sampling(values, request, info, len(tokens), max(limit, 1))
         if request.echo and sampling.logprobs is not None:
             sampling = replace(sampling, prompt_logprobs=max(sampling.logprobs, sampling.prompt_logprobs or 0))
         if request.generated != request.n and sampling.logprobs is None:
@@ -196,7 +197,8 @@ async def plan_chat(model: ServedModel, request: ChatRequest, call_id: str = "")
     _check_tokens(tokens, info, "messages")
     limit = _max_tokens(model, len(tokens), request.max_tokens, None, "messages")
     form = await chat_form(model, request, use, written.text)
-    sampling = replace(resolve_sampling(request, model, len(tokens), limit, form.grammar), thinking=form.thinking)
+    values = {**sampling_values(request, model, form.grammar), "thinking": form.thinking}
+    sampling = resolve_sampling(values, request, info, len(tokens), limit)
     plan = await _call_plan(
         "chatcmpl", call_id, model, (PromptPlan(tuple(tokens), sampling, written.text),), request, began_s
     )
@@ -279,23 +281,24 @@ async def _within_limits(model: ServedModel, request: GenerationRequest, param: 
         raise DeadlineError(f"the request did not end within its timeout of {request.timeout_s:g} s") from None
 
 
-def resolve_sampling(
-    request: GenerationRequest,
-    model: ServedModel,
-    prompt_tokens: int,
-    max_tokens: int,
-    grammar: GrammarSpec | None = None,
-) -> SamplingParams:
-    """The client's options, completed by the model's defaults. A request without a seed gets a random seed.
+def sampling_values(request: GenerationRequest, model: ServedModel, grammar: GrammarSpec | None) -> dict[str, Any]:
+    """The arguments of SamplingParams that the request's prompts share: its options, and the model's defaults.
 
     Raises InvalidRequestError for a token id outside the vocabulary.
     """
     info = model.info
     assert info is not None
     check_vocabulary(request, info)
-    values = {**model_values(request, info, model.tokenizer, prompt_tokens, max_tokens), "grammar": grammar}
-    values.setdefault("seed", random.getrandbits(63))
-    return SamplingParams(**values)
+    return {**model_values(request, info, model.tokenizer), "grammar": grammar}
+
+
+def resolve_sampling(
+    values: Mapping[str, Any], request: GenerationRequest, info: ModelInfo, prompt_tokens: int, max_tokens: int
+) -> SamplingParams:
+    """`values`, completed for one prompt. Without a seed it gets a random one."""
+    least = least_tokens(request, info.generation_defaults, prompt_tokens, max_tokens)
+    own = {"seed": random.getrandbits(63), **values, "max_tokens": max_tokens, "min_tokens": least}
+    return SamplingParams(**own)
 
 
 def derive_seed(seed: int, number: int) -> int:

@@ -110,7 +110,9 @@ class StructuredFields(Body):
                 (outputs + "grammar", GrammarKind.GRAMMAR, own.grammar),
                 (outputs + "structural_tag", GrammarKind.STRUCTURAL_TAG, own.structural_tag),
             ]
-        specs = [(name, None if _absent(kind, value) else _spec(kind, value, space)) for name, kind, value in fields]
+        specs = [
+            (name, None if _absent(kind, value) else _spec(kind, value, space, name)) for name, kind, value in fields
+        ]
         return [("response_format", _of_format(self.response_format, space)), *specs]
 
 
@@ -125,21 +127,21 @@ def _of_format(wanted: dict[str, Any] | None, whitespace: str | None) -> Grammar
         return None
     param = "response_format"
     if kind == "json_object":
-        return _spec(GrammarKind.JSON, wanted.get("schema", _JSON_OBJECT), whitespace)
+        return _spec(GrammarKind.JSON, wanted.get("schema", _JSON_OBJECT), whitespace, param)
     if kind == "json_schema":
         inner = wanted.get("json_schema")
         if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
             raise InvalidRequestError("response_format.json_schema must be an object with a schema", param=param)
-        return _spec(GrammarKind.JSON, inner["schema"], whitespace)
+        return _spec(GrammarKind.JSON, inner["schema"], whitespace, param)
     if kind == "structural_tag":
-        return _spec(GrammarKind.STRUCTURAL_TAG, wanted, whitespace)
+        return _spec(GrammarKind.STRUCTURAL_TAG, wanted, whitespace, param)
     names = "text, json_object, json_schema or structural_tag"
     raise InvalidRequestError(f"response_format.type must be {names}, got {shown(kind)}", param=param)
 
 
-def _spec(kind: GrammarKind, value: Any, whitespace: str | None) -> GrammarSpec:
+def _spec(kind: GrammarKind, value: Any, whitespace: str | None, param: str) -> GrammarSpec:
     try:
         text = value if isinstance(value, str) and kind is not GrammarKind.CHOICE else orjson.dumps(value).decode()
     except TypeError as error:  # nested too deeply
-        raise InvalidRequestError(f"{kind}: it cannot be read: {error}") from None
+        raise InvalidRequestError(f"{kind}: it cannot be read: {error}", param=param) from None
     return GrammarSpec(kind, text, whitespace if kind in _HOLD_JSON else None)

@@ -118,7 +118,7 @@ class Answer:
     def finished_unsaid(self) -> FinishReason | None:
         """The finish reason if all tokens have arrived, and only the report of the end was lost; else None."""
         sampling = self.sampling
-        if self.tokens and self.tokens[-1] in sampling.end_token_ids and len(self.tokens) > sampling.min_tokens:
+        if self.tokens and sampling.ended_by(self.tokens[-1], len(self.tokens)):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= sampling.max_tokens else None
 

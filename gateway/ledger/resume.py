@@ -70,7 +70,7 @@ def _ends(
     tokens: Sequence[int], sampling: SamplingParams, prompt: Sequence[int], model: ServedModel
 ) -> FinishReason | None:
     """The reason for which these tokens end their answer; None if they do not."""
-    if tokens and tokens[-1] in sampling.end_token_ids and len(tokens) > sampling.min_tokens:
+    if tokens and sampling.ended_by(tokens[-1], len(tokens)):
         return FinishReason.STOP
     if sampling.stop and model.tokenizer is not None:
         text = StoppableText.of(model.tokenizer, sampling, prompt)

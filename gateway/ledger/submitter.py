@@ -15,6 +15,7 @@ from alignedserve.request import RequestKey, RequestSpec
 _KEPT_CANCELS = 8192
 _AT_ONCE_S = 0.02  # from the submission to the read of its prompt, if the prompt did not have to wait
 _MOST_SENT_TOKENS = 8192  # longer prompts are read; their prefill takes much longer than the read
+_MOST_SENT_BYTES = 1 << 20  # of a group, whose members each have the grammar
 
 
 class SchedulerPort(Protocol):
@@ -107,7 +108,8 @@ class Submitter:
             return b""
         now_s = time.monotonic()
         found = _with_one_prompt(answer.spec(port.gateway_id, port.address, now_s) for answer in group)
-        return gw.RequestSpecs(requests=map(spec_to_proto, found)).SerializeToString()
+        sent = gw.RequestSpecs(requests=map(spec_to_proto, found)).SerializeToString()
+        return sent if len(sent) <= _MOST_SENT_BYTES else b""
 
     def specs(self, answers: Iterable[Answer]) -> list[RequestSpec]:
         """The specifications for a worker, of the answers that were sent. Only the first of a group has the prompt."""

@@ -150,6 +150,12 @@ class SamplingParams:
         ignored = self.ignore_eos and self.grammar is None
         return self.stop_token_ids if ignored else (*self.stop_token_ids, *self.eos_token_ids)
 
+    def ended_by(self, token: int, count: int) -> bool:
+        """Whether `token`, the last of `count` tokens of an answer, ends it. `min_tokens` never prolongs a grammar."""
+        if self.grammar is not None and token in self.eos_token_ids:
+            return True
+        return count >= self.min_tokens and token in self.end_token_ids
+
     def with_seed(self, seed: int) -> SamplingParams:
         return replace(self, seed=seed)
 

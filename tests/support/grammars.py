@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 
 from alignedserve.errors import GrammarError
+from alignedserve.grammar.base import Bits, Grammar, GrammarLibrary, Matcher
 from alignedserve.grammar.compiled import Grammars, grammar_library
 from alignedserve.request import GrammarSpec, SamplingParams
 from alignedserve.text import Tokenizer
@@ -83,3 +86,34 @@ def write(grammars: Grammars, spec: GrammarSpec, seed: int, *, temperature: floa
 
 def share(part: int, whole: int) -> float:
     return part / whole if whole else math.nan
+
+
+class Anything(Matcher, Grammar):
+    def matcher(self) -> Matcher:
+        return self
+
+    def accept(self, token_ids: Sequence[int]) -> None: ...
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, which is no Exception."""
+
+
+class SlowLibrary(GrammarLibrary):
+    """Compiles "slow…" once `go` is set, fails for "bad…", and else compiles at once."""
+
+    def __init__(self) -> None:
+        self.go, self.compiled = Event(), [""]
+
+    def compile(self, spec: GrammarSpec, eos_token_ids: tuple[int, ...]) -> Grammar:
+        self.compiled.append(spec.text)
+        if spec.text.startswith("slow"):
+            self.go.wait(30)
+        if spec.text.startswith("bad"):
+            raise RuntimeError("a message\n  of the library")
+        if spec.text.startswith("panic"):
+            raise Panic("a message\n  of the library")
+        return Anything()
+
+    def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
+        bits[:] = -1

@@ -45,6 +45,9 @@ def require_pieces(tokenizer: Tokenizer) -> None:
 class GrammarLibrary(ABC):
     """Compiles grammars for one tokenizer, and fills masks."""
 
+    def prepare(self, eos_token_ids: tuple[int, ...]) -> None:  # noqa: B027
+        """Make what `compile` needs once for these end tokens. It takes up to seconds. Raises GrammarError."""
+
     @abstractmethod
     def compile(self, spec: GrammarSpec, eos_token_ids: tuple[int, ...]) -> Grammar:
         """The grammar, at whose end only `eos_token_ids` are allowed. Takes up to seconds, in which other threads run.

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from alignedserve.errors import GrammarError
+from alignedserve.grammar.schema import require_characters
 
 MOST_DEPTH = 500  # of rules that refer to rules: llguidance recurses, and its time grows with the square
 JsonText = Callable[[object, str | None, str], str]
@@ -84,9 +85,11 @@ def _json_at(text: str, position: int) -> tuple[object, int]:
     found = _BLANKS.match(text, position)
     start = found.end() if found else position
     try:
-        return json.JSONDecoder().raw_decode(text, start)
+        value, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"grammar: {_where(text, start)}: no JSON that can be read: {error}") from None
+    require_characters(value, f"grammar: {_where(text, start)}")
+    return value, end
 
 
 def _schema_text(text: str, position: int, schema: object, whitespace: str | None, json_text: JsonText) -> str:

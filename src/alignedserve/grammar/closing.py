@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote
 
 Node = dict[str, Any]
 
@@ -75,7 +76,7 @@ def _at(root: Any, reference: Any) -> Any:
         return None
     found = root
     for part in reference.split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
+        key = unquote(part).replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict):
             found = found.get(key)
         elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):

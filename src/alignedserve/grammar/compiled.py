@@ -21,7 +21,7 @@ from alignedserve.request import GrammarSpec, SamplingParams
 from alignedserve.text import Tokenizer
 
 MOST_GRAMMARS = 256
-MOST_CHARACTERS = 1 << 26  # of the kept grammars' specs, all together
+MOST_CHARACTERS = 1 << 24  # of the kept grammars' specs, all together; llguidance takes some 50 bytes for each
 THREADS = 2  # that compile, beside those that have exceeded the time limit
 MOST_OVERDUE = 4  # threads that have: no library can be interrupted
 _POLL_S = 0.05
@@ -178,16 +178,18 @@ class Grammars:
                 job.future.set_exception(GrammarError(f"{job.spec.kind}: no thread to compile it: {error}"))
 
     def _run(self, job: _Job) -> None:
-        job.began_s = time.monotonic()
+        began_s = time.monotonic()
         found: Grammar | GrammarError
         try:
+            self.library.prepare(job.eos_token_ids)  # not the grammar's own time
+            began_s = job.began_s = time.monotonic()
             found = self.library.compile(job.spec, job.eos_token_ids)
         except GrammarError as error:
             found = error
         except BaseException as error:  # the library's own; a panic of Rust is no Exception
             found = GrammarError(f"{job.spec.kind}: {' '.join(str(error).split())[:300]}")
         with self._lock:
-            self.meter.compile_seconds.observe(time.monotonic() - job.began_s)
+            self.meter.compile_seconds.observe(time.monotonic() - began_s)
             if job.overdue:
                 self._overdue -= 1
             else:
@@ -207,7 +209,7 @@ class Grammars:
             return
         self._compiled[key] = found, characters
         self._characters += characters
-        while len(self._compiled) > self._most or self._characters > MOST_CHARACTERS:
+        while len(self._compiled) > self._most or (len(self._compiled) > 1 and self._characters > MOST_CHARACTERS):
             self._characters -= self._compiled.popitem(last=False)[1][1]
 
     def _known(self, key: _Key) -> Grammar | None:

@@ -51,6 +51,9 @@ class LlguidanceLibrary(GrammarLibrary):
         self._lock = Lock()  # of the dict
         self._executor = llguidance.LLExecutor(threads)
 
+    def prepare(self, eos_token_ids: tuple[int, ...]) -> None:
+        self._tokenizer_of(eos_token_ids)
+
     def compile(self, spec: GrammarSpec, eos_token_ids: tuple[int, ...]) -> Grammar:
         tokenizer = self._tokenizer_of(eos_token_ids)
         if spec.kind is GrammarKind.JSON:
@@ -66,10 +69,11 @@ class LlguidanceLibrary(GrammarLibrary):
         bits = np.zeros((1, -(-self._vocab_size // 32)), dtype=np.int32)
         matcher = first.deep_copy()
         fill_next_token_bitmask(matcher, bits)  # on this thread: a batch does not wait for it
-        if matcher.is_error():
-            raise GrammarError(f"{kind}: no answer can begin: {_line(matcher.get_error())}")
-        if not bits.any():
-            raise GrammarError(f"{kind}: no answer can begin: nothing satisfies it, or this vocabulary cannot write it")
+        error = _line(matcher.get_error()) if matcher.is_error() else ""
+        if error or not bits.any():
+            nothing = not error or error.startswith("NoExtension")  # llguidance's name for it
+            reason = "nothing satisfies it, or this vocabulary cannot write it" if nothing else error
+            raise GrammarError(f"{kind}: no answer can begin: {reason}")
         return LlguidanceGrammar(first)
 
     def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
@@ -130,7 +134,8 @@ def _compiled_schema(tokenizer: llguidance.LLTokenizer, spec: GrammarSpec) -> ll
         except GrammarError as other:
             return other.message
 
-    place = _place(schema, error, error_of)
+    in_space = spec.whitespace is not None and error_of({"type": "array"}) == error
+    place = " (in whitespace_pattern)" if in_space else _place(schema, error, error_of)
     raise GrammarError(f"{spec.kind}: {_own_words(error)}{place}")
 
 

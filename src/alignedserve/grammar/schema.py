@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any, TypeGuard
 from urllib.parse import unquote
 
@@ -25,16 +26,27 @@ _FORMATS = {"date-time", "date", "time", "duration", "email", "idn-email", "host
             "relative-json-pointer", "regex"}  # fmt: skip
 MOST_NUMBER = (1 << 53) - 1  # beyond it integers are rounded, and -2^63 ends llguidance's process
 _WRITABLE = frozenset("\b\f\n\r\t")  # control characters with an escape of their own
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def parsed_schema(text: str, kind: str) -> Any:
     """The JSON text's value. Raises GrammarError."""
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except ValueError as error:
         raise GrammarError(f"{kind}: it is not JSON: {error}") from error
     except RecursionError:
         raise GrammarError(f"{kind}: it is nested too deeply") from None
+    require_characters(found, kind)
+    return found
+
+
+def require_characters(value: Any, where: str) -> None:
+    """Raises GrammarError for half of a surrogate pair: it is no character, and an error about it could not be sent."""
+    for text in _texts(value):
+        if found := _SURROGATE.search(text):
+            escape = f"\\u{ord(found[0]):04x}"
+            raise GrammarError(f"{where}: {escape} is half of a surrogate pair, which is no character")
 
 
 def checked_schema(schema: Any, keywords: Mapping[str, Rule], library: str, place: str = "") -> dict[str, Any]:
@@ -200,7 +212,8 @@ def written_exactly(keyword: str) -> Rule:
     """For `const` and `enum`: control characters without a short escape are not written."""
 
     def rule(node: Node) -> str | None:
-        if any(ord(character) < 32 and character not in _WRITABLE for character in _texts(node[keyword])):
+        characters = chain.from_iterable(_texts(node[keyword]))
+        if any(ord(character) < 32 and character not in _WRITABLE for character in characters):
             return "it contains control characters, which are not written"
         return None
 
@@ -332,12 +345,14 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield from value
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from key
-            yield from _texts(item)
+    """The strings in a value of JSON, keys included."""
+    waiting = [value]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, str):
+            yield found
+        elif isinstance(found, list):
+            waiting += found
+        elif isinstance(found, dict):
+            yield from found
+            waiting += found.values()

@@ -63,6 +63,9 @@ class XgrammarLibrary(GrammarLibrary):
         self._lock = Lock()  # of the dict
         self._filler = xgrammar.BatchGrammarMatcher(max_threads=threads)
 
+    def prepare(self, eos_token_ids: tuple[int, ...]) -> None:
+        self._compiler_of(eos_token_ids)
+
     def compile(self, spec: GrammarSpec, eos_token_ids: tuple[int, ...]) -> Grammar:
         if len(spec.text) > MOST_CHARACTERS:
             raise GrammarError(f"{spec.kind}: {len(spec.text)} characters are more than {MOST_CHARACTERS} for {NAME}")

@@ -73,6 +73,10 @@ class Tokenizer:
         (encoded,) = self.backend.encode_batch([text], add_special_tokens=special_tokens)  # `encode` keeps the GIL
         return encoded.ids
 
+    def encode_each(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Token ids of each text, as `encode` finds them, without special tokens around it."""
+        return [tuple(encoded.ids) for encoded in self.backend.encode_batch(list(texts), add_special_tokens=False)]
+
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of all tokens together; `skip_special`: without special tokens."""
         shown = [token for token in tokens if token not in self.special_ids] if skip_special else list(tokens)

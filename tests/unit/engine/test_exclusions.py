@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,6 +108,16 @@ def test_state_that_followed_an_answer_equals_state_made_for_it_anew(
         kept_on.apply(followed, output[:count])
         Exclusions(sampling, prompt).apply(anew, output[:count])
         assert torch.equal(followed, anew)
+
+
+def test_long_n_grams_in_a_prompt_that_repeats_one_token_take_no_time() -> None:
+    exclusions = Exclusions(SamplingParams(max_tokens=50, no_repeat_ngram_size=5000), [3] * 10_000)
+    began_s = time.thread_time()
+    for count in range(20):
+        logits = torch.zeros(VOCAB)
+        exclusions.apply(logits, [3] * count)
+        assert kept(logits) == set(range(VOCAB)) - {3}
+    assert time.thread_time() - began_s < 1
 
 
 SAMPLINGS: tuple[dict[str, Any], ...] = (

@@ -118,6 +118,18 @@ def test_addresses_that_are_not_used_are_no_reason_to_refuse() -> None:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(("kind", "text"), [
+    (JSON, r'{"properties": {"\ud800": {"not": {}}}}'), (GrammarKind.CHOICE, r'["\udfff"]'),
+    (TAG, r'{"format": {"type": "json_schema", "json_schema": {"items": {"$ref": "#/\udc00"}}}}'),
+    (GRAMMAR, r'start: %json {"properties": {"\ud800": {"not": {}}}}'),
+])  # fmt: skip
+def test_half_a_surrogate_pair_is_refused_in_words_that_can_be_sent(kind: GrammarKind, text: str, library: str) -> None:
+    reason = found(kind, text, "1", library)
+    assert refused(reason, "half of a surrogate pair") or (library == "xgrammar" and refused(reason, "%json: "))
+    str(reason).encode()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_schemas_within_lark_are_checked(library: str) -> None:
     text = 'start: "x"\n  %json {"type": "object",\n "minProperties": 2}'
     place = "the %json at line 2, column 8: minProperties at /" if library == "llguidance" else "%json: "
@@ -201,7 +213,13 @@ def test_dates_and_times_exist(kind: str, text: str, right: bool) -> None:
     "schema", [{"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}]
 )
 def test_what_nothing_satisfies_is_refused_before_an_answer_begins(schema: dict[str, Any]) -> None:
-    assert refused(found(JSON, schema, "1"), "json: no answer can begin")
+    assert refused(found(JSON, schema, "1"), "json: no answer can begin: nothing satisfies it")
+
+
+def test_an_error_in_the_pattern_between_tokens_names_it() -> None:
+    for schema in ({"type": "object"}, {"type": "array", "items": {"type": "string"}}):
+        with pytest.raises(GrammarError, match=r"unclosed character class \(in whitespace_pattern\)"):
+            tiny_grammars("llguidance").compile(GrammarSpec(JSON, json.dumps(schema), "["), (0,))
 
 
 # ---- GBNF

@@ -4,55 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from threading import Event
 
 import pytest
 
 from alignedserve.errors import ConfigError, GrammarError
 from alignedserve.grammar import compiled
-from alignedserve.grammar.base import Bits, Grammar, GrammarLibrary, Matcher
 from alignedserve.grammar.compiled import Grammars, grammar_library
 from alignedserve.metrics import Page
 from alignedserve.request import GrammarKind, GrammarSpec, SamplingParams
-from support.grammars import EOS, VOCAB_SIZE, tiny_tokenizer
+from support.grammars import EOS, LIBRARIES, VOCAB_SIZE, Anything, SlowLibrary, tiny_tokenizer
 
 ENDS = (EOS,)
 
 
 def spec(text: str) -> GrammarSpec:
     return GrammarSpec(GrammarKind.REGEX, text)
-
-
-class Anything(Matcher, Grammar):
-    def matcher(self) -> Matcher:
-        return self
-
-    def accept(self, token_ids: Sequence[int]) -> None: ...
-
-
-class Panic(BaseException):
-    """As pyo3's PanicException, which is no Exception."""
-
-
-class SlowLibrary(GrammarLibrary):
-    """Compiles "slow…" once `go` is set, fails for "bad…", and else compiles at once."""
-
-    def __init__(self) -> None:
-        self.go, self.compiled = Event(), [""]
-
-    def compile(self, spec: GrammarSpec, eos_token_ids: tuple[int, ...]) -> Grammar:
-        self.compiled.append(spec.text)
-        if spec.text.startswith("slow"):
-            self.go.wait(30)
-        if spec.text.startswith("bad"):
-            raise RuntimeError("a message\n  of the library")
-        if spec.text.startswith("panic"):
-            raise Panic("a message\n  of the library")
-        return Anything()
-
-    def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
-        bits[:] = -1
 
 
 async def test_what_takes_too_long_is_refused_and_others_go_on() -> None:
@@ -76,14 +42,38 @@ async def test_what_takes_too_long_is_refused_and_others_go_on() -> None:
     assert grammars.meter.refused >= compiled.THREADS
 
 
-async def test_time_in_the_queue_is_not_counted() -> None:
+async def test_time_in_the_queue_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_slowly(spec: GrammarSpec, eos_token_ids: tuple[int, ...]) -> Anything:
+        time.sleep(0.3)
+        return Anything()
+
     library = SlowLibrary()
-    grammars = Grammars(library, limit_s=0.3)
-    first = [asyncio.create_task(grammars.ready(spec(f"slow{n}"), ENDS)) for n in range(compiled.THREADS)]
-    waits = asyncio.create_task(grammars.ready(spec("quick"), ENDS))
-    asyncio.get_running_loop().call_later(0.25, library.go.set)
-    assert isinstance(await waits, Anything)
-    assert all(isinstance(found, Anything) for found in await asyncio.gather(*first))
+    monkeypatch.setattr(library, "compile", compile_slowly)
+    grammars = Grammars(library, limit_s=0.8)
+    three_rounds = [spec(str(number)) for number in range(3 * compiled.THREADS)]  # the last ends after 0.9 s
+    found = await asyncio.gather(*(grammars.ready(one, ENDS) for one in three_rounds))
+    assert all(isinstance(one, Anything) for one in found)
+
+
+async def test_time_to_prepare_the_tokenizer_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SlowLibrary()
+    prepared: list[tuple[int, ...]] = []
+
+    def prepare(eos_token_ids: tuple[int, ...]) -> None:
+        time.sleep(0.2)
+        prepared.append(eos_token_ids)
+
+    monkeypatch.setattr(library, "prepare", prepare)
+    assert isinstance(await Grammars(library, limit_s=0.1).ready(spec("quick"), ENDS), Anything)
+    assert prepared == [ENDS]
+
+
+def test_libraries_prepare_what_they_compile_with() -> None:
+    for name in LIBRARIES:
+        library = grammar_library(name, tiny_tokenizer(), VOCAB_SIZE)
+        library.prepare(ENDS)
+        with pytest.raises(GrammarError, match="needs a model with an end token"):
+            library.prepare(())
 
 
 async def test_requests_that_share_a_grammar_compile_it_once() -> None:
@@ -134,6 +124,9 @@ def test_the_texts_of_kept_grammars_are_bounded_together(monkeypatch: pytest.Mon
         grammars.compile(spec(sign * 40), ENDS)
     assert grammars.known(spec("a" * 40), ENDS) is None
     assert grammars.known(spec("c" * 40), ENDS) is not None
+    grammars.compile(spec("d" * 101), ENDS)
+    assert grammars.known(spec("c" * 40), ENDS) is None
+    assert grammars.known(spec("d" * 101), ENDS) is not None, "the last one is kept"
 
 
 def test_what_is_counted() -> None:

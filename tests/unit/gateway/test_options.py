@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -66,6 +67,21 @@ async def test_a_bad_word_is_forbidden_at_the_beginning_and_after_a_space(front:
     spaced = [ids for bare, ids in (expected[:2], expected[2:]) if len(ids) == len(bare) and ids[0] != bare[0]]
     assert {tuple(ids) for ids in spaced} <= set(spec.sampling.bad_words)
     assert spaced
+
+
+async def test_words_are_tokenised_once_for_all_prompts(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Sequence[str]] = []
+    own = Tokenizer.encode_each
+
+    def counted(text: Tokenizer, words: Sequence[str]) -> list[tuple[int, ...]]:
+        asked.append(words)
+        return own(text, words)
+
+    monkeypatch.setattr(Tokenizer, "encode_each", counted)
+    specs = await front.submit(COMPLETIONS, {"prompt": ["a", "b", "c"], "bad_words": ["list"], "min_length": 3})
+    assert asked == [["list", " list"]]
+    assert len(specs) == len({spec.sampling.seed for spec in specs}) == 3
+    assert {spec.sampling.bad_words for spec in specs} == {specs[0].sampling.bad_words}
 
 
 async def test_defaults_of_a_model_hold_until_a_request_sets_them(front: Front) -> None:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from alignedserve.errors import InvalidRequestError
-from alignedserve.gateway.body.requests import parse_chat, parse_completion
-from alignedserve.request import GrammarKind
+from alignedserve.gateway.body.planning import CallPlan, PromptPlan, ServedModel
+from alignedserve.gateway.body.requests import ReplyOptions, parse_chat, parse_completion
+from alignedserve.gateway.grpc_service import body_of
+from alignedserve.gateway.ledger.calls import Call
+from alignedserve.gateway.ledger.resume import with_resume
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import inference_pb2 as inf
+from alignedserve.request import FinishReason, GrammarKind, GrammarSpec, SamplingParams
+from support.fake_cluster import fake_model_info
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 JSON, REGEX, CHOICE, GRAMMAR, TAG, *_ = GrammarKind
@@ -119,5 +127,29 @@ def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
     for _ in range(400):
         deep = {"items": deep}
     for fields in ({"guided_json": deep}, {"response_format": {"type": "json_object", "schema": deep}}):
-        with pytest.raises(InvalidRequestError, match=r"json: it cannot be read"):
+        with pytest.raises(InvalidRequestError, match=r"json: it cannot be read") as caught:
             parse_chat({"messages": MESSAGES, **fields}).grammar_spec()
+        assert caught.value.param == next(iter(fields))
+
+
+def test_choices_in_grpc_that_are_nested_too_deeply_are_refused() -> None:
+    request = inf.GenerateRequest(prompt="hi", grammar=pb.Grammar(kind=CHOICE, text="[" * 100_000))
+    with pytest.raises(InvalidRequestError, match="must be a JSON list"):
+        body_of(request)
+
+
+def test_an_answer_that_its_grammar_ended_before_min_tokens_does_not_go_on() -> None:
+    """Its client resumes it, or a process dies, without having told of the end."""
+    ends: dict[str, Any] = {"eos_token_ids": (5,), "stop_token_ids": (7,), "min_tokens": 4, "max_tokens": 20}
+    bound = SamplingParams(grammar=GrammarSpec(REGEX, "a"), **ends)
+    model = ServedModel("tiny", None, None, info=fake_model_info())
+    for tokens, sampling, ended in (
+        ([9, 5], bound, True), ([9, 9, 7], bound, False), ([9, 9, 9, 7], bound, True),
+        ([9, 5], replace(bound, grammar=None), False), ([9, 9, 9, 9, 5], replace(bound, grammar=None), True),
+    ):  # fmt: skip
+        plan = CallPlan("call", (PromptPlan((1,), sampling),), ReplyOptions())
+        resume = inf.GenerateRequest(seed=1, resume=[inf.Delivered(token_ids=tokens)])
+        (delivered,) = with_resume(plan, resume, model).resume
+        (answer,) = Call(plan).answers
+        answer.tokens += tokens
+        assert delivered.finish is answer.finished_unsaid() is (FinishReason.STOP if ended else None)

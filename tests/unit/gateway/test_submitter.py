@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
+from alignedserve.control.convert import key_from_proto, keys_to_proto
 from alignedserve.gateway.body.planning import CallPlan, PromptPlan
 from alignedserve.gateway.body.requests import ReplyOptions
 from alignedserve.gateway.ledger import submitter
 from alignedserve.gateway.ledger.calls import Answer, Call
 from alignedserve.gateway.ledger.submitter import Submitter
+from alignedserve.gateway.spec_source import SpecSource
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2 as gw
-from alignedserve.request import RequestKey, SamplingParams
+from alignedserve.request import GrammarKind, GrammarSpec, RequestKey, SamplingParams
 
 
 class Port:
@@ -64,6 +67,22 @@ def test_prompts_are_sent_until_one_has_waited_and_again_once_one_has_not(monkey
     assert sends(port, submits, again) == []
     monkeypatch.setattr(submitter, "_MOST_SENT_TOKENS", 9)
     assert sends(port, submits, answers()) == []
+
+
+async def test_large_grammars_are_read_in_messages_of_a_bounded_size() -> None:
+    """gRPC refuses messages of 64 MiB, and a reader asks for many requests at once."""
+    port, submits = Port(), Submitter()
+    submits.attach(port)
+    grammar = GrammarSpec(GrammarKind.REGEX, "a" * (1 << 20))
+    plan = CallPlan("call", (PromptPlan((1,), SamplingParams(grammar=grammar)),), ReplyOptions(), n=16)
+    group = Call(plan).answers
+    assert sends(port, submits, group) == []
+    by_key = {answer.key: answer for answer in group}
+    ledger = SimpleNamespace(specs=lambda keys: submits.specs([by_key[key] for key in keys]))
+    source = SpecSource(ledger)  # type: ignore[arg-type]
+    read = [message async for message in source.ReadSpecs(keys_to_proto(by_key), None)]  # type: ignore[arg-type]
+    assert [key_from_proto(spec.key) for message in read for spec in message.requests] == list(by_key)
+    assert max(message.ByteSize() for message in read) < 8 << 20
 
 
 def test_what_is_sent_is_what_would_be_read() -> None:

@@ -176,6 +176,12 @@ def test_the_oldest_committed_requests_are_dropped() -> None:
     assert [last.take(pooled(committed(name, 10))) is not None for name in "abcd"] == [False, True, True, True]
     last.note(committed("e", 31))
     assert last.take(pooled(committed("e", 31))) is None
+    last = LastCommitted(most_tokens=30)
+    for name in "ab":
+        bound = committed(name, 1)
+        bound.spec.sampling.grammar.text = "x" * 20
+        last.note(bound)
+    assert [last.take(pooled(committed(name, 1))) is not None for name in "ab"] == [False, True]
     last = LastCommitted(most_requests=1)
     last.note(committed("a", 1))
     last.note(committed("b", 1))

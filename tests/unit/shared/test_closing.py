@@ -54,6 +54,7 @@ def closed(schema: Any) -> list[str]:
         ({"properties": {"a": OPEN}, "anyOf": [{"properties": {"a": {"required": ["c"]}}}]}, []),
         ({"properties": {"next": {"$ref": "#"}}}, ["/"]),
         ({"$ref": "#/$defs/open", **DEFS}, ["/$defs/open"]),
+        ({"$ref": "#/$defs/a%20b", "$defs": {"a b": OPEN}}, ["/$defs/a%20b"]),
         ({"$ref": "#/nowhere"}, []),
     ],
 )  # fmt: skip

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from alignedserve.config import DecodeConfig
+from alignedserve.grammar.compiled import Grammars
+from alignedserve.proto import common_pb2 as pb
+from support.grammars import SlowLibrary
 from support.scripted_cell import Client, ScriptedCell
 from support.scripted_decode import Script
 
@@ -55,6 +60,27 @@ def test_an_iteration_is_launched_before_the_tokens_of_the_last_are_known() -> N
     cell.settle()
     cell.check_ended()
     assert cell.engine.needless == 0  # it ends by its length, which is known in advance
+
+
+def test_requests_go_on_while_the_grammar_of_another_is_compiled() -> None:
+    cell, library = cell_of(script(0)), SlowLibrary()
+    cell.loop._grammars = Grammars(library)
+    bound = cell.add(script(1))
+    bound.stored.spec.sampling.grammar.CopyFrom(pb.Grammar(kind="regex", text="slow"))
+    cell.offer(bound)
+    for _ in range(6):
+        cell.turn()
+        while cell.pulls:
+            cell.end_pull()
+    assert len(client(cell, 0).tokens) > 4
+    assert len(bound.tokens) == 1, "it joined before its grammar was compiled"
+    library.go.set()
+    for _ in range(100):
+        if cell.loop._held[bound.script.key].live is None:
+            time.sleep(0.01)
+            cell.turn()
+    cell.settle()
+    cell.check_ended()
 
 
 def test_without_overlap_each_turn_gives_its_own_tokens() -> None:
