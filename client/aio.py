@@ -30,6 +30,7 @@ from alignedserve.client.tasks import run_batch
 from alignedserve.client.tool_methods import AsyncToolMethods
 from alignedserve.client.types import Chunk, ClientTimings, Completion, ModelCard
 from alignedserve.errors import AlignedServeError, CancelledError
+from alignedserve.grpc_poller import keep_poller
 from alignedserve.proto.inference_pb2 import GenerateChunk
 
 Result = TypeVar("Result")
@@ -352,6 +353,7 @@ class AsyncClient(AsyncToolMethods):
         return method(call.message, timeout=call.timeout_s, metadata=call.metadata)
 
     def _open(self, address: str) -> grpc.aio.Channel:
+        keep_poller()
         credentials, options = self._transport.credentials(), self._transport.options(address)
         if credentials is None:
             return grpc.aio.insecure_channel(address, options=options)

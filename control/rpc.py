@@ -16,6 +16,7 @@ import grpc
 from alignedserve.cancellation import task_is_cancelled
 from alignedserve.control.tls import tls_files
 from alignedserve.errors import UnavailableError
+from alignedserve.grpc_poller import keep_poller
 
 Message = TypeVar("Message")
 
@@ -68,6 +69,7 @@ class RpcServer:
 
     def __init__(self, token: str, host: str = "127.0.0.1") -> None:
         self._host = host
+        keep_poller()
         self._server = grpc.aio.server(interceptors=[_TokenCheck(token)], options=_OPTIONS)
 
     def add(self, register: Callable[[Any, Any], None], servicer: object) -> None:
@@ -134,6 +136,7 @@ def open_channel(address: str, token: str) -> TokenChannel:
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),
     ]
+    keep_poller()
     tls = tls_files()
     if tls is None:
         return TokenChannel(grpc.aio.insecure_channel(address, options=options), token)

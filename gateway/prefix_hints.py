@@ -41,7 +41,7 @@ class PrefixHints:
         }
         for pool_id in [name for name, (address, _) in self._shards.items() if addresses.get(name) != address]:
             await self._shards.pop(pool_id)[1].close()
-        for pool_id in addresses.keys() - self._shards.keys():
+        for pool_id in sorted(addresses.keys() - self._shards.keys()):
             self._shards[pool_id] = addresses[pool_id], open_channel(addresses[pool_id], self._token)
 
     async def add(self, plan: CallPlan) -> CallPlan:

@@ -14,7 +14,7 @@ from setuptools.command.build_py import build_py
 HERE = Path(__file__).resolve().parent
 TREE = HERE.parents[1]
 PATH = HERE / "alignedserve_client/path"
-SHARED = ("__init__.py", "cancellation.py", "errors.py", "py.typed")
+SHARED = ("__init__.py", "cancellation.py", "errors.py", "grpc_poller.py", "py.typed")
 MESSAGES = ("common_pb2", "inference_pb2", "inference_pb2_grpc")
 
 
