@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import statistics
@@ -75,7 +76,7 @@ class Conversations:
         self._options = options
         self._draw = random.Random(seed)
         self._system = self._tokens(options.system)
-        self._places = asyncio.Semaphore(options.at_once)
+        self._places = asyncio.Semaphore(options.at_once if not options.rate else options.conversations)
         self.result = Round(ideal_tokens=ideal(options))
 
     def _tokens(self, count: int) -> list[int]:
@@ -85,23 +86,27 @@ class Conversations:
         before = value(server.metrics(), HITS)
         said = [[self._tokens(self._options.message) for _ in range(self._options.turns)]
                 for _ in range(self._options.conversations)]  # fmt: skip
+        starts_s = [0.0] * len(said)
+        if self._options.rate:
+            starts_s = list(itertools.accumulate(self._draw.expovariate(self._options.rate) for _ in said))
         prefixes = [self._tokens(self._options.system) if self._options.unique else self._system for _ in said]
         began_s = time.perf_counter()
         async with AsyncClient(server.grpc_address, timeout_s=3600.0) as client:
-            await asyncio.gather(*(self._one(client, *both) for both in zip(prefixes, said, strict=True)))
+            await asyncio.gather(*(self._one(client, *all_of) for all_of in zip(starts_s, prefixes, said, strict=True)))
         self.result.seconds = time.perf_counter() - began_s
         self.result.hit_tokens = value(server.metrics(), HITS) - before
         return self.result
 
-    async def _one(self, client: AsyncClient, prefix: list[int], messages: list[list[int]]) -> None:
+    async def _one(self, client: AsyncClient, start_s: float, prefix: list[int], messages: list[list[int]]) -> None:
+        await asyncio.sleep(start_s)
         async with self._places:
             prompt = list(prefix)
             for turn, message in enumerate(messages):
-                prompt += message if not self._options.unique else self._tokens(len(message))
+                await asyncio.sleep(self._options.pause if turn else 0.0)
+                prompt += message
                 if self._options.unique:
                     prompt = self._tokens(len(prompt))
-                answer = await self._turn(client, prompt, self.result.later_s if turn else self.result.first_s)
-                prompt += answer
+                prompt += await self._turn(client, prompt, self.result.later_s if turn else self.result.first_s)
 
     async def _turn(self, client: AsyncClient, prompt: list[int], first_s: list[float]) -> list[int]:
         answer: list[int] = []
@@ -173,7 +178,9 @@ def main() -> int:
     parser.add_argument("--model", default="tiny", help="tiny, 134m (drawn here), or a folder")
     parser.add_argument("--conversations", type=int, default=200)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--at-once", type=int, default=32, help="conversations under way")
+    parser.add_argument("--at-once", type=int, default=32, help="conversations under way, without --rate")
+    parser.add_argument("--rate", type=float, default=0.0, help="conversations that begin in a second")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between an answer and the next turn")
     parser.add_argument("--system", type=int, default=1000, help="tokens of the shared system prompt")
     parser.add_argument("--message", type=int, default=40, help="new tokens of each turn")
     parser.add_argument("--answer", type=int, default=32, help="tokens generated in each turn")

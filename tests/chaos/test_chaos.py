@@ -15,6 +15,7 @@ import sys
 import pytest
 
 from alignedserve.cluster.cli.serve_process import ServeProcess
+from alignedserve.control.samples import value
 from alignedserve.testing.reference import random_prompts
 from support.chaos import HEADER, Chaos, Round, table
 from support.chaos_asks import Ask, mixed
@@ -23,18 +24,19 @@ STREAMS = 32
 ROLES = ("decode", "prefill", "kv_pool", "scheduler", "gateway", "supervisor", "node_agent")
 SHORT_ROLES = ("decode", "scheduler", "gateway")
 VOCABULARY = 2000
-LONGEST_GAP_S = {"spare": 2.0, "alone": 8.0}
+LONGEST_GAP_S = {"spare": 2.0, "alone": 8.0, "cached": 8.0}
 RANDOM_STRIKES = 20
 STOPPED_REPLACED_S = 10.0
 
 pytestmark = pytest.mark.cluster
 
 
-def asks(seed: int) -> list[Ask]:
-    """Short and long prompts, and one with several chunks."""
+def asks(seed: int, shared_tokens: int = 0) -> list[Ask]:
+    """Short and long prompts, and one with several chunks. Every second one begins with the same `shared_tokens`."""
     draw = random.Random(seed)
     lengths = [draw.choice([1, 8, 20, 40, 90, 200]) for _ in range(STREAMS - 1)]
-    return mixed(random_prompts([*lengths, 600], VOCABULARY, seed=seed))
+    shared, *prompts = random_prompts([shared_tokens, *lengths, 600], VOCABULARY, seed=seed)
+    return mixed([shared + prompt if number % 2 else prompt for number, prompt in enumerate(prompts)])
 
 
 async def strike_each(chaos: Chaos, strikes: list[tuple[str, int]]) -> list[Round]:
@@ -80,22 +82,30 @@ def test_whichever_process_is_killed_no_stream_loses_or_repeats_a_token() -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("shape", ["alone", "spare"])
+@pytest.mark.parametrize("shape", ["alone", "spare", "cached"])
 def test_every_role_is_struck_and_then_any(shape: str) -> None:
-    arguments = {"alone": [], "spare": ["--prefill", "2", "--decode", "2", "--set", "supervisor.spares=1"]}[shape]
+    arguments = {
+        "alone": [],
+        "spare": ["--prefill", "2", "--decode", "2", "--set", "supervisor.spares=1"],
+        "cached": ["--prefix-cache", "--verify-kv"],
+    }[shape]
     draw = random.Random(7)
     strikes = [(role, signal.SIGKILL) for role in ROLES]
     strikes += [(draw.choice(ROLES), draw.choice([signal.SIGKILL, signal.SIGSTOP])) for _ in range(RANDOM_STRIKES)]
 
+    sent = asks(2, 500 if shape == "cached" else 0)
+
     async def run(server: ServeProcess) -> list[Round]:
-        async with Chaos(server.url, server.grpc_address, asks(2), max_tokens=160, seed=2) as chaos:
+        async with Chaos(server.url, server.grpc_address, sent, max_tokens=160, seed=2) as chaos:
             return await strike_each(chaos, strikes)
 
     command = ("--model", "tiny", "--dtype", "float32", "--set", "gateway.replicas=2", *arguments)
     with ServeProcess(*command) as server:
         rounds = asyncio.run(run(server))
         server.check_integrity()
+        hits = value(server.metrics(), "alignedserve_prefix_cache_hit_tokens_total") if shape == "cached" else 0
     show(rounds)
+    assert bool(hits) == (shape == "cached")
     require_exact(rounds)
     killed = [one for one in rounds if one.strike is not None and one.strike.how == "SIGKILL"]
     stopped = [one for one in rounds if one.strike is not None and one.strike.how == "SIGSTOP"]
