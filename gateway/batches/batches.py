@@ -124,9 +124,11 @@ class BatchStore:
             row = self._db.row(query, now_s, *OPEN, *OPEN, now_s)
             if row is None:
                 return None
+            late = row["status"] == BatchStatus.VALIDATING and now_s >= row["expires_s"]
             self._db.write(
-                "UPDATE batches SET holder = ?, lease_s = ?, epoch = epoch + 1 WHERE number = ?",
-                *(holder, now_s + lease_s, row["number"]),
+                """UPDATE batches SET holder = ?, lease_s = ?, epoch = epoch + 1, overdue = max(overdue, ?)
+                WHERE number = ?""",
+                *(holder, now_s + lease_s, int(late), row["number"]),
             )
             return Claim.of(self._by_number(row["number"]))
 

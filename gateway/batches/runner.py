@@ -113,6 +113,10 @@ class BatchRunner:
 
     async def _validate(self) -> None:
         claim = self.claim
+        if claim.overdue:  # it could not be read all this time
+            message = "the input file could not be validated within the completion window"
+            await self._fail([{"code": BatchExpiredError.code, "message": message, "param": None, "line": None}])
+            return
         try:
             validator = await asyncio.to_thread(
                 Validator, self._path, claim.endpoint, self._model, self._most_lines, self._most_bytes

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from alignedserve.gateway.batches.batches import WINDOW_S, Claim
 from alignedserve.gateway.batches.database import Database, file_system
 from alignedserve.gateway.batches.files import STRAY_AFTER_S, FileStore, QuotaError
 from alignedserve.gateway.batches.responses import MOST_AT_ONCE, ResponseStore
+from alignedserve.gateway.batches.runner import BatchRunner
 from alignedserve.gateway.batches.states import BatchStatus
 from alignedserve.gateway.failures import NotPossibleError
+from alignedserve.gateway.metrics import GatewayMetrics
 from support.batch_store import ALICE, BOB, DAY_S, ENDPOINT, KEEP_S, LEASE_S, Clock, Store, lines
 
 
@@ -308,6 +311,31 @@ def test_a_batch_expires_after_its_window(store: Store, clock: Clock) -> None:
     store.batches.record(claim, lines(0, 1, failed=True))
     assert store.batches.finish(claim) is BatchStatus.EXPIRED
     assert status_of(store, claim) == "expired"
+
+
+async def test_a_batch_that_cannot_be_validated_fails_after_its_window(store: Store, clock: Clock) -> None:
+    """Its file may be unreadable: each try ends with an error, and another one follows when the lease has run out."""
+
+    async def call(method: Callable[..., Any], *arguments: Any) -> Any:
+        return method(*arguments)
+
+    async def run() -> Claim:
+        claim = store.batches.claim("gateway", LEASE_S)
+        assert claim is not None
+        nothing: Any = None
+        folder = store.database.folder  # reading it fails
+        limits: dict[str, Any] = {"model": "m", "most_lines": 9, "most_bytes": 99}
+        await BatchRunner(claim, store.batches, call, folder, nothing, nothing, GatewayMetrics("g"), **limits).run()
+        return claim
+
+    store.batches.create(ALICE, ENDPOINT, store.upload().id, {})
+    claim = await run()
+    assert status_of(store, claim) == "validating"
+    clock.now_s += WINDOW_S
+    assert (await run()).id == claim.id
+    assert status_of(store, claim) == "failed"
+    (error,) = store.batches.get(claim.id, ALICE)["errors"]["data"]
+    assert error["code"] == "batch_expired"
 
 
 def test_a_death_between_any_two_writes_loses_nothing(
