@@ -201,9 +201,8 @@ def test_the_wheel_holds_the_trees_files_of_the_client_and_no_others(wheel: Path
     inside = "alignedserve_client/path/alignedserve/"
     held = {name.removeprefix(inside): archive.read(name) for name in archive.namelist() if name.startswith(inside)}
     shared = ROOT / "src/alignedserve"
-    wanted = {
-        name: (shared / name).read_bytes() for name in ("__init__.py", "cancellation.py", "errors.py", "py.typed")
-    }
+    names = ("__init__.py", "cancellation.py", "errors.py", "grpc_poller.py", "py.typed")
+    wanted = {name: (shared / name).read_bytes() for name in names}
     wanted |= {f"client/{file.name}": file.read_bytes() for file in (ROOT / "client").glob("*.py")}
     messages = ("__init__.py", "common_pb2.py", "common_pb2.pyi", "inference_pb2.py", "inference_pb2.pyi")
     for name in (*messages, "inference_pb2_grpc.py"):

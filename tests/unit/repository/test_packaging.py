@@ -68,7 +68,7 @@ RAY_ROOMS = (
     "cluster/",
     "gateway/serve/",
 )
-GRPC_ROOMS = (PROCESS_ROOM, "cluster/", "control/", "gateway/", "client/", "proto/")
+GRPC_ROOMS = (PROCESS_ROOM, "cluster/", "control/", "gateway/", "client/", "proto/", "src/alignedserve/grpc_poller.py")
 HEAVY = ("torch", "transformers", "ray")
 
 
