@@ -18,7 +18,7 @@ from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler.core import actions, events
 from alignedserve.scheduler.core.pairing import pair_up
 from alignedserve.scheduler.core.scheduler_core import SchedulerCore
-from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.simulator.clock import Clock
 from alignedserve.simulator.decode import SimulatedDecode
@@ -26,6 +26,7 @@ from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.host import OnHardware
 from alignedserve.simulator.pool import Pool
 from alignedserve.simulator.prefill import SimulatedPrefill
+from alignedserve.simulator.prefixes import SimulatedPrefixes
 from alignedserve.simulator.report.results import RequestResult
 from alignedserve.simulator.requests import Replayed
 from alignedserve.simulator.sizes import Sizes
@@ -68,6 +69,15 @@ class Cell(OnHardware):
         self._moved_s = 0.0  # when anything but time last changed the core
         self._starting = True
         self.pool = Pool(self, self.sizes.pool)
+        self.prefixes: SimulatedPrefixes | None = None
+        if config.kv_pool.prefix_cache and workload.block_tokens:
+            self.prefixes = SimulatedPrefixes(
+                config.kv_pool.cache_policy,
+                lambda tokens: costs[0].step_s([ChunkShape(tokens, 0)], ()),
+                workload.block_tokens,
+                self.sizes.pool,
+                hardware.block_size,
+            )
         prefill, decode = config.cluster.prefill, config.cluster.decode
         gap_s = hardware.host_overhead_s + iteration_gap_s
         self.prefills = {
@@ -235,6 +245,7 @@ class Cell(OnHardware):
             gateway_id=GATEWAY,
             wait_objective_s=request.arrival.wait_objective_s,
             priority=request.arrival.priority,
+            cached=() if self.prefixes is None else ((self.pool.name, self.prefixes.match(request.arrival)),),
         )
         self.tell(events.Submitted((meta,)))
 
@@ -245,6 +256,8 @@ class Cell(OnHardware):
     def end(self, request: Replayed) -> None:
         """The request has ended now. In a closed loop its client sends the next one."""
         request.end(self.clock.now_s)
+        if self.prefixes is not None:
+            self.prefixes.release(request.key)
         if self._clients:
             self._plan_arrival()
 
@@ -264,6 +277,8 @@ class Cell(OnHardware):
     def check_nothing_is_left(self) -> None:
         """Every request has all its tokens or was refused, and no store holds anything. Raises AccountingError."""
         self.core.check_integrity()
+        if self.prefixes is not None:
+            self.prefixes.check_integrity()
         for arrival in self._arrivals:
             request = self.requests[arrival.request_id]
             wanted = 0 if request.result.refused else arrival.output_tokens

@@ -124,6 +124,9 @@ def _counters(cell: Cell) -> dict[str, float]:
     counters["prefill_passes"] = sum(len(prefill.steps) for prefill in cell.prefills.values())
     counters["core_events"] = cell.core.events_handled
     counters["bypassed_prefetch"] = cell.core.bypassed_prefetch
+    if cell.prefixes is not None:
+        counters["prefix_queried_tokens"] = cell.prefixes.queried_tokens
+        counters["prefix_hit_tokens"] = cell.prefixes.hit_tokens
     counters["refused"] = sum(bool(request.refused) for request in _results(cell))
     for name in ("from_pool", "to_pool", "from_peers", "to_peers"):
         links = [getattr(part, name) for part in (*cell.prefills.values(), *cell.decodes.values())]

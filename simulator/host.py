@@ -17,6 +17,7 @@ from alignedserve.simulator.requests import Replayed
 if TYPE_CHECKING:
     from alignedserve.simulator.decode import SimulatedDecode
     from alignedserve.simulator.pool import Pool
+    from alignedserve.simulator.prefixes import SimulatedPrefixes
     from alignedserve.simulator.sizes import Sizes
 
 
@@ -31,6 +32,7 @@ class Host(Protocol):
     clock: Clock
     counters: Counter[str]
     pool: Pool
+    prefixes: SimulatedPrefixes | None
 
     @property
     def decodes(self) -> Mapping[str, SimulatedDecode]: ...

@@ -93,6 +93,8 @@ class Pool:
         """Drop a copy. A waiting write stays and will write everything: its request may have been evicted meanwhile."""
         self.blocks.release_all(key)
         self.copies.pop(key, None)
+        if self._cell.prefixes is not None:
+            self._cell.prefixes.release(key)
 
     def _kept(self, key: RequestKey) -> int:
         """Full blocks of the existing copy. The last, partly filled block is written again beside the old one."""
@@ -132,12 +134,16 @@ class Pool:
             had = len(self.blocks.blocks_of(key)) - len(write.fresh)
             self.blocks.release(self.blocks.blocks_of(key)[kept:had], key)
             self.copies[key] = write.kv_tokens
+            if self._cell.prefixes is not None:
+                self._cell.prefixes.commit(key, self._cell.request(key).arrival)
             write.then(len(write.fresh))
         write.writer.report()
         self._changed()
         self._serve()
 
     def _changed(self) -> None:
+        if self._cell.prefixes is not None:
+            self._cell.prefixes.trim(self.blocks.free_blocks)
         owned = self.blocks.owned_blocks
         if abs(owned - self.occupancy[-1][1]) * 100 > self.blocks.capacity:
             self.occupancy.append((self._cell.clock.now_s, owned))

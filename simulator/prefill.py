@@ -70,14 +70,30 @@ class SimulatedPrefill:
     # prefill
 
     def start(self, action: StartPrefill) -> None:
+        prefixes = self._cell.prefixes
         for key in action.keys:
-            request = self._cell.request(key)
-            self.chunks.add(key, request.prefix_tokens, action.base_tokens, rank_of(request.arrival.priority))
+            request, base_tokens = self._cell.request(key), action.base_tokens
+            if prefixes is not None and not base_tokens:
+                base_tokens = prefixes.hold(key, request.arrival)
+            self.chunks.add(key, request.prefix_tokens, base_tokens, rank_of(request.arrival.priority))
+        self._compute()
+
+    def _fetch(self, key: RequestKey) -> None:
+        """Copy the first part of a prompt, which the pool has."""
+        cell = self._cell
+        blocks = cell.blocks_for(self.chunks.start_of(key))
+        done_s = transfer(cell.clock.now_s, blocks * cell.block_bytes, self.from_pool)
+        cell.clock.at(done_s, self._fetched, key)
+
+    def _fetched(self, key: RequestKey) -> None:
+        self.chunks.fetched(key)
         self._compute()
 
     def _compute(self) -> None:
         config, clock = self._cell.config.prefill, self._cell.clock
         plan = [] if self._busy else self.chunks.plan(config.pass_tokens, config.max_requests)
+        for key in self.chunks.take_fetches():
+            self._fetch(key)
         if not plan:
             return
         self._busy = True
@@ -92,8 +108,9 @@ class SimulatedPrefill:
         for chunk in plan:
             tokens += chunk.count
             cached += chunk.start
-            if not chunk.start:
-                self._cell.request(chunk.key).enter(Stage.PREFILL, clock.now_s)
+            request = self._cell.request(chunk.key)
+            if request.stage is Stage.QUEUE:
+                request.enter(Stage.PREFILL, clock.now_s)
         self.steps.add_prefill(start_s, seconds, tokens)
         measured = self._unmeasured
         measured[0] += 1

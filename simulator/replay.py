@@ -29,7 +29,10 @@ REFUSE_FOR_LOAD = "scheduler.refuse_for_load"
 # Configuration keys that options of the command decide.
 DECIDED = {"scheduler.policy": "--policy", "cluster.prefill": "--prefill", "cluster.decode": "--decode"}
 # Other configuration keys that a run reads: whole sections, or single keys.
-_READ = ("scheduler.", "prefill.", "decode.", "cluster.prefetch", "kv_pool.growth_reserve")
+_READ = (
+    "scheduler.", "prefill.", "decode.", "cluster.prefetch", "kv_pool.growth_reserve", "kv_pool.prefix_cache",
+    "kv_pool.cache_policy",
+)  # fmt: skip
 # Keys about how an engine computes, which a run leaves to the cost model.
 _OF_ENGINES = frozenset({"prefill.layerwise_tokens", "decode.graphs", "decode.graph_sizes", "decode.overlap"})
 _OF_HARDWARE = {"kv_pool.size_gib": "pool_tokens", "kv_pool.block_size": "block_size"}

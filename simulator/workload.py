@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 class Arrival:
     """`arrival_s`: on the virtual clock, from 0. `output_tokens`: the number of tokens it will generate, at least 1.
 
-    `wait_objective_s`: as in `RequestSpec`; 0: it has none. `priority`: as there.
+    `wait_objective_s`: as in `RequestSpec`; 0: it has none. `priority`: as there. `blocks`: ids of the prompt's blocks;
+    prompts whose first ids are equal begin with the same tokens.
     """
 
     request_id: str
@@ -19,6 +20,7 @@ class Arrival:
     output_tokens: int
     wait_objective_s: float = 0.0
     priority: int = 0
+    blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,5 +33,7 @@ class Workload:
     arrivals: tuple[Arrival, ...]
     description: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """Notes for readers of the results, e.g. that prefix hits of the trace were not simulated."""
+    """Notes for readers of the results, e.g. how many of a trace's blocks repeat earlier prefixes."""
     clients: int = 0
+    block_tokens: int = 0
+    """Tokens of each of `Arrival.blocks`; 0: the source names no blocks."""

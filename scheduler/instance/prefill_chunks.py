@@ -134,6 +134,10 @@ class ChunkScheduler:
         fetches, self._to_fetch = self._to_fetch, []
         return fetches
 
+    def start_of(self, key: RequestKey) -> int:
+        """Tokens of a prompt under way whose KV is there or being fetched."""
+        return self._prompts[key].computed
+
     def fetched(self, key: RequestKey, *, failed: bool = False) -> bool:
         """The KV of a prompt's first tokens is in its blocks; with `failed` it is not, and they are computed instead.
 

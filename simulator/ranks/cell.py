@@ -61,6 +61,7 @@ class RankCell(OnHardware):
         self.requests: dict[str, Replayed] = {}
         self.last_join_s = 0.0  # when a request last began to decode for the first time
         self.pool = Pool(self, self.sizes.pool)
+        self.prefixes = None  # placements on ranks have no prefix cache
         self.prefills = {
             name: SimulatedPrefill(self, name, costs[0])
             for name in (f"prefill-{number}" for number in range(config.cluster.prefill))

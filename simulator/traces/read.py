@@ -39,7 +39,7 @@ def read_trace(source: str) -> Trace:
     notes = tuple(found.notes)
     if not ordered and not found.any_order:
         notes += ("the trace is not ordered by time; it was sorted",)
-    return TimedTrace(source, found.format, digest, rows, notes, found.measured)
+    return TimedTrace(source, found.format, digest, rows, notes, found.measured, found.block_tokens)
 
 
 def _bytes(source: str) -> bytes:

@@ -13,6 +13,7 @@ from alignedserve.simulator.traces.measured import LogFigures
 from alignedserve.simulator.traces.tables import Found
 from alignedserve.simulator.traces.trace import Row
 
+_MOONCAKE_BLOCK = 512  # tokens of each of its hash_ids
 _MOONCAKE = ("timestamp", "input_length", "output_length")
 _REQUEST_LOG = ("arrival_unix_s", "input_tokens", "output_tokens")
 
@@ -70,12 +71,12 @@ class _Mooncake:
 
     def add(self, record: _Record) -> None:
         arrival_s = seconds_of(*record.get("timestamp")) / 1e3
-        row = Row(tokens_of(*record.get("input_length")), tokens_of(*record.get("output_length")), arrival_s)
-        self._found.add(row, record.place("timestamp"))
+        inputs, outputs = tokens_of(*record.get("input_length")), tokens_of(*record.get("output_length"))
         blocks = record.values.get("hash_ids")
         blocks = () if blocks is None else blocks
         if not isinstance(blocks, list | tuple) or not all(type(block) is int for block in blocks):
             record.place("hash_ids").fail("must be a list of whole numbers")
+        self._found.add(Row(inputs, outputs, arrival_s, blocks=tuple(blocks)), record.place("timestamp"))
         self._blocks += len(blocks)
         for position, block in enumerate(blocks):  # a prefix ends at the first block that no earlier request had
             if block not in self._seen:
@@ -87,9 +88,10 @@ class _Mooncake:
         if self._hits:
             share = self._hits / self._blocks
             self._found.notes.append(
-                f"prefix hits are not simulated: {self._hits} of {self._blocks} prompt blocks of the whole trace "
-                f"({share:.1%}) repeat an earlier request's prefix, but every prompt is computed in full"
+                f"{self._hits} of {self._blocks} prompt blocks of the whole trace ({share:.1%}) repeat an earlier "
+                "request's prefix; every prompt is computed in full unless kv_pool.prefix_cache is set"
             )
+        self._found.block_tokens = _MOONCAKE_BLOCK if self._blocks else 0
         return self._found
 
 

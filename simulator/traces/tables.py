@@ -16,7 +16,7 @@ from alignedserve.simulator.traces.trace import Row
 
 @dataclass(slots=True)
 class Found:
-    """The parsed trace. `any_order`: the format does not promise order of time. `measured`: as in TimedTrace."""
+    """The parsed trace. `any_order`: the format does not promise order of time. The last two: as in `TimedTrace`."""
 
     format: str
     timed: bool
@@ -24,6 +24,7 @@ class Found:
     notes: list[str] = field(default_factory=list)
     any_order: bool = False
     measured: Mapping[str, object] | None = None
+    block_tokens: int = 0
 
     def add(self, row: Row, place: Place) -> None:
         """`place`: of its arrival.

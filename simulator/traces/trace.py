@@ -17,7 +17,7 @@ from alignedserve.simulator.workload import Arrival, Workload
 class Row:
     """A request of the file. `arrival_s`: on the file's own clock. `request_id`: "" if the file names none.
 
-    `wait_objective_s`: 0 if it has none.
+    `wait_objective_s`: 0 if it has none. `blocks`: as in `Arrival`.
     """
 
     input_tokens: int
@@ -26,6 +26,7 @@ class Row:
     request_id: str = ""
     wait_objective_s: float = 0.0
     priority: int = 0
+    blocks: tuple[int, ...] = ()
 
 
 class Trace(ABC):
@@ -49,7 +50,8 @@ class Trace(ABC):
 class TimedTrace(Trace):
     """Requests with their own arrival times. Rows are ordered by time, the first at 0.
 
-    `measured`: figures of the cluster that wrote the log, if the trace is one that has them.
+    `measured`: figures of the cluster that wrote the log, if the trace is one that has them. `block_tokens`: as in
+    `Workload`.
     """
 
     source: str
@@ -58,6 +60,7 @@ class TimedTrace(Trace):
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
     measured: Mapping[str, object] | None = None
+    block_tokens: int = 0
     timed: bool = field(default=True, init=False)
 
     def workload(self, load: Load, seed: int) -> Workload:
@@ -70,7 +73,8 @@ class TimedTrace(Trace):
             notes += (f"arrivals of the trace were replaced: {load.process}",)
         if load.rate_per_s is not None:
             notes += (f"arrivals of the trace were stretched to {load.rate_per_s:g} requests a second on average",)
-        return Workload(_arrivals(rows, times), {**self.describe(), "requests": len(rows)}, notes, load.clients)
+        description = {**self.describe(), "requests": len(rows)}
+        return Workload(_arrivals(rows, times), description, notes, load.clients, self.block_tokens)
 
     def describe(self) -> dict[str, object]:
         measured = {} if self.measured is None else {"measured": dict(self.measured)}
@@ -109,7 +113,7 @@ def _arrivals(rows: Iterable[Row], times: Iterable[float]) -> tuple[Arrival, ...
     taken = {row.request_id for row in rows}
     names = (row.request_id or _made_up(number, taken) for number, row in enumerate(rows))
     return tuple(
-        Arrival(name, time, row.input_tokens, row.output_tokens, row.wait_objective_s, row.priority)
+        Arrival(name, time, row.input_tokens, row.output_tokens, row.wait_objective_s, row.priority, row.blocks)
         for name, row, time in zip(names, rows, times, strict=True)
     )
 

@@ -1,0 +1,132 @@
+"""The simulated prefix cache: what it finds, what it gives up, and what that saves."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alignedserve.config import Config, KvPoolConfig
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.systems import System, Topology
+from alignedserve.simulator.disaggregated import simulate
+from alignedserve.simulator.hardware import Hardware
+from alignedserve.simulator.prefixes import SimulatedPrefixes
+from alignedserve.simulator.report.results import RunResult
+from alignedserve.simulator.workload import Arrival, Workload
+from alignedserve.testing.linear_cost import LinearStepCost
+
+BLOCK = 64  # of the trace, in tokens
+COST = LinearStepCost()
+FCFS = System("fcfs", Topology.DISAGGREGATED, "", "")
+
+
+def arrival(name: str, *blocks: int, tokens: int = 0, at_s: float = 0.0, outputs: int = 4) -> Arrival:
+    return Arrival(name, at_s, tokens or len(blocks) * BLOCK, outputs, blocks=blocks)
+
+
+def prefixes(pool_blocks: int = 64, policy: str = "lru") -> SimulatedPrefixes:
+    return SimulatedPrefixes(policy, lambda tokens: 1e-3 * tokens, BLOCK, pool_blocks, 16)
+
+
+def test_a_prompt_finds_what_an_earlier_one_left() -> None:
+    found = prefixes()
+    first, longer, other = arrival("a", 1, 2, 3), arrival("b", 1, 2, 9, 8), arrival("c", 5, 6)
+    assert found.hold(RequestKey("a"), first) == 0
+    found.commit(RequestKey("a"), first)
+    assert found.match(longer) == 2 * BLOCK, "it is there while its request still has it"
+    assert found.match(arrival("d", 1, 2, 3)) == 3 * BLOCK - 1, "the last token is always computed"
+    assert found.match(arrival("e", 1, 2, 3, tokens=2 * BLOCK + 5)) == 2 * BLOCK, "only full blocks"
+    assert found.match(other) == 0
+    found.release(RequestKey("a"))
+    assert found.hold(RequestKey("b"), longer) == 2 * BLOCK
+    assert (found.queried_tokens, found.hit_tokens) == (7 * BLOCK, 2 * BLOCK)
+    found.check_integrity()
+
+
+def test_what_is_used_least_recently_goes_first_and_never_what_is_held() -> None:
+    found = prefixes(pool_blocks=16)  # four blocks of the trace
+    for name, blocks in ("a", (1, 2)), ("b", (3, 4)):
+        found.hold(RequestKey(name), arrival(name, *blocks))
+        found.commit(RequestKey(name), arrival(name, *blocks))
+    found.release(RequestKey("a"))
+    found.release(RequestKey("b"))
+    assert found.hold(RequestKey("c"), arrival("c", 1, 2, 7)) == 2 * BLOCK  # now 3 and 4 are older
+    found.release(RequestKey("c"))
+    found.trim(8)
+    assert [found.match(arrival("x", *ids, 99)) // BLOCK for ids in ((1, 2), (3, 4))] == [2, 0]
+    found.hold(RequestKey("d"), arrival("d", 1, 2))
+    found.trim(0)
+    assert found.match(arrival("x", 1, 2, 99)) == 2 * BLOCK
+    found.check_integrity()
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**32), st.sampled_from(["lru", "value"]))
+def test_books_are_right_whatever_happens(seed: int, policy: str) -> None:
+    draw = random.Random(seed)
+    found, held = prefixes(48, policy), {}
+    for number in range(60):
+        if held and draw.random() < 0.5:
+            found.release(held.pop(draw.choice(sorted(held))))
+        else:
+            key, chain = RequestKey(str(number)), [draw.randrange(3)]
+            while draw.random() < 0.7:
+                chain.append(chain[-1] * 3 + 3 + draw.randrange(3))  # a tree: an id has one parent
+            one = arrival(str(number), *chain)
+            assert found.hold(key, one) <= one.input_tokens - 1
+            if draw.random() < 0.8:
+                found.commit(key, one)
+            held[str(number)] = key
+        found.trim(draw.randrange(49))
+        found.check_integrity()
+
+
+def run(workload: Workload, cache: bool, pool_tokens: int = 40_000) -> RunResult:
+    hardware = Hardware(kv_tokens=8000, kv_bytes_per_token=1 << 12, pool_tokens=pool_tokens, block_size=16)
+    return simulate(workload, FCFS, Config(kv_pool=KvPoolConfig(prefix_cache=cache)), hardware, COST, COST)
+
+
+def first_token_s(result: RunResult) -> float:
+    return statistics.mean(one.token_s[0] - one.arrival.arrival_s for one in result.requests)
+
+
+def conversations(count: int, turns: int) -> Workload:
+    """Each turn has the prompt of the one before; all begin with the same eight blocks."""
+    found = []
+    for conversation in range(count):
+        for turn in range(turns):
+            own = [1000 * (conversation + 1) + block for block in range(turn)]
+            found.append(arrival(f"{conversation}-{turn}", *range(8), *own, at_s=turn * 30.0 + conversation * 0.5))
+    return Workload(tuple(sorted(found, key=lambda one: one.arrival_s)), block_tokens=BLOCK)
+
+
+def test_later_turns_are_computed_from_where_they_differ() -> None:
+    asked = conversations(5, 4)
+    without, cached = run(asked, False), run(asked, True)
+    assert "prefix_hit_tokens" not in without.counters
+    prompts = sum(one.input_tokens for one in asked.arrivals)
+    assert cached.counters["prefix_queried_tokens"] == prompts
+    ideal = prompts - (8 + 5 * 3) * BLOCK  # each distinct block is computed once
+    last_tokens = sum(
+        one.blocks in {other.blocks for other in asked.arrivals[:n]} for n, one in enumerate(asked.arrivals)
+    )
+    assert cached.counters["prefix_hit_tokens"] == ideal - last_tokens
+    assert first_token_s(cached) < 0.6 * first_token_s(without)
+    assert [len(one.token_s) for one in cached.requests] == [one.output_tokens for one in asked.arrivals]
+
+
+@pytest.mark.parametrize("pool_tokens", [1000, 1200])
+def test_a_small_pool_serves_all_and_hits_less(pool_tokens: int) -> None:
+    asked = conversations(5, 4)
+    small = run(asked, True, pool_tokens)
+    assert all(len(one.token_s) == one.arrival.output_tokens for one in small.requests)
+    assert small.counters["prefix_hit_tokens"] < run(asked, True).counters["prefix_hit_tokens"]
+
+
+def test_without_names_of_blocks_nothing_changes() -> None:
+    asked = Workload(tuple(Arrival(f"r{n}", 0.1 * n, 300, 5) for n in range(20)))
+    assert run(asked, True).requests == run(asked, False).requests
