@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from alignedserve.config import ClusterConfig, Config, SchedulerConfig
+from alignedserve.config import ClusterConfig, Config, KvPoolConfig, SchedulerConfig
 from alignedserve.config_sources import known_keys
 from alignedserve.simulator.cell import Cell
 from alignedserve.simulator.hardware import Hardware
@@ -40,9 +40,12 @@ def read_by_runs() -> set[str]:
         scheduler = SchedulerConfig(
             policy, "a100-opt-13b", "no_split", min_batch_requests=4, ttft_objective_s=1e6, tpot_objective_s=1e6
         )
-        config: Any = Watched(Config(cluster=ClusterConfig(decode=2), scheduler=scheduler), read)
+        asked = Config(cluster=ClusterConfig(decode=2), scheduler=scheduler, kv_pool=KvPoolConfig(prefix_cache=True))
+        config: Any = Watched(asked, read)
         arrivals = tuple(Arrival(f"r{number}", 0.0, 30 + 9 * number, 40) for number in range(40))
-        cell = Cell(Workload(arrivals), config, HARDWARE, (LinearStepCost(), LinearStepCost()), leap=False)
+        cell = Cell(
+            Workload(arrivals, block_tokens=16), config, HARDWARE, (LinearStepCost(), LinearStepCost()), leap=False
+        )
         cell.run()
         cell.check_nothing_is_left()
     return read
