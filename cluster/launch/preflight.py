@@ -73,8 +73,8 @@ def policy_note(config: Config) -> str:
         )
     if not settings.tpot_objective_s:
         notes.append(
-            "note: policy aligned-cost without --tpot-objective: tokens of single requests may come much later than with "
-            "aligned (docs/policies.md)"
+            "note: policy aligned-cost without --tpot-objective: tokens of single requests may come much later than "
+            "with aligned (docs/policies.md)"
         )
     return "\n".join(notes)
 
