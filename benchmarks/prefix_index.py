@@ -29,10 +29,10 @@ from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.block_table import NONE
 from alignedserve.kv_pool.entries import IndexEntries, entry_bytes
 from alignedserve.kv_pool.pool import KvPool
+from alignedserve.kv_pool.prefix_chain import Chain, root_digest
 from alignedserve.kv_pool.prefix_index import PrefixIndex
 from alignedserve.kv_pool.records import WriterKey
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
-from alignedserve.prefix_chain import Chain, root_digest
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cache.values import cache_policy
 

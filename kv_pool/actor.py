@@ -25,13 +25,13 @@ from alignedserve.kv_pool.agent_handover import AgentHandover
 from alignedserve.kv_pool.counts import Grant
 from alignedserve.kv_pool.paired_service import PairedCopiesService
 from alignedserve.kv_pool.pool import KvPool
+from alignedserve.kv_pool.prefix_chain import root_digest
 from alignedserve.kv_pool.prefix_index import PrefixIndex
 from alignedserve.kv_pool.records import Holding, WriterKey, check_writer
 from alignedserve.kv_pool.stored import renewed, unpacked
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
 from alignedserve.metrics import Page
 from alignedserve.model import ModelInfo
-from alignedserve.prefix_chain import root_digest
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from alignedserve.errors import AccountingError, TransferError
 from alignedserve.kv_pool.block_table import NONE
+from alignedserve.kv_pool.prefix_chain import Chain
 from alignedserve.kv_pool.prefix_index import PrefixIndex
-from alignedserve.prefix_chain import Chain
 from alignedserve.scheduler.instance.block_allocator import Writer
 from alignedserve.scheduler.instance.caching_allocator import CachingAllocator
 

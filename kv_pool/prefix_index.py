@@ -31,7 +31,7 @@ from alignedserve.kv_pool.entries import (
     IndexEntries,
     Words,
 )
-from alignedserve.prefix_chain import DIGEST_BYTES, Chain, digest
+from alignedserve.kv_pool.prefix_chain import DIGEST_BYTES, Chain, digest
 from alignedserve.scheduler.cache.eviction import EvictionQueue
 from alignedserve.scheduler.cache.values import CachePolicy
 

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 
 from alignedserve.control.prefixes import cached_prefix
 from alignedserve.errors import AlignedServeError
+from alignedserve.kv_pool.prefix_chain import DIGEST_BYTES, Chain, root_digest
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.metrics import Page
 from alignedserve.prefill_worker.loop import Base
-from alignedserve.prefix_chain import DIGEST_BYTES, Chain, root_digest
 from alignedserve.request import RequestKey
 
 logger = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.entries import Ids, IndexEntries, Words
 from alignedserve.kv_pool.pool import KvPool
+from alignedserve.kv_pool.prefix_chain import digest
 from alignedserve.kv_pool.prefix_index import PrefixIndex
 from alignedserve.kv_pool.records import Record
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
-from alignedserve.prefix_chain import digest
 from alignedserve.scheduler.cache.values import CachePolicy, LruPolicy
 
 GEOMETRY = KvGeometry("random", "float32", 2, 2, 8, 4)

@@ -13,8 +13,8 @@ from alignedserve.errors import AccountingError, TransferError
 from alignedserve.kv_pool import prefix_index
 from alignedserve.kv_pool.block_table import NONE, BlockTable
 from alignedserve.kv_pool.entries import IndexEntries, entry_bytes
+from alignedserve.kv_pool.prefix_chain import Chain, digest, root_digest
 from alignedserve.kv_pool.prefix_index import PrefixIndex
-from alignedserve.prefix_chain import Chain, digest, root_digest
 from alignedserve.scheduler.cache.values import LruPolicy
 
 ROOT, OTHER_ROOT = root_digest("model", ""), root_digest("model", "salt")

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from alignedserve.errors import AlignedServeError
 from alignedserve.kv_pool import prefix_index
+from alignedserve.kv_pool.prefix_chain import digest, root_digest
 from alignedserve.kv_pool.records import WriterKey
-from alignedserve.prefix_chain import digest, root_digest
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cache import eviction
 from alignedserve.scheduler.cache.values import LruPolicy, ValuePolicy

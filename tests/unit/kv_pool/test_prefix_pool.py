@@ -8,8 +8,8 @@ import pytest
 
 from alignedserve.errors import StaleError, TransferError
 from alignedserve.kv_pool.pool import KvPool
+from alignedserve.kv_pool.prefix_chain import root_digest
 from alignedserve.kv_pool.table import AllocationTable
-from alignedserve.prefix_chain import root_digest
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cache.values import ValuePolicy
 from support.kv_pool import DECODE, OTHER, PREFILL, leased
