@@ -25,6 +25,7 @@ from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.host import OnHardware
 from alignedserve.simulator.pool import Pool
 from alignedserve.simulator.prefill import SimulatedPrefill
+from alignedserve.simulator.prefixes import SimulatedPrefixes
 from alignedserve.simulator.ranks.instance import RankedInstance
 from alignedserve.simulator.report.results import RequestResult
 from alignedserve.simulator.requests import Replayed
@@ -61,7 +62,7 @@ class RankCell(OnHardware):
         self.requests: dict[str, Replayed] = {}
         self.last_join_s = 0.0  # when a request last began to decode for the first time
         self.pool = Pool(self, self.sizes.pool)
-        self.prefixes = None  # placements on ranks have no prefix cache
+        self.prefixes: SimulatedPrefixes | None = None  # placements on ranks have no prefix cache
         self.prefills = {
             name: SimulatedPrefill(self, name, costs[0])
             for name in (f"prefill-{number}" for number in range(config.cluster.prefill))

@@ -14,4 +14,4 @@ def keep_poller() -> None:
     gRPC ends the thread with the last of these, in whatever thread frees it, and waits there. In an event loop's thread
     it may wait for ever (grpc/grpc#40989).
     """
-    grpc.aio.init_grpc_aio()
+    grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # not in the stubs
