@@ -23,7 +23,7 @@ from alignedserve.engine.model.refusal import attribute, refuse_unsupported
 from alignedserve.errors import ModelError, UnsupportedModelError
 from alignedserve.geometry import DTYPE_BYTES
 from alignedserve.model import ModelInfo, check_model_folder, unserved_generation_keys
-from alignedserve.weight_files import Tensor, read_json, read_tensors, weight_files
+from alignedserve.weights.files import Tensor, read_json, read_tensors, weight_files
 
 log = logging.getLogger(__name__)
 

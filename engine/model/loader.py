@@ -18,7 +18,7 @@ from alignedserve.engine.model.cpu_linear import pack_linears
 from alignedserve.engine.model.probe import probe
 from alignedserve.errors import ModelError, ResourceError, UnsupportedModelError
 from alignedserve.model import ModelInfo, check_model_folder
-from alignedserve.weight_files import read_tensors, weight_files
+from alignedserve.weights.files import read_tensors, weight_files
 
 log = logging.getLogger(__name__)
 

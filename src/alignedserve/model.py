@@ -15,7 +15,7 @@ from typing import Any
 
 from alignedserve.errors import ModelError, UnsupportedModelError
 from alignedserve.geometry import KvGeometry
-from alignedserve.weight_files import is_there, read_json
+from alignedserve.weights.files import is_there, read_json
 
 SHIPPED_MODELS = ("tiny",)
 

@@ -14,8 +14,8 @@ from typing import Any
 from alignedserve import transformers_source
 from alignedserve.errors import ModelError, UnsupportedModelError
 from alignedserve.model import check_model_folder
-from alignedserve.weight_files import is_pointer, is_there, read_json, read_tensors, weight_files
-from alignedserve.weight_shapes import check_shapes
+from alignedserve.weights.files import is_pointer, is_there, read_json, read_tensors, weight_files
+from alignedserve.weights.shapes import check_shapes
 
 _GENERATION = "generation_config.json"
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"

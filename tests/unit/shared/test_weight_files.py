@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from alignedserve.errors import ModelError
-from alignedserve.weight_files import read_header
+from alignedserve.weights.files import read_header
 from support.broken_models import write_file
 
 ENTRY: dict[str, Any] = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

@@ -1,4 +1,4 @@
-"""Checks that the tensors of a checkpoint match its config.json, for the model types in `weight_names`.
+"""Checks that the tensors of a checkpoint match its config.json, for the model types in `names.py`.
 
 Transformers would refuse the same checkpoints when it loads the weights, in each worker, after Ray has started. Only
 integers in place of weights are refused here alone. If a value is missing in config.json, and the source of
@@ -15,8 +15,8 @@ from typing import Any
 
 from alignedserve.errors import ModelError, UnsupportedModelError
 from alignedserve.transformers_source import ConfigSource, config_source
-from alignedserve.weight_files import Tensor
-from alignedserve.weight_names import FAMILIES, Family, Shapes
+from alignedserve.weights.files import Tensor
+from alignedserve.weights.names import FAMILIES, Family, Shapes
 
 # Names that differ between transformers 5 and the checkpoints that it writes by default.
 _RENAMED = {".block_sparse_moe.": ".mlp.", "embed_out.weight": "lm_head.weight"}
