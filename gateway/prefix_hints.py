@@ -1,6 +1,7 @@
 """Asks the shards of the pool what their prefix caches have of a prompt, before it is submitted.
 
-With the answers the scheduler computes a prompt where least of it is missing, and predicts only what must be computed.
+With the answers, and marks of the prompt's beginnings, the scheduler computes it where least of it is missing, and
+predicts only what must be computed.
 They are hints: what is reused is decided where the prompt is computed.
 """
 
@@ -16,6 +17,7 @@ from alignedserve.control.prefixes import cached_prefix
 from alignedserve.control.rpc import TokenChannel, open_channel
 from alignedserve.gateway.body.planning import CallPlan, PromptPlan
 from alignedserve.gateway.ledger.calls import caller
+from alignedserve.prefix_marks import LEAST_TOKENS, prefix_marks
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.proto import supervisor_pb2 as sv
@@ -23,8 +25,6 @@ from alignedserve.proto import supervisor_pb2 as sv
 logger = logging.getLogger(__name__)
 
 ANSWER_WITHIN_S = 0.05
-LEAST_TOKENS = 512
-"""Shorter prompts are not asked about: computing them takes hardly longer than asking."""
 
 
 class PrefixHints:
@@ -62,7 +62,7 @@ class PrefixHints:
         shards = list(self._shards.items())
         found = await asyncio.gather(*(self._match(channel, prefix) for _, (_, channel) in shards))
         cached = tuple((pool_id, tokens) for (pool_id, _), tokens in zip(shards, found, strict=True) if tokens)
-        return replace(prompt, cached=cached) if cached else prompt
+        return replace(prompt, cached=cached, marks=prefix_marks(prefix.token_ids, salt))
 
     async def _match(self, channel: TokenChannel, prefix: kp.CachedPrefix) -> int:
         try:

@@ -44,6 +44,7 @@ class PromptPlan:
     sampling: SamplingParams
     text: str | None = None
     cached: tuple[tuple[str, int], ...] = ()  # (shard, tokens) that prefix caches have of it
+    marks: bytes = b""  # of its beginnings (`prefix_marks.py`)
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,7 @@ class Answer:
             wait_objective_s=self.call.plan.wait_objective_s or 0.0,
             priority=self.call.plan.priority,
             cached=[pb.CachedTokens(pool_id=pool_id, tokens=tokens) for pool_id, tokens in self.prompt.cached],
+            prefix_marks=self.prompt.marks,
         )
 
     def _group(self) -> str:

@@ -274,7 +274,7 @@ class StoredRequest(_message.Message):
     def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., store_id: _Optional[str] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., pool_id: _Optional[str] = ..., pool_tokens: _Optional[int] = ..., pool_block_ids: _Optional[_Iterable[int]] = ..., prefill_id: _Optional[str] = ..., checksums: _Optional[_Iterable[int]] = ..., pool_checksums: _Optional[_Iterable[int]] = ..., evicted_ns: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
 
 class RequestHead(_message.Message):
-    __slots__ = ("key", "prompt_tokens", "output_tokens", "max_tokens", "gateway_id", "group_id", "group_size", "arrival_ns", "submitted_ns", "wait_objective_s", "priority", "cached")
+    __slots__ = ("key", "prompt_tokens", "output_tokens", "max_tokens", "gateway_id", "group_id", "group_size", "arrival_ns", "submitted_ns", "wait_objective_s", "priority", "cached", "prefix_marks")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -287,6 +287,7 @@ class RequestHead(_message.Message):
     WAIT_OBJECTIVE_S_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_MARKS_FIELD_NUMBER: _ClassVar[int]
     key: RequestKey
     prompt_tokens: int
     output_tokens: int
@@ -299,7 +300,8 @@ class RequestHead(_message.Message):
     wait_objective_s: float
     priority: int
     cached: _containers.RepeatedCompositeFieldContainer[CachedTokens]
-    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., gateway_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., arrival_ns: _Optional[int] = ..., submitted_ns: _Optional[int] = ..., wait_objective_s: _Optional[float] = ..., priority: _Optional[int] = ..., cached: _Optional[_Iterable[_Union[CachedTokens, _Mapping]]] = ...) -> None: ...
+    prefix_marks: bytes
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., gateway_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., arrival_ns: _Optional[int] = ..., submitted_ns: _Optional[int] = ..., wait_objective_s: _Optional[float] = ..., priority: _Optional[int] = ..., cached: _Optional[_Iterable[_Union[CachedTokens, _Mapping]]] = ..., prefix_marks: _Optional[bytes] = ...) -> None: ...
 
 class CachedTokens(_message.Message):
     __slots__ = ("pool_id", "tokens")

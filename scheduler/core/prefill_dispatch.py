@@ -39,6 +39,7 @@ class PrefillDispatch:
             if refusal is not None:
                 state.reject(state.open(list(group.keys)), refusal, now_s)
                 continue
+            group.recent = state.recent.find(first.meta.marks)
             loads = (view.load for view in state.instances.open_prefill())
             most = state.config.prefill.queued_tokens
             able = able_to_prefill(loads, group, most, first.background)
@@ -106,4 +107,6 @@ class PrefillDispatch:
             self._state.begin_prefill(record, load.prefill_id, needed, now_s)
         first.prefill_tokens = load.work(group)
         load.begin(first.prefill_tokens, first.background)
+        pool_id = "" if load.home is None else load.home.pool_id
+        self._state.recent.sent(first.key, first.meta.marks, load.prefill_id, pool_id)
         self._state.actions.append(StartPrefill(load.prefill_id, tuple(group.keys), first.kv_tokens))

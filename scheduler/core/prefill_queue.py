@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.cache.recent import Place
 from alignedserve.scheduler.priorities import BACKGROUND, Turns
 
 MOST_OVERTAKES = 64  # groups of lower ranks that are begun before a rank has its turn
@@ -23,7 +24,8 @@ class QueuedGroup:
     """The `n` answers to one prompt of `tokens` tokens, prefilled once, together.
 
     `kept_tokens`: the number of tokens whose KV the pool already holds. `cached`: (shard, tokens) of what prefix caches
-    have, each only for instances of its own node.
+    have, each only for instances of its own node. `coming`: how many of its first tokens were known when it was queued
+    (`scheduler/cache/recent.py`); `recent`: where they are, looked up again before it is begun.
     """
 
     keys: list[RequestKey]
@@ -31,16 +33,19 @@ class QueuedGroup:
     kept_tokens: int = 0
     rank: int = 0
     cached: tuple[tuple[str, int], ...] = ()
+    coming: int = 0
+    recent: Sequence[tuple[int, Place]] = ()
 
     @property
     def work_tokens(self) -> int:
         """Tokens to be computed where least must be."""
-        return self.tokens - max(self.kept_tokens, max((tokens for _, tokens in self.cached), default=0))
+        return self.tokens - max(self.kept_tokens, self.coming, max((tokens for _, tokens in self.cached), default=0))
 
-    def work_at(self, pool_id: str) -> int:
-        """Tokens to be computed by an instance that writes to this shard."""
+    def work_at(self, pool_id: str, prefill_id: str = "") -> int:
+        """Tokens to be computed by this instance, which writes to this shard."""
         here = next((tokens for shard, tokens in self.cached if shard == pool_id), 0) if self.cached else 0
-        return self.tokens - max(self.kept_tokens, here)
+        soon = next((tokens for tokens, place in self.recent if place.near(prefill_id, pool_id)), 0)
+        return self.tokens - max(self.kept_tokens, here, soon)
 
 
 @dataclass(slots=True)
@@ -92,12 +97,13 @@ class PrefillQueue:
         again: bool = False,
         rank: int = 0,
         cached: tuple[tuple[str, int], ...] = (),
+        coming: int = 0,
     ) -> None:
         """Queue a group. `again`: it was begun before, and lost."""
         if any(key in self._place_of for key in keys):
             raise AccountingError(f"{keys[0]} or one of its group is already queued")
         number = -next(self._numbers) if again else next(self._numbers)
-        group = QueuedGroup(list(keys), tokens, kept_tokens, rank, cached)
+        group = QueuedGroup(list(keys), tokens, kept_tokens, rank, cached, coming)
         line = self._lines.setdefault(rank, _Line())
         line.part(number)[number] = group
         line.requests += len(keys)

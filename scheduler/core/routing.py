@@ -39,7 +39,7 @@ class PrefillLoad:
 
     def work(self, group: QueuedGroup) -> int:
         """Tokens of the group's prompt that it would compute."""
-        return group.work_at("" if self.home is None else self.home.pool_id)
+        return group.work_at("" if self.home is None else self.home.pool_id, self.prefill_id)
 
 
 def able_to_prefill(

@@ -12,6 +12,7 @@ from itertools import islice
 from alignedserve.config import Config
 from alignedserve.errors import AccountingError, AlignedServeError, CancelledError
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.cache.recent import RecentPrefixes
 from alignedserve.scheduler.core.actions import Action, CancelAt, Forget, Recall, Reject, ReleasePool, ReportLost
 from alignedserve.scheduler.core.decode_times import DecodeTimes
 from alignedserve.scheduler.core.events import HeldRequest, RequestMeta
@@ -40,6 +41,7 @@ class CoreState:
         self.block_size = block_size  # tokens of a KV block
         self.table = RequestTable()  # every open request's record, by key, until it ends
         self.instances = Instances()  # what is known of each instance, by id, while the view names it
+        self.recent = RecentPrefixes()  # where beginnings of prompts are, by mark, until newer ones take their place
         self.queue = PrefillQueue()  # keys of QUEUED requests, in the order in which they are to be prefilled
         self.ledger = PoolLedger()  # blocks of each shard by request, until the shard is told to release them
         # Since when each WAITING request waits, by key, and when it is overdue.
@@ -135,7 +137,9 @@ class CoreState:
         keys = [meta.key for meta in group]
         # KV of its own is used where it is, and the caches are not asked.
         cached = () if first.base_tokens else first.cached
-        self.queue.add(keys, first.prefix_tokens, first.base_tokens, again=again, rank=rank, cached=cached)
+        coming = 0 if first.base_tokens else self.recent.queued(first.key, first.marks)
+        kept = first.base_tokens
+        self.queue.add(keys, first.prefix_tokens, kept, again=again, rank=rank, cached=cached, coming=coming)
 
     def restore(self, held: HeldRequest, decode_id: str, now_s: float) -> None:
         """Adopt a predecessor's request, as described by the decode instance that decides about it."""
@@ -158,6 +162,7 @@ class CoreState:
     def store(self, record: Record, own_blocks: int, shard: PoolShard) -> None:
         """The shard now holds its KV, in `own_blocks` unshared blocks; an older copy in another shard is dropped."""
         older = self.ledger.commit(record.key, own_blocks, shard)
+        self.recent.stored(record.key, record.meta.marks, shard.pool_id)
         if older is not None:
             self._drop(older, [record])
 
@@ -278,6 +283,7 @@ class CoreState:
             self.clock.stop(record.key)
         self.change(record.decode_id)
         self._detach(record)
+        self.recent.ended(record.key, record.meta.marks)
         if keep_copy:
             self.ledger.leave(record.key)
         else:
@@ -349,6 +355,7 @@ class CoreState:
             elif record.shard is shard:
                 record.pool_tokens = 0
         self.report_lost(gone, f"{shard.pool_id} has gone with its node", now_s)
+        self.recent.lose_shard(shard.pool_id)
         self.ledger.forget(shard)
 
     def _lose_kept(self, record: Record) -> None:

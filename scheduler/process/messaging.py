@@ -55,6 +55,7 @@ def request_meta(key: RequestKey, head: pb.RequestHead) -> RequestMeta:
         wait_objective_s=head.wait_objective_s,
         priority=head.priority,
         cached=tuple((sys.intern(one.pool_id), min(one.tokens, head.prompt_tokens - 1)) for one in head.cached),
+        marks=head.prefix_marks,
     )
 
 

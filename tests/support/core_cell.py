@@ -69,6 +69,7 @@ class CoreCell:
         growth_reserve: float = 0.05,
         max_running: int = 256,
         homes: Mapping[str, str] | None = None,
+        most_prompt: int = 1000,
         **scheduler: Any,
     ) -> None:
         scheduler.setdefault("min_batch_requests", 3)
@@ -93,7 +94,7 @@ class CoreCell:
             for name in ids:
                 self.do(ev.InstanceJoined(role, name))
         for name in prefill_ids:
-            self.do(ev.PrefillReported(name, 0, 1000, batch, batch, requests, requests))
+            self.do(ev.PrefillReported(name, 0, most_prompt, batch, batch, requests, requests))
         self.do(ev.PairsChanged(tuple((name, prefill_ids if prefetch else ()) for name in decode_ids)))
         for name in self.pools:
             self.do(ev.PoolReported(name, pool, pool))

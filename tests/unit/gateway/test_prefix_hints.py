@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from typing import Any
 
 import grpc
@@ -15,7 +16,8 @@ from alignedserve.gateway import prefix_hints
 from alignedserve.gateway.body.planning import CacheUse, CallPlan, PromptPlan
 from alignedserve.gateway.body.requests import ReplyOptions
 from alignedserve.gateway.ledger.calls import Call, caller
-from alignedserve.gateway.prefix_hints import LEAST_TOKENS, PrefixHints
+from alignedserve.gateway.prefix_hints import PrefixHints
+from alignedserve.prefix_marks import LEAST_TOKENS, prefix_marks
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
@@ -23,7 +25,7 @@ from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import SamplingParams
 
 TOKEN = "secret"
-LONG = tuple(range(LEAST_TOKENS))
+LONG = tuple(range(LEAST_TOKENS + 1))
 
 
 class Shard(kp_grpc.KvPoolServicer):
@@ -65,14 +67,16 @@ async def test_what_each_shard_has_comes_with_the_head_of_the_request() -> None:
     hints, _ = await started(*shards)
     token = caller.set(b"key")
     try:
-        found = await hints.add(plan(LONG, LONG[:-1], cache=CacheUse(b"salt", by_key=True)))
+        found = await hints.add(plan(LONG, LONG[:-2], cache=CacheUse(b"salt", by_key=True)))
         call = Call(found)
     finally:
         caller.reset(token)
     long, short = (answer.head("gw", 1).cached for answer in call.answers)
     assert [(one.pool_id, one.tokens) for one in long] == [("kv_pool-0", 160), ("kv_pool-2", 320)]
     assert not short, "a short prompt is not asked about"
-    assert shards[1].asked == [(LEAST_TOKENS, b"key/salt")]
+    heads = [answer.head("gw", 1).prefix_marks for answer in call.answers]
+    assert heads == [prefix_marks(array("I", LONG).tobytes(), b"key/salt"), b""]
+    assert shards[1].asked == [(len(LONG), b"key/salt")]
     assert call.salt == b"key/salt"
     await hints.close()
     for shard in shards:

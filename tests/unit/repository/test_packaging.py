@@ -50,7 +50,8 @@ PROCESS_ROOM = "scheduler/process/"
 # Which other folders of its component a folder may import; "": the files directly in the component's folder.
 ROOMS: dict[str, set[str]] = {
     "scheduler/instance": {"", "cost"},
-    "scheduler/core": {"", "policies", "cost", "instance"},
+    "scheduler/core": {"", "cache", "policies", "cost", "instance"},
+    "scheduler/cache": set(),
     "scheduler/policies": {"", "cost"},
     "scheduler/colocated": {"", "cost", "instance"},
     "scheduler/cost": {""},

@@ -107,6 +107,41 @@ def test_the_core_sends_a_prompt_to_its_cached_prefix_and_counts_what_is_compute
     assert loads["p1"].pending_tokens == 0
 
 
+def test_prompts_of_one_moment_go_where_their_common_beginning_is_computed():
+    cell = CoreCell(
+        prefills=2, decodes=1, homes={"p0": "k0", "p1": "k1", "d0": "k0"}, pool=5000, cache=1000, most_prompt=2000
+    )
+    loads = {view.prefill_id: view.load for view in cell.core._state.instances.open_prefill()}
+
+    def submit(name, marks):
+        meta = ev.RequestMeta(key(name), 1000, 1020, f"group-{name}", "gw", marks=marks)
+        return [started.prefill_id for started in only(cell.do(ev.Submitted((meta,))), StartPrefill)]
+
+    alike = b"mark-512mark-640"
+    assert submit("a", alike) == ["p0"]
+    assert submit("b", b"other512") == ["p1"]
+    assert submit("c", alike) == ["p0"], "1,360 tokens there are fewer than 2,000 at the other"
+    assert loads["p0"].pending_tokens == 1360
+    assert submit("d", alike + b"mark-800") == ["p0"]
+    assert submit("e", alike) == ["p1"], "by now all of it is computed sooner at the other"
+    for name in "abcde":
+        cell.prefilled(name, 1000)
+    assert [one.pending_tokens for one in loads.values()] == [0, 0]
+    assert submit("f", alike) == ["p1"], "the shard that stored it last"
+    assert loads["p1"].pending_tokens == 360
+
+
+def test_what_a_queued_prompt_will_leave_is_no_work_of_those_behind_it():
+    cell = CoreCell(pool=5000, cache=1000, queue_tokens=100, most_prompt=2000)
+    state = cell.core._state
+    for name in "abcd":
+        meta = ev.RequestMeta(key(name), 1000, 1020, f"group-{name}", "gw", marks=b"mark-512")
+        cell.do(ev.Submitted((meta,)))
+    assert state.queue.tokens == 3 * 488, "the first is computed already"
+    cell.do(ev.CancelRequested((key("d"),)))
+    assert state.queue.tokens == 2 * 488
+
+
 def test_an_instance_is_as_fast_as_its_own_chunks_say():
     instance = load("p0")
     for i in range(50):
