@@ -13,9 +13,11 @@ from alignedserve.errors import ResourceError
 from alignedserve.geometry import KvGeometry
 from alignedserve.memory import describe_bytes
 from alignedserve.model import ModelInfo
+from alignedserve.prefix_marks import TOKEN_BYTES
 
 GIB = 1 << 30
 SPARE_BYTES = 400 << 20  # a process that has imported torch, transformers and this package
+INDEX_BYTES = 128  # of the prefix index for each block, beside the block's tokens (ADR 66)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,8 @@ def _require_room(
     """Raises ResourceError if the stores, and the weights if they are in host memory too, do not fit the node."""
     prefill, decode = host.prefill, host.decode
     parts = {"the pool's shard": plan.pool * block_bytes}
+    if config.kv_pool.prefix_cache:
+        parts["the shard's prefix index"] = plan.pool * (INDEX_BYTES + TOKEN_BYTES * plan.block_size)
     if host.spares:
         parts[f"{host.spares} warm spare(s)"] = host.spares * SPARE_BYTES
     if weight_bytes:

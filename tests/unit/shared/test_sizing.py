@@ -64,6 +64,19 @@ def test_what_does_not_fit_together_is_refused_with_each_figure(
         assert figure in refused.value.message
 
 
+def test_the_prefix_index_counts_beside_the_blocks() -> None:
+    blocks = 3 * GIB // BLOCK
+    mib = blocks * (128 + 4 * 16) / MIB
+    sections: dict[str, dict[str, Any]] = {
+        "kv_pool": {"size_gib": 3.0, "prefix_cache": True},
+        "cluster": {"device": "cpu", "prefetch": False},
+    }
+    with pytest.raises(ResourceError, match=f"{mib:.0f}.* MiB for the shard's prefix index"):
+        plan(int(3.02 * GIB), **sections)
+    sections["kv_pool"]["prefix_cache"] = False
+    assert plan(4 * GIB, **sections).pool == blocks
+
+
 def test_buffers_count_only_where_there_are_some() -> None:
     sections: dict[str, dict[str, Any]] = {
         "kv_pool": {"size_gib": 3.0},
