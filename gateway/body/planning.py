@@ -20,7 +20,7 @@ from alignedserve.gateway.body.nested import text_size
 from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, GenerationRequest, ReplyOptions
 from alignedserve.gateway.body.suffix import with_suffix
 from alignedserve.gateway.body.tokenising import LONG_TEXT, TooManyTokens, check_size, in_turn, tokenise
-from alignedserve.gateway.body.truncation import most_tokens, truncated
+from alignedserve.gateway.body.truncation import MOST, most_tokens, truncated
 from alignedserve.gateway.dialects.families import AUTO
 from alignedserve.gateway.dialects.model_dialects import ModelDialects, Reading, choose_dialects
 from alignedserve.gateway.failures import ContextLengthError, ModelNotFoundError
@@ -315,6 +315,19 @@ def derive_seed(seed: int, number: int) -> int:
 def _check_stops(model: ServedModel, request: GenerationRequest) -> None:
     if request.stop and model.tokenizer is None:
         raise InvalidRequestError("this model has no tokenizer: stop strings cannot be found", param="stop")
+
+
+async def counted(model: ServedModel, request: ChatRequest, field: str) -> int:
+    """The tokens of a conversation, tools included. Raises InvalidRequestError, which names `field`, if they are more
+    than are counted at all.
+    """
+    most = max(MOST, model.limit[0])
+    try:
+        _, tokens = await chat_tokens(model, request, most)
+    except TooManyTokens:
+        message = f"{field}: too many tokens; at most {most} are counted"
+        raise InvalidRequestError(message, param=field) from None
+    return len(tokens)
 
 
 def _check_tokens(tokens: Sequence[int], info: ModelInfo, param: str) -> None:

@@ -76,7 +76,7 @@ def build_app(
     responses = ResponsesEndpoint(ledger, intake, model, bodies, batches)
     messages = of_chat(parse_messages, plan_message, MessagesReply)
     operations = Operations(server)
-    tokens = TokenEndpoints(model, bodies)
+    tokens = TokenEndpoints(model, bodies, responses.count)
 
     async def openapi(scope: Scope, receive: Receive, send: Send) -> None:
         await send_bytes(send, openapi_json(keys.wanted), "application/json")
@@ -90,6 +90,7 @@ def build_app(
         "/v1/completions": completions,
         "/v1/chat/completions": chat,
         "/v1/responses": responses,
+        "/v1/responses/input_tokens": tokens.count_response,
         "/v1/messages": messages,
         "/v1/messages/count_tokens": tokens.count,
         "/v1/embeddings": operations.embeddings,

@@ -253,6 +253,9 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
         "/v1/completions": _generate("CompletionRequest", "Completion", "Complete prompts"),
         "/v1/chat/completions": _generate("ChatRequest", "ChatCompletion", "Answer a conversation"),
         "/v1/responses": _generate("ResponsesRequest", "Response", "Answer, in OpenAI's responses API", about=_EVENTS),
+        "/v1/responses/input_tokens": _posted(
+            "ResponsesRequest", "InputTokens", "Count the tokens of a body of /v1/responses"
+        ),
         "/v1/messages": _generate(
             "MessagesRequest", "AnthropicMessage", "Answer, in Anthropic's messages API", "MessagesError", _EVENTS
         ),

@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize and /v1/messages/count_tokens: the tokens that a prompt has, and the text of tokens."""
+"""POST /tokenize, /detokenize, /v1/messages/count_tokens and /v1/responses/input_tokens: tokens that a prompt has."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ from alignedserve.gateway.translated.messages_reply import messages_error
 from alignedserve.gateway.translated.messages_request import count_tokens
 from alignedserve.text import Prompt, PromptEncoder, Tokenizer
 
+Work = Callable[[Any], Awaitable[dict[str, Any]]]  # the answer to a parsed body
+
 
 class TokenEndpoints:
     """ASGI endpoints, one method each. Long texts take turns with those of prompts."""
 
-    def __init__(self, model: ServedModel, bodies: BodyReader) -> None:
+    def __init__(self, model: ServedModel, bodies: BodyReader, count_response: Work) -> None:
         self._model = model
+        self._count_response = count_response
         self._bodies = bodies
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,12 +48,15 @@ class TokenEndpoints:
     async def count(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._answer(scope, receive, send, partial(count_tokens, self._model), messages_error)
 
+    async def count_response(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._answer(scope, receive, send, self._count_response)
+
     async def _answer(
         self,
         scope: Scope,
         receive: Receive,
         send: Send,
-        work: Callable[[Any], Awaitable[dict[str, Any]]],
+        work: Work,
         error_body: Callable[[AlignedServeError], dict[str, Any]] = error_object,
     ) -> None:
         async def of(body: bytes) -> dict[str, Any]:

@@ -109,6 +109,11 @@ def translated_replies() -> dict[str, Schema]:
         "ItemList": {"type": "object", "properties": page, "required": list(page)},
         "ResponseDeleted": {"type": "object", "properties": deleted, "required": list(deleted)},
         "AnthropicMessage": {"type": "object", "properties": message, "required": list(message)},
+        "InputTokens": {
+            "type": "object",
+            "properties": {"object": {"const": "response.input_tokens"}, "input_tokens": _INTEGER},
+            "required": ["object", "input_tokens"],
+        },
         "TokenCount": {"type": "object", "properties": {"input_tokens": _INTEGER}, "required": ["input_tokens"]},
         "MessagesError": {"type": "object", "properties": about, "required": list(about)},
     }

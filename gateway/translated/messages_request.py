@@ -9,12 +9,10 @@ from pydantic import PrivateAttr
 
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body.nested import check_depth
-from alignedserve.gateway.body.planning import CallPlan, ServedModel, chat_tokens, plan_chat
+from alignedserve.gateway.body.planning import CallPlan, ServedModel, counted, plan_chat
 from alignedserve.gateway.body.refused import Refusal
 from alignedserve.gateway.body.requests import ChatRequest, checked
 from alignedserve.gateway.body.thinking import SWITCHES
-from alignedserve.gateway.body.tokenising import TooManyTokens
-from alignedserve.gateway.body.truncation import MOST
 from alignedserve.gateway.body.validation_errors import wrong_type
 from alignedserve.gateway.failures import UnsupportedFeatureError
 from alignedserve.gateway.translated.context_edits import ContextEdits, context_edits
@@ -110,14 +108,8 @@ async def count_tokens(model: ServedModel, body: Any) -> dict[str, Any]:
     """The answer of /v1/messages/count_tokens. Raises InvalidRequestError (or one of its kinds), ModelNotFoundError."""
     request = _parsed({"max_tokens": 1, **body} if isinstance(body, dict) else body)
     model.require(request.model)
-    most = max(MOST, model.limit[0])
     with renamed(_NAMES, _SCHEMA):
-        try:
-            _, tokens = await chat_tokens(model, _for_model(model, request), most)
-        except TooManyTokens:
-            message = f"messages have too many tokens: at most {most} are counted"
-            raise InvalidRequestError(message, param="messages") from None
-    return {"input_tokens": len(tokens)}
+        return {"input_tokens": await counted(model, _for_model(model, request), "messages")}
 
 
 def _for_model(model: ServedModel, request: MessagesChat) -> MessagesChat:

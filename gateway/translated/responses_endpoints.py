@@ -21,7 +21,12 @@ from alignedserve.gateway.ledger.intake import Intake
 from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.reply.replies import Reply
 from alignedserve.gateway.translated.responses_reply import ResponsesReply
-from alignedserve.gateway.translated.responses_request import ResponsesChat, parse_responses, plan_response
+from alignedserve.gateway.translated.responses_request import (
+    ResponsesChat,
+    count_input,
+    parse_responses,
+    plan_response,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +55,11 @@ class ResponsesEndpoint(GenerateEndpoint):
                 raise UnsupportedFeatureError(message, param="store")
             body = {**body, "store": False}
         return parse_responses(body, earlier, stores=store is not None)
+
+    async def count(self, body: Any) -> dict[str, Any]:
+        """The answer of /v1/responses/input_tokens: the conversation that the body goes on from counts too."""
+        tokens = await count_input(self._model, await self.read(body))
+        return {"object": "response.input_tokens", "input_tokens": tokens}
 
     async def before_end(self, reply: Reply) -> None:
         """Stores the response. If the store fails, the response says that it is not stored."""

@@ -9,7 +9,7 @@ from pydantic import PrivateAttr
 
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body.nested import MOST_REPEATED_DEPTH, check_depth
-from alignedserve.gateway.body.planning import CallPlan, ServedModel, plan_chat
+from alignedserve.gateway.body.planning import CallPlan, ServedModel, counted, plan_chat
 from alignedserve.gateway.body.refused import Refusal
 from alignedserve.gateway.body.requests import ChatRequest, checked
 from alignedserve.gateway.body.validation_errors import shown, wrong_type
@@ -101,6 +101,13 @@ async def plan_response(model: ServedModel, request: ResponsesChat) -> CallPlan:
     """`plan_chat`, whose errors name the fields that the client sent."""
     with renamed(_NAMES):
         return await plan_chat(model, request)
+
+
+async def count_input(model: ServedModel, request: ResponsesChat) -> int:
+    """The tokens of the conversation. Raises InvalidRequestError (or one of its kinds), ModelNotFoundError."""
+    model.require(request.model)
+    with renamed(_NAMES):
+        return await counted(model, request, "input")
 
 
 def _chat_body(fields: Fields, earlier: Sequence[dict[str, Any]] = (), *, stores: bool = False) -> dict[str, Any]:

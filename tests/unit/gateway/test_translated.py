@@ -318,6 +318,21 @@ async def test_tokens_are_counted_as_the_prompt_has_them(
     assert counted.input_tokens == answer.usage.input_tokens == len(cluster.submitted[0].prompt_token_ids)
 
 
+async def test_tokens_of_a_response_are_counted_as_the_prompt_has_them(
+    client: openai.AsyncOpenAI, cluster: FakeCluster
+) -> None:
+    tool = {"type": "function", "name": "f", "description": "d", "parameters": SCHEMA, "strict": False}
+    asked: Any = {"model": "tiny", "input": "hi", "instructions": "Be short.", "tools": [tool]}
+    counted = await client.responses.input_tokens.count(**asked)
+    assert counted.object == "response.input_tokens"
+    assert not cluster.submitted
+    cluster.script = playing(ids(" value"))
+    answer = await client.responses.create(**asked)
+    assert counted.input_tokens == answer.usage.input_tokens == len(cluster.submitted[0].prompt_token_ids)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.input_tokens.count(model="other", input="hi")
+
+
 async def test_errors_have_anthropics_shape(
     claude: anthropic.AsyncAnthropic, cluster: FakeCluster, http: httpx.AsyncClient
 ) -> None:

@@ -148,6 +148,7 @@ async def test_what_real_replies_have_is_on_the_page(pages: Any, gateway: Runnin
             ("AnthropicMessage", await ask("/v1/messages", {"model": "tiny", "messages": HI, "max_tokens": 90})),
             ("MessagesError", await ask("/v1/messages", {"model": "tiny"})),
             ("TokenCount", await ask("/v1/messages/count_tokens", {"model": "tiny", "messages": HI})),
+            ("InputTokens", await ask("/v1/responses/input_tokens", {"input": "hi"})),
             ("Response", await ask("/v1/responses", {"input": "hi"})),
             ("Tokenized", await ask("/tokenize", {"prompt": "hi", "return_token_strs": True})),
             ("Detokenized", await ask("/detokenize", {"tokens": [5]})),
