@@ -15,6 +15,7 @@ from alignedserve.memory import describe_bytes
 from alignedserve.model import ModelInfo
 
 GIB = 1 << 30
+DISK_INDEX_BYTES = 300  # of a block on disk, in the shard's process
 SPARE_BYTES = 400 << 20  # a process that has imported torch, transformers and this package
 
 
@@ -153,6 +154,8 @@ def _require_room(
     parts = {"the pool's shard": plan.pool * block_bytes}
     if host.spares:
         parts[f"{host.spares} warm spare(s)"] = host.spares * SPARE_BYTES
+    if config.kv_pool.disk_gib:
+        parts["the index of the disk tier"] = int(config.kv_pool.disk_gib * GIB) // block_bytes * DISK_INDEX_BYTES
     if weight_bytes:
         parts[f"the weights of {prefill + decode} workers"] = (prefill + decode) * weight_bytes
         parts[f"{decode} decode cache(s)"] = decode * plan.decode_cache * block_bytes
