@@ -94,14 +94,14 @@ class KvPool(ShardBlocks):
         return self._serve()
 
     def lease_now(self, writer: WriterKey, count: int, spared: Sequence[int]) -> list[int]:
-        """Lease up to `count` blocks that nobody waits for to a writer in this process: fewer if there is no room.
+        """Lease up to `count` blocks at once to a writer in this process: fewer if there is no room.
 
         The first blocks of a chain, `spared`, stay cached, and count as used now. The lease is not in the table,
         because it ends with this process. `cache` and `give_back` end it, too.
         """
         kept = [block for block in spared if self.cached_flags[block]]
         self._blocks.retain(kept, writer)
-        room = 0 if self._wants else self._blocks.available_blocks - self._reserve_blocks
+        room = self._blocks.available_blocks - self._reserve_blocks
         leased = self._blocks.lease(max(0, min(count, room)), writer)
         self._blocks.release(kept, writer)
         if self._cache is not None:

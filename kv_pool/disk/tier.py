@@ -214,7 +214,9 @@ class DiskTier:
             faults = "errors, wrong blocks and time-outs of the disk tier; each has cost cached blocks only"
             page.counter("disk_tier_faults_total", faults, breaker.faults, doing=doing)
         page.counter("disk_tier_read_bytes_total", "bytes of blocks read from the disk tier", promotion.read_bytes)
-        page.counter("disk_tier_written_bytes_total", "bytes of blocks written to the disk tier", demotion.written_bytes)
+        page.counter(
+            "disk_tier_written_bytes_total", "bytes of blocks written to the disk tier", demotion.written_bytes
+        )
         meaning = "blocks on disk that were not what was written; they were dropped"
         page.counter("disk_tier_rejected_blocks_total", meaning, promotion.rejected_blocks)
         page.counter("disk_tier_given_up_total", "reads of the disk tier that took too long", promotion.given_up)

@@ -119,8 +119,9 @@ class DiskMachine(PrefixMachine):
             if grant.writer == last:
                 for block in grant.block_ids:
                     self.content[block] = None
-        self.pool.hello(last)
+        self.pool.hello(last)  # it waits for no more
         self.pool.give_back(last, self.pool._blocks.leased_to(last))
+        self.pool.hello(last)
         self.promote(prompt, -1, calls)
 
     def during(self, fuse: int, calls: int, begin: Callable[[], Any], *, alone: bool = False) -> None:

@@ -18,6 +18,7 @@ from alignedserve.control.runtime import RoleSettings
 from alignedserve.control.samples import value
 from alignedserve.errors import ConfigError
 from alignedserve.kv_pool.actor import KvPoolServer
+from alignedserve.kv_pool.records import WriterKey
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
@@ -63,13 +64,12 @@ async def node(tmp_path: Path, name: str) -> AsyncIterator[SegmentServer]:
         agent.close()
 
 
-async def take_all(address: str) -> None:
+def take_all(server: KvPoolServer) -> None:
     """Everything that is cached is given up for another writer."""
-    writer = PoolWriter(pb.ProcessKey(role="decode", id="decode-0", incarnation=5), TOKEN, 0)
-    await writer.connect(address)
-    blocks = await asyncio.wait_for(writer.take(BLOCKS), 10.0)
-    writer.give(blocks)
-    await writer.close()
+    other = WriterKey("decode", "decode-0", 5)
+    assert server._pool is not None
+    (grant,) = server._pool.want(other, BLOCKS)
+    server._pool.give_back(other, grant.block_ids)
 
 
 async def pin(writer: PoolWriter, name: str) -> tuple[int, int]:
@@ -101,7 +101,7 @@ async def test_what_was_cached_comes_from_disk_after_a_restart_of_all(tmp_path: 
             metrics = server.heartbeat().metrics
             assert value(metrics, "alignedserve_kv_blocks", store="kv_pool-0/disk", state="cached") >= 6
             assert value(metrics, "alignedserve_disk_tier_on") == 2
-            await take_all(address)
+            take_all(server)
             await writer.close()
         async with shard(agent, tmp_path / "kv", served=True) as (server, address):  # only its process was replaced
             channel = open_channel(address, TOKEN)

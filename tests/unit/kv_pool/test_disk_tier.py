@@ -192,7 +192,7 @@ def test_prompts_that_need_the_same_blocks_wait_for_one_read(make: Make) -> None
     assert rig.tier.used_tokens(rig.index.match(rig.index.chain(ROOT, A), 99)) == 0  # from then on they are the host's
 
 
-def test_a_read_needs_room_that_no_writer_waits_for(make: Make) -> None:
+def test_what_there_is_no_room_for_is_not_read_and_nothing_gives_way_to_its_own_continuation(make: Make) -> None:
     rig = opened(make())
     cache(rig, A)
     rig.demote()
@@ -201,10 +201,9 @@ def test_a_read_needs_room_that_no_writer_waits_for(make: Make) -> None:
     assert promote(rig, A) == 3
     rig.pool.give_back(PREFILL, blocks)
     assert promote(rig, A) == 5
-    rig.pool.want(PREFILL, CAPACITY + 1)
-    rig.pool.give_back(PREFILL, rig.pool._blocks.leased_to(PREFILL)[:5])
+    blocks = leased(rig.pool, PREFILL, CAPACITY)
     assert promote(rig, A) == 0
-    rig.pool.hello(PREFILL)
+    rig.pool.give_back(PREFILL, blocks)
 
 
 def test_reading_that_is_predicted_to_take_longer_than_computing_is_declined(make: Make) -> None:
