@@ -6,6 +6,7 @@ The node agent owns the memory of the segment, so the memory outlives this proce
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -23,12 +24,14 @@ from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import AlignedServeError, StaleError
 from alignedserve.kv_pool.agent_handover import AgentHandover
 from alignedserve.kv_pool.counts import Grant
+from alignedserve.kv_pool.disk.shard import Shard
+from alignedserve.kv_pool.disk.tier import DiskTier
 from alignedserve.kv_pool.paired_service import PairedCopiesService
 from alignedserve.kv_pool.pool import KvPool
+from alignedserve.kv_pool.prefix_cache import open_index
 from alignedserve.kv_pool.prefix_chain import root_digest
-from alignedserve.kv_pool.prefix_index import PrefixIndex
 from alignedserve.kv_pool.records import Holding, WriterKey, check_writer
-from alignedserve.kv_pool.stored import renewed, unpacked
+from alignedserve.kv_pool.stored import renewed, stored_in
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
 from alignedserve.metrics import Page
 from alignedserve.model import ModelInfo
@@ -37,18 +40,13 @@ from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.proto import paired_copies_pb2_grpc as pc_grpc
 from alignedserve.proto import supervisor_pb2 as sv
-from alignedserve.request import RequestKey
-from alignedserve.scheduler.cache.values import cache_policy
 from alignedserve.scheduler.cost.load import configured_cost
-from alignedserve.scheduler.cost.step import ChunkShape
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore, HostBlockStore
 from alignedserve.transfer.segments import SegmentClient
 from alignedserve.transfer.topology import GLOO
 
 logger = logging.getLogger(__name__)
-
-MOST_READ_BYTES = 4 << 20  # a reply message to `Read` is sent once it is larger than this
 
 Message = TypeVar("Message")
 
@@ -72,6 +70,8 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         timeout_s = self.config.kv_pool.copy_timeout_s
         # Copies that workers of other nodes ask for.
         self._copies = PairedCopiesService(settings, self.process, self._stores, (GLOO,), timeout_s, writable=False)
+        self._disk: DiskTier | None = None  # None until `on_start`, or without `kv_pool.disk_gib`
+        self._cluster_served = False  # whether the cluster was ready before this process was
         self._announced_free = -1  # free blocks, as the scheduler was told last; -1: never
         self._recounting = asyncio.Lock()  # while it is held, nothing in the pool may change
 
@@ -99,26 +99,18 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         )
         table = AllocationTable(self._store.front(), geometry, plan.pool)
         reserve = int(plan.pool * self.config.kv_pool.growth_reserve)
-        self._pool = KvPool(
-            self._store.store_id, table, plan.block_size, reserve_blocks=reserve, index=self._index(table, plan)
-        )
+        index = open_index(self.config, table, plan.block_size)
+        self._pool = KvPool(self._store.store_id, table, plan.block_size, reserve_blocks=reserve, index=index)
+        if index is not None and self.config.kv_pool.disk_gib:
+            cost, verify = configured_cost(self.config.scheduler), self.config.kv_pool.verify
+            shard = Shard(self._pool, index, self._store, self._deliver, self._recounted, verify, cost)
+            self._disk = DiskTier(self.config, self.settings.id, model, shard)
+            await self._disk.start(required=not self._cluster_served)
         self.set_state("ready")
-
-    def _index(self, table: AllocationTable, plan: StorePlan) -> PrefixIndex | None:
-        """The prefix index, over the entries in the segment; None without `kv_pool.prefix_cache`."""
-        if not self.config.kv_pool.prefix_cache:
-            table.forget_index()
-            return None
-        cost = configured_cost(self.config.scheduler)
-
-        def prefill_s(tokens: int) -> float:  # without a cost model the unit is a token
-            return cost.step_s([ChunkShape(tokens, 0)], ()) if cost is not None else float(tokens)
-
-        policy = cache_policy(self.config.kv_pool.cache_policy, prefill_s, plan.block_size)
-        return PrefixIndex(table.open_index(), plan.block_size, policy)
 
     async def on_view(self, view: sv.ClusterView) -> None:
         if view.store_plan and view.model_info and not self._plan.done():
+            self._cluster_served = view.was_ready
             self._plan.set_result((ModelInfo.from_json(view.model_info), StorePlan.from_json(view.store_plan)))
         self._ended_processes.on_view(view)
         await self._handover.on_view(view)
@@ -171,6 +163,8 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
     async def on_close(self) -> None:
         await self._copies.close()
         await self._recounted()
+        if self._disk is not None:
+            await self._disk.close()
         if self._store is not None:
             self._store.close()
 
@@ -183,9 +177,14 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         page.gauge("pool_requests", "requests whose KV the pool holds", counts.requests)
         meaning = "blocks leased to writers and not yet committed"
         page.gauge("pool_leased_blocks", meaning, counts.leased)
+        on_disk = ""
+        if self._disk is not None:
+            self._disk.show(page)
+            on_disk = f"; on disk: {self._disk.count().cached}/{self._disk.count().capacity}"
+        blocks = f"{counts.owned}/{counts.capacity}, {counts.leased} leased"
         return sv.Heartbeat(
             stores=[self._store.handle().to_proto()],
-            holds=f"{counts.requests} requests; blocks: {counts.owned}/{counts.capacity}, {counts.leased} leased",
+            holds=f"{counts.requests} requests; blocks: {blocks}{on_disk}",
             metrics=page.text(),
         )
 
@@ -193,17 +192,18 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         if self._pool is None:
             return []
         # The caller may be cancelled. The thread goes on, and the pool must not change until the thread is done.
-        return [await asyncio.shield(asyncio.ensure_future(self._recount(self._pool)))]
+        return await asyncio.shield(asyncio.ensure_future(self._recount(self._pool)))
 
-    async def _recount(self, pool: KvPool) -> sv.BookCheck:
+    async def _recount(self, pool: KvPool) -> list[sv.BookCheck]:
         """Check the accounting in a thread, because a million blocks take seconds.
 
         Heartbeats go on meanwhile; messages that change the pool wait.
         """
         async with self._recounting:
-            found = await asyncio.to_thread(
-                check_books, pool.store_id, self.settings.id, pool.check_integrity, self._count
-            )
+            check = functools.partial(check_books, pool.store_id, self.settings.id, pool.check_integrity, self._count)
+            found = [await asyncio.to_thread(check)]
+            if self._disk is not None and (on_disk := await asyncio.to_thread(self._disk.check)) is not None:
+                found.append(on_disk)
         self._bury()
         return found
 
@@ -268,20 +268,42 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         elif kind == "release":
             self._deliver(self._pool.release(keys_from_proto(message.release)))
         elif kind == "pin":
-            outbox.put(self._pin(self._pool, message))
+            self._pin(self._pool, writer, message, outbox)
         elif kind == "cache":
             outbox.put(self._cache(self._pool, writer, message))
         self._announce()
 
-    def _pin(self, pool: KvPool, message: kp.PoolWriterMessage) -> kp.PoolWriterReply:
+    def _pin(
+        self, pool: KvPool, writer: WriterKey, message: kp.PoolWriterMessage, outbox: Outbox[kp.PoolWriterReply]
+    ) -> None:
+        """Reply with what is cached of a prompt, once what is on disk of it is there too."""
         key, prefix = key_from_proto(message.pin.key), message.pin.prefix
+
+        def refuse(error: AlignedServeError) -> None:
+            outbox.put(kp.PoolWriterReply(message_id=message.message_id, refused=failure_to_proto(error)))
+
+        def pin() -> None:
+            if self._writers.get(writer) is not outbox:
+                return  # it asks again over its next stream, or is being fenced
+            try:
+                held, grants = pool.pin(key, root, tokens, len(tokens))
+            except AlignedServeError as error:
+                refuse(error)
+                return
+            self._deliver(grants)
+            pinned = self._holding(held)
+            pinned.disk_tokens = self._disk.used_tokens(held.block_ids) if self._disk is not None else 0
+            outbox.put(kp.PoolWriterReply(message_id=message.message_id, pinned=pinned))
+            self._announce()
+
         try:
-            tokens = prefix_tokens(prefix)
-            held, grants = pool.pin(key, self._root(prefix.salt), tokens, len(tokens))
+            tokens, root = prefix_tokens(prefix), self._root(prefix.salt)
+            if self._disk is not None:
+                self._disk.promoted(root, tokens, then=pin)
+            else:
+                pin()
         except AlignedServeError as error:
-            return kp.PoolWriterReply(message_id=message.message_id, refused=failure_to_proto(error))
-        self._deliver(grants)
-        return kp.PoolWriterReply(message_id=message.message_id, pinned=self._holding(held))
+            refuse(error)
 
     def _cache(self, pool: KvPool, writer: WriterKey, message: kp.PoolWriterMessage) -> kp.PoolWriterReply:
         cache = message.cache
@@ -304,7 +326,8 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         pool = await self._ready(context)
         await self._recounted()
         try:
-            blocks = pool.match(self._root(request.salt), prefix_tokens(request))
+            root, tokens = self._root(request.salt), prefix_tokens(request)
+            blocks = pool.match(root, tokens) + (self._disk.begin(root, tokens) if self._disk is not None else 0)
         except AlignedServeError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
         return kp.PrefixFound(tokens=blocks * pool.block_size)
@@ -419,30 +442,14 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self, request: pb.RequestKeys, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[kp.StoredRequests]:
         pool = await self._ready(context)
-        found: list[bytes] = []
-        size = 0
-        for key in keys_from_proto(request):
-            if (stored := self._stored(pool, key)) is None:
-                continue
-            found.append(stored)
-            size += len(stored)
-            if size > MOST_READ_BYTES:
-                yield kp.StoredRequests(requests=found)
-                found, size = [], 0
-        if found:
+        for found in stored_in(pool, keys_from_proto(request), self.settings.id):
             yield kp.StoredRequests(requests=found)
-
-    def _stored(self, pool: KvPool, key: RequestKey) -> bytes | None:
-        try:
-            read = pool.read(key)
-        except AlignedServeError as error:
-            logger.error("%s", error, extra={"request_id": key.request_id})
-            return None
-        return unpacked(read[1], read[0], self.settings.id) if read is not None else None
 
     def _announce(self) -> None:
         """Tell the scheduler how many blocks are free, if the number has changed."""
         assert self._pool is not None
+        if self._disk is not None:
+            self._disk.wake()
         counts = self._pool.counts()
         free = counts.free + counts.cached  # a cached block is given up for whoever needs room
         if free != self._announced_free:

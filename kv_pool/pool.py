@@ -93,6 +93,21 @@ class KvPool(ShardBlocks):
         self._write_down(Returned(writer, tuple(block_ids)))
         return self._serve()
 
+    def lease_now(self, writer: WriterKey, count: int, spared: Sequence[int]) -> list[int]:
+        """Lease up to `count` blocks at once to a writer in this process: fewer if there is no room.
+
+        The first blocks of a chain, `spared`, stay cached, and count as used now. The lease is not in the table,
+        because it ends with this process. `cache` and `give_back` end it, too.
+        """
+        kept = [block for block in spared if self.cached_flags[block]]
+        self._blocks.retain(kept, writer)
+        room = self._blocks.available_blocks - self._reserve_blocks
+        leased = self._blocks.lease(max(0, min(count, room)), writer)
+        self._blocks.release(kept, writer)
+        if self._cache is not None:
+            self._cache.rest(spared)
+        return leased
+
     def commit(
         self,
         writer: WriterKey,
@@ -323,6 +338,11 @@ class KvPool(ShardBlocks):
         return self._serve()
 
     # ---- state
+
+    @property
+    def cached_flags(self) -> bytearray:
+        """A flag for each block: whether it is cached. Empty without an index."""
+        return self._cache.blocks.cached if self._cache is not None else bytearray()
 
     def writers(self) -> list[WriterKey]:
         """Writers that have a lease, wait for blocks or are lost.

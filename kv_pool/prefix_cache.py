@@ -5,12 +5,35 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from alignedserve.config import Config
 from alignedserve.errors import AccountingError, TransferError
 from alignedserve.kv_pool.block_table import NONE
 from alignedserve.kv_pool.prefix_chain import Chain
 from alignedserve.kv_pool.prefix_index import PrefixIndex
+from alignedserve.kv_pool.table import AllocationTable
+from alignedserve.scheduler.cache.values import CachePolicy, cache_policy
+from alignedserve.scheduler.cost.load import configured_cost
+from alignedserve.scheduler.cost.step import ChunkShape
 from alignedserve.scheduler.instance.block_allocator import Writer
 from alignedserve.scheduler.instance.caching_allocator import CachingAllocator
+
+
+def configured_policy(config: Config, block_size: int) -> CachePolicy:
+    """`kv_pool.cache_policy` with the configured cost model."""
+    cost = configured_cost(config.scheduler)
+
+    def prefill_s(tokens: int) -> float:  # without a cost model the unit is a token
+        return cost.step_s([ChunkShape(tokens, 0)], ()) if cost is not None else float(tokens)
+
+    return cache_policy(config.kv_pool.cache_policy, prefill_s, block_size)
+
+
+def open_index(config: Config, table: AllocationTable, block_size: int) -> PrefixIndex | None:
+    """The prefix index, over the entries in the segment; None without `kv_pool.prefix_cache`."""
+    if not config.kv_pool.prefix_cache:
+        table.forget_index()
+        return None
+    return PrefixIndex(table.open_index(), block_size, configured_policy(config, block_size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +74,12 @@ class PrefixIndex:
 
     def chain(self, root: bytes, token_ids: Sequence[int]) -> Chain:
         return Chain(root, token_ids, self.block_size, self._digest)
+
+    def chain_of(self, block_ids: Sequence[int]) -> Chain:
+        """The chain whose first blocks these are (`chain_to`)."""
+        rows = self.entries.words.take(np.array(block_ids, np.int32), axis=0)
+        tokens = array("I", rows[:, TOKENS:].astype("<u8").view(np.uint32)[:, : self.block_size].tobytes())
+        return self.chain(_PAIR.pack(*rows[0, BEFORE : BEFORE + 2].tolist()), tokens)
 
     # ---- matching
 
@@ -172,6 +179,15 @@ class PrefixIndex:
         if step % 8:
             tokens = np.pad(tokens, ((0, 0), (0, 1)))
         return tokens.view(np.uint64)
+
+    def chain_to(self, block: int) -> list[int]:
+        """The indexed blocks of a chain, from its first block to `block`."""
+        words, stride = self._words, self._stride
+        depth = words[block * stride + META] & 0xFFFFFFFF
+        found = [block]
+        for _ in range(depth):
+            found.append(words[found[-1] * stride + PARENT])
+        return found[::-1]
 
     def checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         """The checksums of indexed blocks; empty if one has none."""
@@ -297,8 +313,11 @@ class PrefixIndex:
 
     # ---- succession
 
-    def recover(self, void: Sequence[int] = ()) -> None:
-        """Take over the entries of a predecessor. Those of the blocks `void`, and what continues them, are dropped."""
+    def recover(self, void: Sequence[int] = (), first: int = 1) -> None:
+        """Take over the entries of a predecessor. Those of the blocks `void`, and what continues them, are dropped.
+
+        `first`: the least generation of later entries.
+        """
         if len(void):
             ids = np.array(void, np.int32)
             self.entries.withdraw(ids[self.entries.generations[ids] != 0])
@@ -310,7 +329,7 @@ class PrefixIndex:
             if not orphans.any():
                 break
             self.entries.withdraw(ids[orphans])
-        self._following = int(self.entries.generations.max(initial=0)) + 1
+        self._following = max(first, int(self.entries.generations.max(initial=0)) + 1)
         for begin in range(0, len(ids), SCANNED_AT_ONCE):
             piece = ids[begin : begin + SCANNED_AT_ONCE]
             self._table.add_all(piece, self.entries.words[:, DIGEST][piece])
@@ -355,7 +374,7 @@ class PrefixIndex:
             and generations.max(initial=0) < self._following,
             "cached blocks that are not indexed": self._flags[~held].all(),
             "parents": np.array_equal(generations[parents[inner]], words[:, BEFORE][ids[inner]]),
-            "depths": np.array_equal(self._depths(parents[inner]) + 1, depths[inner]),
+            "depths": np.array_equal(self.depths(parents[inner]) + 1, depths[inner]),
             "a held block whose parent is cached": not (held[ids[inner]] & ~held[parents[inner]]).any(),
             "ranks": self.queue.in_order(ids[inner], parents[inner], ~held),
         }
@@ -363,7 +382,8 @@ class PrefixIndex:
         if wrong:
             raise AccountingError(f"the prefix index is wrong: {', '.join(wrong)}")
 
-    def _depths(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def depths(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Numbers of these indexed blocks in their chains."""
         depths: npt.NDArray[np.int64] = (self.entries.words[:, META][ids] & np.uint64(0xFFFFFFFF)).astype(np.int64)
         return depths
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from alignedserve.control.convert import enter_stage, key_from_proto
-from alignedserve.errors import TransferError
+from alignedserve.errors import AlignedServeError, TransferError
+from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.records import Holding
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, Stage
 
+logger = logging.getLogger(__name__)
+
+MOST_READ_BYTES = 4 << 20  # a list of stored requests ends once it is larger than this
 _MOST_TOKENS = 1 << 20
 _MOST_REQUESTS = 1024
 
@@ -25,6 +30,26 @@ def unpacked(payload: bytes, holding: Holding, pool_id: str) -> bytes:
     """The serialised StoredRequest with the blocks of `holding`. (Protobuf merges messages whose bytes are joined.)"""
     where = location(pool_id, holding.kv_tokens, holding.block_ids, holding.checksums)
     return payload + where.SerializeToString()
+
+
+def stored_in(pool: KvPool, keys: Iterable[RequestKey], pool_id: str) -> Iterator[list[bytes]]:
+    """The serialised StoredRequests of those of `keys` that the shard has, in lists of a few MiB."""
+    found: list[bytes] = []
+    size = 0
+    for key in keys:
+        try:
+            read = pool.read(key)
+        except AlignedServeError as error:
+            logger.error("%s", error, extra={"request_id": key.request_id})
+            continue
+        if read is not None:
+            found.append(unpacked(read[1], read[0], pool_id))
+            size += len(found[-1])
+            if size > MOST_READ_BYTES:
+                yield found
+                found, size = [], 0
+    if found:
+        yield found
 
 
 def location(pool_id: str, kv_tokens: int, blocks: Sequence[int], checksums: Sequence[int]) -> pb.StoredRequest:

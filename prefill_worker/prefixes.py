@@ -37,14 +37,15 @@ class Prefixes:
         self._coming: dict[bytes, asyncio.Future[None]] = {}  # digest of a prefix of full blocks -> when it is cached
         self._under_way: dict[RequestKey, tuple[list[bytes], asyncio.Future[None]]] = {}
         self.queried_tokens = 0
-        self.hit_tokens = 0
+        self.hit_tokens = {"host": 0, "disk": 0}  # by where their KV was
         self.waited = 0
 
     def show_metrics(self, page: Page) -> None:
         meaning = "tokens of prompts that were looked up in the prefix cache"
         page.counter("prefix_cache_queried_tokens_total", meaning, self.queried_tokens)
-        meaning = "tokens of prompts whose KV the prefix cache had"
-        page.counter("prefix_cache_hit_tokens_total", meaning, self.hit_tokens)
+        meaning = "tokens of prompts whose KV the prefix cache had, by where it was"
+        for tier, tokens in self.hit_tokens.items():
+            page.counter("prefix_cache_hit_tokens_total", meaning, tokens, tier=tier)
         meaning = "prompts that waited for another prompt to compute what both begin with"
         page.counter("prefix_cache_waited_prompts_total", meaning, self.waited)
 
@@ -52,7 +53,7 @@ class Prefixes:
         """Pin what the shard has of the prompt; None if it has nothing. `ended` must follow, whatever happens."""
         digests = self._digests(tokens[:-1], salt)  # the last token is always computed
         self.queried_tokens += len(tokens)
-        base = await self._pin(lead, tokens, salt) if digests else None
+        base, from_disk = await self._pin(lead, tokens, salt) if digests else (None, 0)
         held = base.tokens // self._block_size if base is not None else 0
         coming = next((self._coming[digest] for digest in reversed(digests[held:]) if digest in self._coming), None)
         shared = max((index + 1 for index, digest in enumerate(digests) if digest in self._coming), default=0) - held
@@ -60,21 +61,27 @@ class Prefixes:
         if coming is not None and shared >= LEAST_SHARED_BLOCKS:
             self.waited += 1
             await asyncio.wait([coming])
-            base = await self._pin(lead, tokens, salt)
-        self.hit_tokens += base.tokens if base is not None else 0
+            base, more = await self._pin(lead, tokens, salt)
+            from_disk += more
+        if base is not None:
+            from_disk = min(from_disk, base.tokens)
+            self.hit_tokens["disk"] += from_disk
+            self.hit_tokens["host"] += base.tokens - from_disk
         return base
 
-    async def _pin(self, lead: RequestKey, tokens: Sequence[int], salt: bytes) -> Base | None:
+    async def _pin(self, lead: RequestKey, tokens: Sequence[int], salt: bytes) -> tuple[Base | None, int]:
+        """What the shard has of the prompt, and how many tokens of it came from disk just now."""
         self._pinned.add(lead)
         try:
             held = await self._pool.pin(lead, cached_prefix(tokens, salt))
         except AlignedServeError as error:
             logger.warning("the prefix cache could not be asked: %s", error, extra={"request_id": lead.request_id})
-            return None
+            return None, 0
         if not held.block_ids:
-            return None
+            return None, 0
         blocks, checksums = list(held.block_ids), list(held.checksums)
-        return Base(held.kv_tokens, blocks, checksums, self._pool_id, here=True, cached=True)
+        base = Base(held.kv_tokens, blocks, checksums, self._pool_id, here=True, cached=True)
+        return base, held.disk_tokens
 
     def ended(self, leads: Iterable[RequestKey], *, committed: bool = False) -> None:
         """These prompts are no longer under way. Without `committed` their pins end too."""

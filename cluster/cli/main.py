@@ -53,6 +53,11 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
         "gateway.request_log",
         {"metavar": "FILE", "help": "append a JSON line for every request: lengths and timestamps, never text"},
     ),
+    "--kv-disk-path": (
+        "kv_pool.disk_path",
+        {"metavar": "DIR", "help": "folder on a local SSD for cached KV that no longer fits in memory"},
+    ),
+    "--kv-disk-gib": ("kv_pool.disk_gib", {"type": float, "metavar": "GIB", "help": "how much of it each node uses"}),
     "--batches-folder": (
         "batches.folder",
         {"metavar": "DIR", "help": "folder for files and batches; without it /v1/files and /v1/batches are refused"},

@@ -33,6 +33,8 @@ ROLLED: Mapping[str, frozenset[str]] = {
     "kv_pool.copy_timeout_s": INSTANCES,
     "kv_pool.prefix_cache": frozenset({*INSTANCES, "kv_pool"}),
     "kv_pool.cache_policy": frozenset({"kv_pool"}),
+    "kv_pool.disk_path": frozenset({"kv_pool"}),
+    "kv_pool.disk_gib": frozenset({"kv_pool"}),
     "prefill.max_requests": frozenset({"prefill"}),
     "prefill.queue_tokens": frozenset({"prefill", "scheduler"}),
     "prefill.layerwise_tokens": frozenset({"prefill"}),

@@ -139,6 +139,11 @@ class EvictionQueue:
             if (count := uses[block]) < MOST_USES:
                 uses[block] = count + 1
 
+    def take_uses(self, block_ids: Sequence[int], other: EvictionQueue, its_ids: Sequence[int]) -> None:
+        """These blocks have been used as often as those of `other`, of which they are copies; or more often already."""
+        ids = np.array(block_ids, np.int32)
+        self._uses[ids] = np.maximum(self._uses[ids], other._uses[np.array(its_ids, np.int32)])
+
     def touch(self, block_ids: Sequence[int], chance: float = 1.0, chain_blocks: int = 0) -> None:
         """The blocks of a chain, from its first block on, were used just now. `chance`: see `CachePolicy.value`.
 
@@ -243,6 +248,17 @@ class EvictionQueue:
             taken += live
             count -= len(live)
         return taken
+
+    def next_ones(self, ids: Ids, depths: npt.NDArray[np.int64], count: int) -> Ids:
+        """Of these entered blocks, the `count` that `take` returns first, in its order.
+
+        `depths`: their places in chains. Changes nothing, and may run beside changes: then it is a guess.
+        """
+        ranks = self.ranks[ids]
+        if count < len(ids):
+            first = ranks <= np.partition(ranks, count)[count]
+            ids, ranks, depths = ids[first], ranks[first], depths[first]
+        return ids[np.lexsort((-depths, self._touched[ids], ranks))[:count]]
 
     def in_order(self, children: Ids, parents: npt.NDArray[np.int64], cached: npt.NDArray[np.bool_]) -> bool:
         """Whether each cached child goes before its parent, and each cached block is entered."""

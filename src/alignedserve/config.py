@@ -93,6 +93,8 @@ class KvPoolConfig:
         "which cached KV is given up first: value (by the time to compute it again, and uses), lru",
         choices=("value", "lru"),
     )
+    disk_path: str = _key("", "folder on a local SSD for cached KV that no longer fits in memory; it holds prompts' KV")
+    disk_gib: float = _key(0.0, "size of each node's file in kv_pool.disk_path in GiB; 0: no disk tier", low=0.0)
     copy_timeout_s: float = _key(
         10.0, "seconds after which a copy is stuck; its worker is fenced and replaced", low=0.1
     )
@@ -384,6 +386,13 @@ class Config:
                 f"kv_pool.copy_timeout_s ({self.kv_pool.copy_timeout_s:g}) must be at least four times "
                 f"supervisor.heartbeat_s ({limits.heartbeat_s:g}), the interval at which copies are checked"
             )
+
+        if self.kv_pool.disk_gib and not self.kv_pool.disk_path:
+            raise ConfigError("kv_pool.disk_gib needs kv_pool.disk_path, the folder of the file")
+        if self.kv_pool.disk_gib and not self.kv_pool.prefix_cache:
+            raise ConfigError("kv_pool.disk_gib needs kv_pool.prefix_cache: the disk holds what that caches")
+        if self.kv_pool.disk_path and not self.kv_pool.disk_gib:
+            raise ConfigError("kv_pool.disk_path needs kv_pool.disk_gib, how much of the disk may be used")
 
     def on_device(self, device: str) -> Config:
         """The configuration with defaults that depend on `device` ("cpu" or "cuda") filled in."""

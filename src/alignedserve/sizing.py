@@ -16,6 +16,7 @@ from alignedserve.model import ModelInfo
 from alignedserve.prefix_marks import TOKEN_BYTES
 
 GIB = 1 << 30
+DISK_INDEX_BYTES = 300  # of a block on disk, in the shard's process
 SPARE_BYTES = 400 << 20  # a process that has imported torch, transformers and this package
 INDEX_BYTES = 128  # of the prefix index for each block, beside the block's tokens (ADR 66)
 
@@ -157,6 +158,8 @@ def _require_room(
         parts["the shard's prefix index"] = plan.pool * (INDEX_BYTES + TOKEN_BYTES * plan.block_size)
     if host.spares:
         parts[f"{host.spares} warm spare(s)"] = host.spares * SPARE_BYTES
+    if config.kv_pool.disk_gib:
+        parts["the index of the disk tier"] = int(config.kv_pool.disk_gib * GIB) // block_bytes * DISK_INDEX_BYTES
     if weight_bytes:
         parts[f"the weights of {prefill + decode} workers"] = (prefill + decode) * weight_bytes
         parts[f"{decode} decode cache(s)"] = decode * plan.decode_cache * block_bytes

@@ -53,6 +53,8 @@ def exported(folder: Path) -> str:
         "kv_pool.size_gib": 0.1,
         "kv_pool.verify": True,
         "kv_pool.prefix_cache": True,
+        "kv_pool.disk_path": str(folder / "kv"),
+        "kv_pool.disk_gib": 0.05,
         "prefill.layerwise_tokens": 8,
         "scheduler.cost_model": "rtxpro6000-llama-3.1-8b",
         "supervisor.heartbeat_s": 0.2,

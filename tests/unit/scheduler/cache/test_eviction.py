@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 
 from alignedserve.errors import ConfigError
@@ -88,8 +89,10 @@ def test_blocks_go_in_the_order_of_a_naive_model(
             naive.touch(chain, chance)
         elif action == "take":
             count = draw.randint(1, 12)
+            ids = np.flatnonzero(np.frombuffer(cached, np.uint8)).astype(np.int32)
+            next_ones = queue.next_ones(ids, np.array([len(chain_of(block)) for block in ids.tolist()]), count)
             taken = queue.take(count, cached)
-            assert taken == naive.take(count, cached)
+            assert next_ones.tolist() == taken == naive.take(count, cached)
             taken_in_all += len(taken)
             for block in taken:
                 assert block not in parents.values()  # what continues it went before

@@ -1,0 +1,238 @@
+"""Copies blocks to disk before they are evicted from host memory.
+
+While fewer than `LOW_SHARE` of the shard's blocks are free, the cached blocks that go next (`AHEAD_SHARE` of all) are
+written, each after what it continues. Nobody waits for that: a block whose place is wanted meanwhile is given up, and
+its copy is not indexed, since its entry in host memory has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from alignedserve.kv_pool.disk.breaker import Breaker
+from alignedserve.kv_pool.disk.layout import entry_pages, proof, runs
+from alignedserve.kv_pool.disk.shard import Shard
+from alignedserve.kv_pool.disk.slot_io import SlotIo
+from alignedserve.kv_pool.disk.slots import Copies, DiskSlots
+from alignedserve.kv_pool.disk.threads import DiskThreads
+from alignedserve.kv_pool.entries import Words
+from alignedserve.kv_pool.prefix_chain import DIGEST_BYTES, Chain
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+LOW_SHARE = AHEAD_SHARE = 1 / 8
+BATCH_BYTES = 64 << 20
+MOST_LOOKED_AT = 8192  # blocks of prefixes, for a batch: some 10 ms
+PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0  # between looks for what is to be written
+HUNG_S = 5.0  # a write that takes longer hangs
+
+
+@dataclass(slots=True)
+class _Part:
+    """Blocks that are being written: those that continue the slots `found` of `chain`."""
+
+    chain: Chain
+    found: list[int]
+    block_ids: list[int] = field(default_factory=list)
+    generations: Words = field(default_factory=lambda: np.empty(0, np.uint64))
+    slots: list[int] = field(default_factory=list)
+    jobs: list[Future[list[int]]] = field(default_factory=list)
+    sums: list[int] = field(default_factory=list)  # xxh3 of the blocks that are written
+
+
+class Demotion:
+    """For one event loop."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        disk: DiskSlots,
+        copies: Copies,
+        slot_io: SlotIo,
+        breaker: Breaker,
+        threads: DiskThreads,
+        stale: Iterable[int],
+    ) -> None:
+        """`stale`: slots that may have an entry on disk beside those that are indexed."""
+        self.breaker = breaker
+        self.written_bytes = 0
+        self._shard, self._disk, self._copies, self._io = shard, disk, copies, slot_io
+        self._threads = threads
+        self._wanted = asyncio.Event()
+        self._on_disk = bytearray(disk.index.indexed)  # slots that may have an entry on disk
+        for slot in stale:
+            self._on_disk[slot] = 1
+        capacity = disk.blocks.capacity
+        self._ahead = max(1, int(shard.store.capacity_blocks * AHEAD_SHARE))
+        self._most = max(1, min(BATCH_BYTES // slot_io.layout.slot_bytes, capacity // 2))
+
+    def wake(self) -> None:
+        """Blocks of the shard have been taken or cached."""
+        self._wanted.set()
+
+    async def close(self) -> bool:
+        """Returns whether no call is under way, after waiting a little. `run` must have ended."""
+        self._threads.close()
+        return await self._threads.ended()
+
+    async def run(self) -> None:
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            began_s = time.monotonic()
+            try:
+                while self._is_due() and await self.step():
+                    began_s = time.monotonic()
+            except Exception:  # a bug: the shard goes on, and `doctor --live` says what is wrong
+                logger.exception("a batch could not be written to the disk tier")
+            # A look that finds nothing takes as long as the shard is large.
+            await asyncio.sleep(min(LONGEST_PAUSE_S, max(PAUSE_S, 20 * (time.monotonic() - began_s))))
+
+    def _is_due(self) -> bool:
+        counts = self._shard.pool.counts()
+        return counts.free - counts.leased < counts.capacity * LOW_SHARE and not self.breaker.open
+
+    async def step(self) -> bool:
+        """Write one batch. Returns whether blocks of it are on disk now."""
+        going = await self._threads.future(self._threads.start(self._going_next))
+        await self._shard.settled()
+        parts = self._choose(going)
+        try:
+            return await self._write(parts) if parts else False
+        finally:
+            await self._end(parts)
+
+    # ---- what is written
+
+    def _going_next(self) -> list[int]:
+        """Cached blocks without a copy that are evicted next, the first one first. Runs beside changes: hints."""
+        index = self._shard.index
+        ids = np.flatnonzero(np.frombuffer(self._shard.pool.cached_flags, np.uint8)).astype(np.int32)
+        ids = index.queue.next_ones(ids, index.depths(ids), self._ahead)
+        going: list[int] = ids[~self._copies.there(ids)].tolist()
+        return going
+
+    def _choose(self, going: list[int]) -> list[_Part]:
+        index, cached = self._shard.index, self._shard.pool.cached_flags
+        parts: list[_Part] = []
+        seen: set[int] = set()
+        begun: set[int] = set()
+        room = self._most
+        for block in going:
+            if room <= 0 or len(seen) >= MOST_LOOKED_AT:
+                break
+            if block in seen or not (index.indexed[block] and cached[block]):
+                continue
+            lineage = index.chain_to(block)
+            seen.update(lineage)
+            part = self._begin(lineage, room, begun)
+            if part is not None:
+                parts.append(part)
+                begun.update(part.block_ids)
+                room -= len(part.slots)
+        return parts
+
+    def _begin(self, lineage: list[int], most: int, begun: set[int]) -> _Part | None:
+        """Lease slots for the first blocks of a prefix that have no copy; None if there are none, or no slots."""
+        disk, index = self._disk, self._shard.index
+        chain = index.chain_of(lineage)
+        found = disk.index.match(chain, len(lineage))
+        self._copies.note(lineage[: len(found)], found)
+        new = lineage[len(found) :][:most]
+        if not new or new[0] in begun:  # what it continues is being written: next time
+            disk.index.queue.touch(found)
+            return None
+        part = _Part(chain, found)
+        disk.retain(found, id(part))
+        part.slots = disk.lease(len(new))
+        part.block_ids = new[: len(part.slots)]
+        part.generations = index.entries.generations[np.array(part.block_ids, np.int32)]
+        if part.slots:
+            return part
+        disk.release(found, id(part), used=False)
+        return None
+
+    # ---- writing
+
+    async def _write(self, parts: list[_Part]) -> bool:
+        slots = [slot for part in parts for slot in part.slots]
+        try:
+            # A process that is killed before the new entries are there leaves none for what is overwritten now.
+            if old := [slot for slot in slots if self._on_disk[slot]]:
+                await self._result(self._save_entries(old))
+                for slot in old:
+                    self._on_disk[slot] = 0
+            for part in parts:
+                for begin, end in runs(part.slots, self._io.most):
+                    work = functools.partial(self._io.write, part.slots[begin:end], part.block_ids[begin:end])
+                    part.jobs.append(self._threads.start(work))
+            for part in parts:
+                for job in part.jobs:
+                    sums = await self._result(job)
+                    part.sums += sums
+            self.breaker.succeeded()
+            await self._shard.settled()
+            saved = [slot for part in parts for slot in self._publish(part)]
+            for slot in saved:
+                self._on_disk[slot] = 1
+            if saved:
+                self.written_bytes += len(saved) * self._io.layout.slot_bytes
+                await self._result(self._save_entries(saved))
+        except OSError as error:
+            self.breaker.failed(error)
+            return False
+        return bool(saved)
+
+    def _publish(self, part: _Part) -> list[int]:
+        """Index what was written of blocks that are still what they were. Returns their slots."""
+        index, disk, first = self._shard.index, self._disk, len(part.found)
+        same = index.entries.generations[np.array(part.block_ids, np.int32)] == part.generations
+        for place, block in enumerate(part.block_ids if self._shard.verify else ()):
+            if (own := index.checksums([block])) and own[0] != part.sums[place]:
+                logger.error("block %d of %s is not what was written to it", block, self._shard.pool.store_id)
+                same[place] = False
+        count = len(same) if same.all() else int(same.argmin())
+        if not count or disk.index.match(part.chain, first) != part.found:
+            return []
+        slots, block_ids = part.slots[:count], part.block_ids[:count]
+        digests = bytes(part.chain.digests(first + count)[first * DIGEST_BYTES :])
+        own_digests = (digests[at : at + DIGEST_BYTES] for at in range(0, count * DIGEST_BYTES, DIGEST_BYTES))
+        disk.add(part.chain, part.found, slots, list(map(proof, part.sums, own_digests)))
+        disk.index.queue.take_uses(slots, index.queue, block_ids)
+        disk.index.queue.touch([*part.found, *slots])
+        self._copies.note(block_ids, slots)
+        part.slots = part.slots[count:]
+        return slots
+
+    def _save_entries(self, slots: list[int]) -> Future[None]:
+        pages = entry_pages(self._io.layout, self._disk.entries, slots)
+        return self._threads.start(functools.partial(self._io.write_entries, pages))
+
+    async def _result(self, job: Future[Result]) -> Result:
+        """The result of a job. If it hangs, writing is off, but it must end before its slots are used again."""
+        result = self._threads.future(job)
+        done, _ = await asyncio.wait({result}, timeout=HUNG_S)
+        if not done:
+            self.breaker.hung(f"a write has taken {HUNG_S:g} s")
+        return await result
+
+    async def _end(self, parts: list[_Part]) -> None:
+        """Give back the slots that were not used, once nothing writes to them."""
+        for part in parts:
+            for job in part.jobs:
+                if not job.cancel() and not job.done():
+                    await asyncio.wait({self._threads.future(job)})
+        await self._shard.settled()
+        for part in parts:
+            self._disk.give_back(part.slots)
+            self._disk.release(part.found, id(part), used=False)

@@ -1,0 +1,518 @@
+"""The disk tier of a shard: what is written ahead, found again, read once, and what faults of the disk cost."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import itertools
+import logging
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from alignedserve.config import Config, KvPoolConfig
+from alignedserve.errors import ConfigError
+from alignedserve.geometry import KvGeometry
+from alignedserve.kv_pool.disk import file as disk_file
+from alignedserve.kv_pool.disk import promotion
+from alignedserve.kv_pool.disk.breaker import FIRST_PAUSE_S, MOST_FAULTS, Breaker
+from alignedserve.kv_pool.disk.layout import PAGE_BYTES
+from alignedserve.kv_pool.disk.shard import DISK
+from alignedserve.kv_pool.disk.threads import DiskThreads
+from alignedserve.kv_pool.prefix_chain import root_digest
+from alignedserve.metrics import Page
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.cost.load import load_step_cost
+from support.disk_tier import FaultyCalls, HeldThreads, TierRig, pattern, shard_memory
+from support.kv_pool import PREFILL, leased
+from support.prefix_pool import GEOMETRY
+
+PAGES = KvGeometry("random", "float32", 2, 2, 32, 4)  # blocks of one page
+ROOT = root_digest("model")
+CAPACITY = 16
+A, B = list(range(100, 120)), list(range(200, 220))  # five blocks each
+
+NUMBERS = itertools.count()
+
+Make = Callable[..., TierRig]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes tiers over fresh memory; all are ended afterwards, and were consistent."""
+    rigs: list[TierRig] = []
+
+    def new(slots: int = 32, **options: object) -> TierRig:
+        rig = TierRig(*shard_memory(CAPACITY, options.pop("geometry", GEOMETRY)), tmp_path / "kv", slots, **options)  # type: ignore[arg-type]
+        rigs.append(rig)
+        return rig
+
+    yield new
+    HeldThreads.held = False
+    for rig in rigs:
+        if not rig.calls.dead:
+            if (book := rig.tier.check()) is not None:
+                assert book.problem == ""
+            rig.pool.check_integrity()
+            rig.kill()
+
+
+def opened(rig: TierRig) -> TierRig:
+    rig.start()
+    return rig
+
+
+def cache(rig: TierRig, tokens: Sequence[int], checksums: Sequence[int] = ()) -> None:
+    """A request with these tokens was computed, and has ended."""
+    blocks = leased(rig.pool, PREFILL, len(tokens) // 4)
+    for place, block in enumerate(blocks, 1):
+        rig.store.read_block(block)[:] = pattern(ROOT, tokens[: place * 4], rig.store.block_bytes)
+    key = RequestKey(f"r{next(NUMBERS)}")
+    rig.pool.commit(PREFILL, key, len(tokens), blocks, checksums=checksums, token_ids=tokens, root=ROOT)
+    rig.pool.release([key])
+    rig.pool.give_back(PREFILL, rig.pool._blocks.leased_to(PREFILL))
+
+
+def forget(rig: TierRig) -> None:
+    """All of the shard's blocks were needed for something else."""
+    rig.pool.give_back(PREFILL, leased(rig.pool, PREFILL, CAPACITY))
+
+
+def promote(rig: TierRig, tokens: Sequence[int]) -> int:
+    """Blocks of these tokens in the shard after what is on disk was read. They are what was written."""
+    rig.run(rig.tier._opened.promotion.promote(ROOT, [*tokens, 0], 1000))
+    return found(rig, tokens)
+
+
+def found(rig: TierRig, tokens: Sequence[int]) -> int:
+    blocks = rig.index.match(rig.index.chain(ROOT, tokens), 99)
+    for place, block in enumerate(blocks, 1):
+        assert bytes(rig.store.read_block(block)) == pattern(ROOT, tokens[: place * 4], rig.store.block_bytes)
+    return len(blocks)
+
+
+def on_disk(rig: TierRig, tokens: Sequence[int]) -> int:
+    return len(rig.opened.disk.index.match(rig.index.chain(ROOT, tokens), 99))
+
+
+def metric(rig: TierRig, name: str, **labels: str) -> float:
+    page = Page()
+    rig.tier.show(page)
+    families = {
+        sample.name: sample
+        for family in page.collect()
+        for sample in family.samples
+        if labels.items() <= sample.labels.items()
+    }
+    return families[f"alignedserve_{name}"].value
+
+
+@pytest.mark.parametrize("geometry", [GEOMETRY, PAGES], ids=["through a buffer", "straight"])
+def test_blocks_written_ahead_are_found_after_a_restart_of_the_whole_cluster(make: Make, geometry: KvGeometry) -> None:
+    first = opened(make(geometry=geometry))
+    cache(first, A)
+    cache(first, [*A[:8], *B])
+    first.demote()
+    assert (on_disk(first, A), on_disk(first, [*A[:8], *B])) == (5, 7)
+    assert metric(first, "disk_tier_written_bytes_total") == 10 * PAGE_BYTES  # two blocks are shared
+    first.kill()
+
+    second = opened(make(geometry=geometry))
+    assert second.tier.count().cached == 10
+    assert promote(second, A) == 5
+    assert promote(second, [*A[:8], *B]) == 7
+    assert metric(second, "disk_tier_read_bytes_total") == 10 * PAGE_BYTES
+    assert second.opened.promotion.breaker.faults == 0
+
+
+def test_what_is_on_disk_is_not_written_again_and_only_what_is_new_is_read(make: Make) -> None:
+    rig = opened(make())
+    cache(rig, A[:12])
+    rig.demote()
+    assert metric(rig, "disk_tier_written_bytes_total") == 3 * PAGE_BYTES
+    rig.demote()
+    cache(rig, A)
+    rig.demote()
+    assert metric(rig, "disk_tier_written_bytes_total") == 5 * PAGE_BYTES
+    forget(rig)
+    cache(rig, A[:8])
+    assert promote(rig, A) == 5
+    assert metric(rig, "disk_tier_read_bytes_total") == 3 * PAGE_BYTES
+    rig.demote()
+    assert metric(rig, "disk_tier_written_bytes_total") == 5 * PAGE_BYTES
+
+
+def test_only_what_goes_next_is_written_and_only_while_few_blocks_are_free(make: Make) -> None:
+    rig = opened(make(ahead=2))
+    cache(rig, A)
+    assert not rig.opened.demotion._is_due()  # 11 of 16 are free
+    cache(rig, B)
+    cache(rig, [7, *B[1:]])
+    assert rig.opened.demotion._is_due()
+    rig.demote()
+    assert (on_disk(rig, A), on_disk(rig, B)) == (5, 0)  # two blocks go next: the last ones of the oldest prefix
+
+
+def test_a_block_whose_place_is_wanted_while_it_is_written_is_given_up(make: Make) -> None:
+    rig = opened(make())
+    cache(rig, A)
+    HeldThreads.held = True
+    step = rig.begin(rig.opened.demotion.step())
+    rig.work(1)  # what goes next is known, and slots are leased
+    blocks = leased(rig.pool, PREFILL, CAPACITY - 2)  # three of the five are given up
+    for block in blocks:
+        rig.store.read_block(block)[:] = os.urandom(GEOMETRY.block_bytes)
+    rig.work(10)
+    assert step.done()
+    assert on_disk(rig, A) == 2
+    rig.pool.give_back(PREFILL, blocks)
+    forget(rig)
+    HeldThreads.held = False
+    assert promote(rig, A) == 2
+
+
+def test_prompts_that_need_the_same_blocks_wait_for_one_read(make: Make) -> None:
+    rig = opened(make())
+    cache(rig, A)
+    rig.demote()
+    forget(rig)
+    HeldThreads.held = True
+    reads = rig.calls.reads
+    waiting = [rig.begin(rig.opened.promotion.promote(ROOT, [*A, 0], 1000)) for _ in range(3)]
+    assert rig.tier.begin(ROOT, [*A, 0]) == 5  # as for a gateway's hint
+    rig.work(10)
+    assert all(task.done() for task in waiting)
+    assert (rig.calls.reads - reads, found(rig, A)) == (1, 5)
+    assert rig.tier.used_tokens(rig.index.match(rig.index.chain(ROOT, A), 99)) == 20
+    assert rig.tier.used_tokens(rig.index.match(rig.index.chain(ROOT, A), 99)) == 0  # from then on they are the host's
+
+
+def test_what_there_is_no_room_for_is_not_read_and_nothing_gives_way_to_its_own_continuation(make: Make) -> None:
+    rig = opened(make())
+    cache(rig, A)
+    rig.demote()
+    forget(rig)
+    blocks = leased(rig.pool, PREFILL, CAPACITY - 3)
+    assert promote(rig, A) == 3
+    rig.pool.give_back(PREFILL, blocks)
+    assert promote(rig, A) == 5
+    blocks = leased(rig.pool, PREFILL, CAPACITY)
+    assert promote(rig, A) == 0
+    rig.pool.give_back(PREFILL, blocks)
+
+
+def test_reading_that_is_predicted_to_take_longer_than_computing_is_declined(make: Make) -> None:
+    rig = opened(make(cost=load_step_cost("a100-opt-13b")))
+    cache(rig, A)
+    rig.demote()
+    forget(rig)
+    rig.opened.promotion._bytes_per_s = 1.0
+    assert promote(rig, A) == 0
+    assert metric(rig, "disk_tier_declined_total") > 0
+    rig.opened.promotion._bytes_per_s = 1e9
+    assert promote(rig, A) == 5
+
+
+def test_a_disk_that_hangs_costs_a_miss_in_bounded_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion, "MOST_WAIT_S", 0.1)
+    monkeypatch.setattr(promotion, "HUNG_S", 0.05)
+    rig = opened(make(threads=DiskThreads))
+    clock = asyncio.get_event_loop_policy().new_event_loop()
+    rig.opened.promotion._clock = clock.time
+    cache(rig, A)
+    rig.demote()
+    forget(rig)
+    goes_on = threading.Event()
+    read = rig.calls.read
+
+    def hang(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        assert goes_on.wait(20.0)
+        return read(fd, buffers, offset)
+
+    rig.calls.read = hang  # type: ignore[method-assign]
+    try:
+        assert promote(rig, A) == 0
+        assert metric(rig, "disk_tier_on", doing="read") == 0
+        assert len(rig.pool._blocks.leased_to(DISK)) == 5  # the disk may still write to them
+        assert promote(rig, A) == 0
+    finally:
+        goes_on.set()
+        clock.close()
+    while rig.pool._blocks.leased_to(DISK):
+        rig.spin()
+    rig.now = 1e9
+    rig.opened.promotion.breaker.succeeded()
+    assert promote(rig, A) == 5
+
+
+@pytest.mark.parametrize("fault", ["eio", "short"])
+def test_read_errors_cost_misses_and_switch_reading_off_for_a_while(
+    make: Make, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = opened(make())
+    cache(rig, A)
+    rig.demote()
+    forget(rig)
+    for _ in range(MOST_FAULTS):
+        cache(rig, A)
+        rig.demote()
+        forget(rig)
+        rig.calls.read_faults = [fault]
+        assert promote(rig, A) == 0
+    assert metric(rig, "disk_tier_on", doing="read") == 0
+    assert metric(rig, "disk_tier_faults_total", doing="read") == MOST_FAULTS
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    cache(rig, A)
+    rig.demote()
+    forget(rig)
+    assert promote(rig, A) == 0
+    rig.now += FIRST_PAUSE_S + 1
+    assert promote(rig, A) == 5
+
+
+def test_other_bytes_than_were_written_are_a_miss_and_forgotten(make: Make) -> None:
+    rig = opened(make())
+    cache(rig, A)
+    rig.demote()
+    forget(rig)
+    rig.calls.read_faults = ["garbage"]
+    assert promote(rig, A) == 0
+    assert (on_disk(rig, A), metric(rig, "disk_tier_rejected_blocks_total")) == (0, 1)
+
+
+@pytest.mark.parametrize("fault", ["enospc", "eio", "short"])
+def test_write_errors_leave_what_is_on_disk_and_switch_writing_off_for_a_while(make: Make, fault: str) -> None:
+    rig = opened(make())
+    cache(rig, A)
+    rig.demote()
+    cache(rig, B)
+    for _ in range(MOST_FAULTS):
+        rig.calls.write_faults = [fault]
+        rig.run(rig.opened.demotion.step())
+    assert (on_disk(rig, A), on_disk(rig, B)) == (5, 0)
+    assert metric(rig, "disk_tier_on", doing="write") == 0
+    assert metric(rig, "disk_tier_on", doing="read") == 1
+    assert rig.opened.disk.blocks.leased_blocks == 0
+    rig.now += FIRST_PAUSE_S + 1
+    rig.demote()
+    forget(rig)
+    assert promote(rig, A) == 5
+
+
+def test_a_write_that_is_torn_is_a_miss(make: Make) -> None:
+    rig = opened(make())
+    cache(rig, A)
+    rig.calls.write_faults = ["torn"]  # reported as written
+    rig.demote()
+    assert on_disk(rig, A) == 5
+    forget(rig)
+    assert promote(rig, A) == 2
+
+
+def test_a_file_that_is_truncated_or_removed_costs_what_was_in_it(make: Make, tmp_path: Path) -> None:
+    rig = opened(make())
+    cache(rig, A)
+    rig.demote()
+    forget(rig)
+    (path,) = (tmp_path / "kv").iterdir()
+    os.truncate(path, rig.opened.promotion._io.layout.data_at)
+    assert promote(rig, A) == 0
+    cache(rig, B)
+    rig.demote()
+    rig.kill()
+    path.unlink()
+    again = opened(make())
+    assert again.tier.count().cached == 0
+    cache(again, A)
+    again.demote()
+    assert on_disk(again, A) == 5
+
+
+def test_a_damaged_entry_is_dropped_with_what_continues_it(make: Make, tmp_path: Path) -> None:
+    rig = opened(make())
+    cache(rig, A)
+    rig.demote()
+    (third,) = rig.opened.disk.index.match(rig.index.chain(ROOT, A), 99)[2:3]
+    layout = rig.opened.promotion._io.layout
+    rig.kill()
+    (path,) = (tmp_path / "kv").iterdir()
+    with path.open("r+b") as content:
+        content.seek(PAGE_BYTES + third * layout.entry_bytes + 70)
+        content.write(b"\xff")
+    again = opened(make())
+    assert again.tier.count().cached == 2
+    assert promote(again, A) == 2
+    again.demote()
+    cache(again, A)
+    again.demote()
+    assert on_disk(again, A) == 5
+
+
+def test_the_file_of_other_weights_or_another_geometry_is_discarded(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    weights = tmp_path / "model"
+    weights.mkdir()
+    (weights / "model.safetensors").write_bytes(b"one")
+    for change in ("nothing", "weights", "geometry"):
+        if change == "weights":
+            (weights / "model.safetensors").write_bytes(b"another")
+        geometry = PAGES if change == "geometry" else GEOMETRY
+        caplog.clear()
+        rig = opened(make(model_folder=str(weights), geometry=geometry))
+        assert rig.tier.count().cached == 0
+        assert any("begins empty" in record.message for record in caplog.records)
+        cache(rig, A)
+        rig.demote()
+        rig.kill()
+        same = opened(make(model_folder=str(weights), geometry=geometry))
+        assert same.tier.count().cached == 5
+        same.kill()
+
+
+def test_the_order_of_eviction_on_disk_is_the_policys_and_cuts_no_prefix(make: Make) -> None:
+    rig = opened(make(slots=12))
+    for tokens in (A, B):
+        cache(rig, tokens)
+        rig.demote()
+    forget(rig)
+    assert promote(rig, A) == 5  # used later than B
+    rig.pool.drop_prefix(ROOT, B[:4])
+    cache(rig, [*A[:4], 1, 2, 3, 4, *B[:12]])
+    rig.demote()
+    forget(rig)
+    assert (on_disk(rig, A), on_disk(rig, [*A[:4], 1, 2, 3, 4, *B[:12]])) == (5, 5)
+    assert on_disk(rig, B) == 3
+
+
+def test_a_prefix_longer_than_the_disk_is_kept_as_far_as_it_fits(make: Make) -> None:
+    rig = opened(make(slots=4))
+    cache(rig, A)
+    rig.demote()
+    assert on_disk(rig, A) == 4
+    written = metric(rig, "disk_tier_written_bytes_total")
+    rig.demote()
+    assert metric(rig, "disk_tier_written_bytes_total") == written
+
+
+def test_blocks_are_verified_on_both_ways_if_their_writers_had_checksums(make: Make) -> None:
+    rig = opened(make(verify=True))
+    blocks = [*range(5)]
+    cache(rig, A, [1] * len(blocks))  # as if the bytes were not those that were committed
+    rig.demote()
+    assert on_disk(rig, A) == 0
+    forget(rig)
+    cache(rig, B)
+    rig.demote()
+    forget(rig)
+    assert promote(rig, B) == 5
+    blocks = rig.index.match(rig.index.chain(ROOT, B), 99)
+    assert rig.index.checksums(blocks) == tuple(rig.store.checksums(blocks))
+
+
+def test_two_processes_never_have_one_file_and_an_unused_one_is_taken_over(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(disk_file, "LOCK_WITHIN_S", 0.0)
+    rig = opened(make())
+    cache(rig, A)
+    rig.demote()
+    with pytest.raises(ConfigError, match="in use by another process"):
+        make().start()
+    other = opened(make(shard_id="kv_pool-1"))
+    assert other.tier.count().cached == 0
+    assert len(list((tmp_path / "kv").iterdir())) == 2
+    rig.kill()
+    third = opened(make(shard_id="kv_pool-2"))  # after a restart the same node has another shard
+    assert promote(third, A) == 5
+    names = {path.name for path in (tmp_path / "kv").iterdir()}
+    assert names == {"default.kv_pool-1.kv", "default.kv_pool-2.kv"}
+
+
+def test_nobody_else_can_read_the_file(make: Make, tmp_path: Path) -> None:
+    opened(make())
+    (path,) = (tmp_path / "kv").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_what_cannot_be_used_is_refused_at_a_start_and_tried_again_in_a_running_cluster(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = make()
+    small.calls.free = 1000
+    with pytest.raises(ConfigError, match="has room for 1000 bytes"):
+        small.start()
+    (tmp_path / "kv" / "default.kv_pool-0.kv").unlink()
+    (tmp_path / "kv").rmdir()
+    (tmp_path / "kv").write_text("not a folder")
+    with pytest.raises(ConfigError, match="cannot be written to"):
+        make().start()
+    later = make()
+    later.start(required=False)
+    assert metric(later, "disk_tier_on", doing="read") == 0
+    assert "the disk tier is off" in caplog.text
+    (tmp_path / "kv").unlink()
+    with pytest.raises(ConfigError, match="set it higher"):
+        make(slots=1).start()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"disk_gib": 1.0, "prefix_cache": True}, "needs kv_pool.disk_path"),
+        ({"disk_gib": 1.0, "disk_path": "/x"}, "needs kv_pool.prefix_cache"),
+        ({"disk_path": "/x", "prefix_cache": True}, "needs kv_pool.disk_gib"),
+    ],
+)
+def test_a_configuration_that_is_incomplete_is_refused(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config(kv_pool=KvPoolConfig(**keys))  # type: ignore[arg-type]
+
+
+def test_a_file_system_without_o_direct_is_read_and_written_through_the_page_cache(make: Make) -> None:
+    class Buffered(FaultyCalls):
+        forgotten = 0
+
+        def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return super().read(fd, buffers, offset)
+
+        def forget(self, fd: int, offset: int, size: int) -> None:
+            self.forgotten += size
+            super().forget(fd, offset, size)
+
+    rig = make()
+    rig.calls = rig.tier._calls = calls = Buffered()
+    rig.start()
+    assert not rig.opened.file.direct
+    cache(rig, A)
+    rig.demote()
+    forget(rig)
+    assert promote(rig, A) == 5
+    assert calls.forgotten >= 10 * PAGE_BYTES
+
+
+def test_a_breaker_pauses_longer_each_time_until_something_succeeds() -> None:
+    now = 0.0
+    breaker = Breaker("it", lambda: now)
+    for _ in range(MOST_FAULTS):
+        assert not breaker.open
+        breaker.failed("x")
+    assert breaker.open
+    now = FIRST_PAUSE_S + 1
+    assert not breaker.open
+    breaker.failed("x")
+    now += FIRST_PAUSE_S + 1
+    assert breaker.open
+    breaker.succeeded()
+    assert not breaker.open
+    breaker.hung("x")
+    assert breaker.open
