@@ -18,14 +18,14 @@ from alignedserve.control.ended_processes import EndedProcesses
 from alignedserve.control.integrity import check_books
 from alignedserve.control.link import Outbox, first_message, serve_stream
 from alignedserve.control.metrics import StoreCount, show_stores
-from alignedserve.control.prefixes import prefix_tokens, stored_tokens
+from alignedserve.control.prefixes import stored_tokens
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import AlignedServeError, StaleError
 from alignedserve.kv_pool.agent_handover import AgentHandover
 from alignedserve.kv_pool.counts import Grant
+from alignedserve.kv_pool.kept.service import PrefixCacheService
 from alignedserve.kv_pool.paired_service import PairedCopiesService
 from alignedserve.kv_pool.pool import KvPool
-from alignedserve.kv_pool.prefix_chain import root_digest
 from alignedserve.kv_pool.prefix_index import PrefixIndex
 from alignedserve.kv_pool.records import Holding, WriterKey, check_writer
 from alignedserve.kv_pool.stored import renewed, unpacked
@@ -37,7 +37,7 @@ from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.proto import paired_copies_pb2_grpc as pc_grpc
 from alignedserve.proto import supervisor_pb2 as sv
-from alignedserve.request import RequestKey
+from alignedserve.request import PIN, RequestKey
 from alignedserve.scheduler.cache.values import cache_policy
 from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.scheduler.cost.step import ChunkShape
@@ -72,7 +72,11 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         timeout_s = self.config.kv_pool.copy_timeout_s
         # Copies that workers of other nodes ask for.
         self._copies = PairedCopiesService(settings, self.process, self._stores, (GLOO,), timeout_s, writable=False)
-        self._announced_free = -1  # free blocks, as the scheduler was told last; -1: never
+        # Messages about the prefix cache. It has the pins, and knows nothing of them until `on_start`.
+        self._prefixes = PrefixCacheService(
+            settings.id, self.config.kv_pool.pinned_fraction, self._settled, self._changed
+        )
+        self._announced = (-1, -1)  # free and pinned blocks, as the scheduler was told last; -1: never
         self._recounting = asyncio.Lock()  # while it is held, nothing in the pool may change
 
     # ---- the role's hooks
@@ -80,6 +84,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
     def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
         return [
             (kp_grpc.add_KvPoolServicer_to_server, self),
+            (kp_grpc.add_PrefixCacheServicer_to_server, self._prefixes),
             (pc_grpc.add_PairedCopiesServicer_to_server, self._copies),
         ]
 
@@ -102,6 +107,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._pool = KvPool(
             self._store.store_id, table, plan.block_size, reserve_blocks=reserve, index=self._index(table, plan)
         )
+        self._prefixes.open(self._pool, geometry.fingerprint, geometry.block_bytes)
         self.set_state("ready")
 
     def _index(self, table: AllocationTable, plan: StorePlan) -> PrefixIndex | None:
@@ -180,12 +186,15 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         counts = self._pool.counts()
         page = Page(instance=self.settings.id)
         show_stores(page, [self._count()])
-        page.gauge("pool_requests", "requests whose KV the pool holds", counts.requests)
+        requests = counts.requests - self._prefixes.pins
+        page.gauge("pool_requests", "requests whose KV the pool holds", requests)
         meaning = "blocks leased to writers and not yet committed"
         page.gauge("pool_leased_blocks", meaning, counts.leased)
+        meaning = "blocks that pinned prefixes hold (alignedserve cache pin)"
+        page.gauge("pool_pinned_blocks", meaning, self._prefixes.pinned_blocks)
         return sv.Heartbeat(
             stores=[self._store.handle().to_proto()],
-            holds=f"{counts.requests} requests; blocks: {counts.owned}/{counts.capacity}, {counts.leased} leased",
+            holds=f"{requests} requests; blocks: {counts.owned}/{counts.capacity}, {counts.leased} leased",
             metrics=page.text(),
         )
 
@@ -273,41 +282,29 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             outbox.put(self._cache(self._pool, writer, message))
         self._announce()
 
+    def _changed(self, grants: Iterable[Grant]) -> None:
+        """The pool was changed by a gateway's order."""
+        self._deliver(grants)
+        self._announce()
+
     def _pin(self, pool: KvPool, message: kp.PoolWriterMessage) -> kp.PoolWriterReply:
-        key, prefix = key_from_proto(message.pin.key), message.pin.prefix
         try:
-            tokens = prefix_tokens(prefix)
-            held, grants = pool.pin(key, self._root(prefix.salt), tokens, len(tokens))
+            held, grants = self._prefixes.pin(pool, message.pin)
         except AlignedServeError as error:
             return kp.PoolWriterReply(message_id=message.message_id, refused=failure_to_proto(error))
         self._deliver(grants)
         return kp.PoolWriterReply(message_id=message.message_id, pinned=self._holding(held))
 
     def _cache(self, pool: KvPool, writer: WriterKey, message: kp.PoolWriterMessage) -> kp.PoolWriterReply:
-        cache = message.cache
         try:
-            tokens, root = prefix_tokens(cache.prefix), self._root(cache.prefix.salt)
-            kept, grants = pool.cache(
-                writer, root, tokens, list(cache.block_ids), cache.first_block, list(cache.checksums)
-            )
+            kept, grants = self._prefixes.cache(pool, writer, message.cache)
         except AlignedServeError as error:
             return kp.PoolWriterReply(message_id=message.message_id, refused=failure_to_proto(error))
         self._deliver(grants)
         return kp.PoolWriterReply(message_id=message.message_id, committed=kp.Committed(block_ids=kept))
 
-    def _root(self, salt: bytes) -> bytes:
-        """The start of the chains of a salt: everything but tokens that changes the KV of this store's model."""
-        assert self._store is not None
-        return root_digest(self._store.geometry.fingerprint, salt.hex())
-
     async def Match(self, request: kp.CachedPrefix, context: grpc.aio.ServicerContext[Any, Any]) -> kp.PrefixFound:
-        pool = await self._ready(context)
-        await self._recounted()
-        try:
-            blocks = pool.match(self._root(request.salt), prefix_tokens(request))
-        except AlignedServeError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
-        return kp.PrefixFound(tokens=blocks * pool.block_size)
+        return await self._prefixes.match(request, context)
 
     def _commit(self, writer: WriterKey, message: kp.PoolWriterMessage, outbox: Outbox[kp.PoolWriterReply]) -> None:
         assert self._pool is not None
@@ -326,7 +323,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
                 list(commit.checksums),
                 commit.payload,
                 tokens,
-                self._root(salt),
+                self._prefixes.root(salt),
             )
         except AlignedServeError as error:
             outbox.put(kp.PoolWriterReply(message_id=message.message_id, refused=failure_to_proto(error)))
@@ -381,7 +378,8 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         elif kind == "adopt":
             outbox.put(kp.PoolReport(adopted=kp.Inventory(holdings=map(self._adopt, command.adopt.heads))))
         elif kind == "take_inventory":
-            holdings = [self._holding(held, ids=False) for held in self._pool.inventory()]
+            held = (one for one in self._pool.inventory() if not one.key.request_id.startswith(PIN))
+            holdings = [self._holding(one, ids=False) for one in held]
             outbox.put(kp.PoolReport(inventory=kp.Inventory(holdings=holdings)))
         self._announce()
 
@@ -441,12 +439,13 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         return unpacked(read[1], read[0], self.settings.id) if read is not None else None
 
     def _announce(self) -> None:
-        """Tell the scheduler how many blocks are free, if the number has changed."""
+        """Tell the scheduler how many blocks are free and pinned, if a number has changed."""
         assert self._pool is not None
         counts = self._pool.counts()
-        free = counts.free + counts.cached  # a cached block is given up for whoever needs room
-        if free != self._announced_free:
-            self._announced_free = free
+        # A cached block is given up for whoever needs room.
+        numbers = counts.free + counts.cached, self._prefixes.pinned_blocks
+        if numbers != self._announced:
+            self._announced = numbers
             description = self._description()
             for outbox in self._schedulers:
                 outbox.put(kp.PoolReport(description=description))
@@ -464,6 +463,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             owned_blocks=counts.owned,
             cached_blocks=counts.cached,
             leased_blocks=counts.leased,
+            pinned_blocks=self._prefixes.pinned_blocks,
         )
 
     async def _ready(self, context: grpc.aio.ServicerContext[Any, Any]) -> KvPool:
@@ -472,6 +472,12 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self.settings.id} is not ready")
         assert self._pool is not None
         return self._pool
+
+    async def _settled(self, context: grpc.aio.ServicerContext[Any, Any]) -> KvPool:
+        """Like `_ready`, once no recount is under way."""
+        pool = await self._ready(context)
+        await self._recounted()
+        return pool
 
     async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> kp.PoolDescription:
         await self._ready(context)

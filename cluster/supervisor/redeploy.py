@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 COUNTS = frozenset({"cluster.prefill", "cluster.decode"})
 # Besides gateway.* and batches.*: Ray Serve replaces gateways anyway.
-SERVES = frozenset({"cluster.name", "model.chat_template", "model.tool_parser", "model.reasoning_parser"})
+SERVES = frozenset({"cluster.name", "kv_pool.pinned_prompts", "model.chat_template", "model.tool_parser", "model.reasoning_parser"})
 INSTANCES = frozenset({"prefill", "decode"})
 ALL_ROLES = frozenset({*INSTANCES, *PROCESS_ROLES})
 # Keys that a process reads when it starts, and that affect neither the sizes of stores nor the tokens.
@@ -33,6 +33,7 @@ ROLLED: Mapping[str, frozenset[str]] = {
     "kv_pool.copy_timeout_s": INSTANCES,
     "kv_pool.prefix_cache": frozenset({*INSTANCES, "kv_pool"}),
     "kv_pool.cache_policy": frozenset({"kv_pool"}),
+    "kv_pool.pinned_fraction": frozenset({"kv_pool"}),
     "prefill.max_requests": frozenset({"prefill"}),
     "prefill.queue_tokens": frozenset({"prefill", "scheduler"}),
     "prefill.layerwise_tokens": frozenset({"prefill"}),

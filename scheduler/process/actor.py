@@ -338,8 +338,9 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         elif role == "decode":
             self._feed(decode_reported(instance_id, message))
         else:
-            free = message.free_blocks + message.cached_blocks  # a cached block is given up for whoever needs room
-            self._feed(ev.PoolReported(instance_id, message.capacity_blocks, free))
+            # A cached block is given up for whoever needs room, a pinned one never.
+            capacity, free = message.capacity_blocks - message.pinned_blocks, message.free_blocks + message.cached_blocks
+            self._feed(ev.PoolReported(instance_id, capacity, free))
         self._publish_capacity()
 
     def _meet(self, role: str, instance_id: str) -> None:
