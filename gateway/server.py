@@ -25,6 +25,7 @@ from alignedserve.config import ModelConfig
 from alignedserve.config_sources import from_tree
 from alignedserve.control.integrity import check_books
 from alignedserve.control.role import OPEN_GAUGE
+from alignedserve.control.rpc import TokenChannel
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.control.samples import merge
 from alignedserve.control.supervisor_client import SupervisorClient, restart_json
@@ -117,9 +118,9 @@ class GatewayServer(RoleServer):
         self._hints = PrefixHints(settings.token)  # what the shards of the last view have of a prompt
         model.look_up = self._hints.add if model.cache is not None else None
         # Tells the shards how requests ended.
-        self._endings = EndingNotes(lambda: self._hints.channels)
+        self._endings = EndingNotes(self.shard_channels)
         self.ledger.on_closed = self._endings.note
-        board = PinBoard(self.ledger, model, lambda: self._hints.channels, lambda: self.view)
+        board = PinBoard(self.ledger, model, self.shard_channels, lambda: self.view)
         self.cache_orders = CacheOrders(board, model)  # the operator's, about the shards' prefix caches
         # Pins in new shards what the others and the configured file have; from `on_start` to `on_close`.
         self._keeper = PinKeeper(settings.id, board, model, lambda: self.view, beginnings)
@@ -180,6 +181,10 @@ class GatewayServer(RoleServer):
     def view(self) -> sv.ClusterView:
         """The last view from the supervisor; an empty view before the first."""
         return self.host.view if self.host is not None else sv.ClusterView()
+
+    def shard_channels(self) -> dict[str, TokenChannel]:
+        """A channel to each shard of the last view, by its id."""
+        return self._hints.channels
 
     @property
     def supervisor_address(self) -> str:

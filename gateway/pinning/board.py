@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 Message = TypeVar("Message")
 
 LAST_PRIORITY = 999_999  # behind all that wait, before those that only take what others leave
+PIN_CALL = "pin-"  # begins the ids of its requests
 TRIES = 6
 COMMITTED_WITHIN_S = 1.0  # after the token of the request that computes a prefix
 COMMIT_POLL_S = 0.05
@@ -146,7 +147,7 @@ class PinBoard:
     async def _compute(self, tokens: list[int], salt: bytes, pool_id: str) -> None:
         """An ordinary request for one token. Raises what a client would get."""
         sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        name = f"pin-{uuid.uuid4().hex}"
+        name = f"{PIN_CALL}{uuid.uuid4().hex}"
         prompt = PromptPlan(tuple(tokens), sampling, cached=((pool_id, len(tokens) - 1),))
         plan = CallPlan(
             name,

@@ -15,6 +15,7 @@ import grpc
 
 from alignedserve.control.rpc import TokenChannel
 from alignedserve.gateway.ledger.calls import Answer, Call
+from alignedserve.gateway.pinning.board import PIN_CALL
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 
@@ -34,8 +35,8 @@ class EndingNotes:
 
     def note(self, call: Call) -> None:
         """The reader of a call has finished."""
-        if call.plan.cache is None or call.plan.probe:
-            return
+        if call.plan.cache is None or call.plan.probe or call.plan.id.startswith(PIN_CALL):
+            return  # what the cluster asks itself is no conversation
         if not self._notes:
             asyncio.get_running_loop().call_later(TOGETHER_S, self._send)
         took_s = time.monotonic() - call.arrival_s

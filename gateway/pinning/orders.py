@@ -149,10 +149,25 @@ def _checked(kind: type[Any], body: Json) -> Any:
         raise as_request_error(error) from None
 
 
-_STRING = {"type": "string"}
-_OBJECTS = {"type": "array", "items": {"type": "object"}}
-_BEGINNING = {"text": _STRING, "messages": _OBJECTS, "tools": _OBJECTS, "cache_salt": _STRING}
-_NUMBERS = {"type": "array", "items": {"type": "object"}}
+def _described(kind: str, description: str, **more: Any) -> Json:
+    return {"type": kind, "description": description, **more}
+
+
+def _texts(description: str) -> Json:
+    return _described("array", description, items={"type": "string"})
+
+
+def _objects(description: str) -> Json:
+    return _described("array", description, items={"type": "object"})
+
+
+_NAME = _described("string", "The pin's name.")
+_BEGINNING = {
+    "text": _described("string", "The beginning of prompts of /v1/completions."),
+    "messages": _objects("The first messages of chats."),
+    "tools": _objects("The tools of these chats."),
+    "cache_salt": _described("string", "The cache_salt of these prompts."),
+}
 
 
 def orders(cache: CacheOrders | None) -> Mapping[str, Order]:
@@ -168,20 +183,29 @@ def orders(cache: CacheOrders | None) -> Mapping[str, Order]:
     return {
         "cache/pin": Order(
             "Hold the KV of a prompt's beginning until it is dropped",
-            {"name": _STRING, "node": _STRING, "chat_template_kwargs": {"type": "object"}, **_BEGINNING},
-            {"name": _STRING, "shards": _NUMBERS},
+            {
+                "name": _NAME,
+                "node": _described("string", "Only in the shard of this node; by default in every shard."),
+                "chat_template_kwargs": _described("object", "Variables of the chat template."),
+                **_BEGINNING,
+            },
+            {"name": _NAME, "shards": _objects("What each shard holds of it: tokens, blocks, bytes.")},
             of("pin"),
         ),
         "cache/list": Order(
             "List what the prefix caches keep: pins and sessions of each shard",
-            {"sessions": {"type": "integer", "minimum": 0, "maximum": MOST_SESSIONS}},
-            {"shards": _NUMBERS},
+            {
+                "sessions": _described(
+                    "integer", "Most sessions of each shard; the last ones.", minimum=0, maximum=MOST_SESSIONS
+                )
+            },
+            {"shards": _objects("Pins, sessions, numbers of blocks and of prompt tokens looked up, by shard.")},
             of("list"),
         ),
         "cache/drop": Order(
             "End a pin, or remove what is cached of a beginning or a salt",
-            {"name": _STRING, "all": {"type": "boolean"}, **_BEGINNING},
-            {"pins": {"type": "array", "items": _STRING}, "blocks": {"type": "integer"}},
+            {"name": _NAME, "all": _described("boolean", "Remove what is cached of a beginning or salt."), **_BEGINNING},
+            {"pins": _texts("The pins that ended."), "blocks": _described("integer", "Blocks that are cached no more.")},
             of("drop"),
         ),
     }
