@@ -72,7 +72,9 @@ class Counted:
 class Replay:
     """One run. `rate`: new conversations a second."""
 
-    def __init__(self, blocks: int, policy: str, *, learned: bool, seed: int, rate: float, duration_s: float, single_tokens: int = 1500) -> None:
+    def __init__(
+        self, blocks: int, policy: str, *, learned: bool, seed: int, rate: float, duration_s: float, single_tokens: int
+    ) -> None:
         self.single_tokens = single_tokens
         self.now_s = 0.0
         self.draw = random.Random(seed)
@@ -137,8 +139,9 @@ class Replay:
             self.pool.give_back(WRITER, granted)
             self.pool.release([key])
             return hit, known
-        self.pool.commit(WRITER, key, len(talk.tokens), [*kept, *granted], kept_blocks=len(kept),
-                         token_ids=talk.tokens, root=ROOT)
+        self.pool.commit(
+            WRITER, key, len(talk.tokens), [*kept, *granted], kept_blocks=len(kept), token_ids=talk.tokens, root=ROOT
+        )
         if leased := self.pool._blocks.leased_to(WRITER):
             self.pool.give_back(WRITER, list(leased))
         self.pool.release([key])
@@ -160,11 +163,19 @@ class Replay:
         return self.draw.lognormvariate(4.0, 0.7)
 
 
-def hit_rates(blocks: int, seeds: int, rate: float, duration_s: float) -> dict[str, float]:
+def hit_rates(blocks: int, seeds: int, rate: float, duration_s: float, single_tokens: int) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for seed in range(seeds):
         for name, policy, learned in (("lru", "lru", False), ("value", "value", False), ("sessions", "value", True)):
-            replay = Replay(blocks, policy, learned=learned, seed=seed, rate=rate, duration_s=duration_s)
+            replay = Replay(
+                blocks,
+                policy,
+                learned=learned,
+                seed=seed,
+                rate=rate,
+                duration_s=duration_s,
+                single_tokens=single_tokens,
+            )
             counted = replay.run()
             found.setdefault(name, []).append(counted.hit / counted.prompt)
             found.setdefault("ideal", []).append(counted.ideal / counted.prompt)
@@ -178,12 +189,13 @@ def main() -> None:
     parser.add_argument("--blocks", default="1500,3000,6000", help="sizes of the cache")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=0.5, help="new conversations a second")
+    parser.add_argument("--single-tokens", type=int, default=1500, help="mean prompt of a single question")
     parser.add_argument("--duration", type=float, default=1200.0, help="virtual seconds")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     result = {}
     for blocks in map(int, options.blocks.split(",")):
-        result[blocks] = hit_rates(blocks, options.seeds, options.rate, options.duration)
+        result[blocks] = hit_rates(blocks, options.seeds, options.rate, options.duration, options.single_tokens)
         print(f"{blocks} blocks:", ", ".join(f"{name} {rate:.1%}" for name, rate in result[blocks].items()), flush=True)
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")

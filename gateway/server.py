@@ -94,7 +94,11 @@ class GatewayServer(RoleServer):
     role: ClassVar[str] = "gateway"
 
     def __init__(
-        self, settings: RoleSettings, model: ServedModel, locate: Locate | None = None, beginnings: Sequence[Beginning] = ()
+        self,
+        settings: RoleSettings,
+        model: ServedModel,
+        locate: Locate | None = None,
+        beginnings: Sequence[Beginning] = (),
     ) -> None:
         """`beginnings`: of prompts, which every shard is to pin."""
         super().__init__(settings)
@@ -145,8 +149,8 @@ class GatewayServer(RoleServer):
         """Reads the tokenizer and chat template, starts the gateway's servers, and joins the supervisor.
 
         `model_path` is the resolved local folder. `locate` returns the address of a restarted supervisor. Raises
-        ModelError if the tokenizer or chat template cannot be read, ConfigError if `batches.folder` or the file of pinned
-        prompts cannot be used.
+        ModelError if the tokenizer or chat template cannot be read, ConfigError if `batches.folder` or the file of
+        pinned prompts cannot be used.
         """
         config = from_tree(settings.config)
         tokenizer = await asyncio.to_thread(Tokenizer.from_folder, model_path)

@@ -98,8 +98,15 @@ def _cells(entry: Mapping[str, Any]) -> list[str]:
     if entry.get("expected_s"):
         ending += f", back after {entry['expected_s']:.1f} s"
     name = entry["name"] or entry.get("request_id", "")
-    return [name, str(entry["tokens"]), str(entry["blocks"]), f"{entry['bytes'] / MIB:.1f}", str(entry["hits"]), idle,
-            ending]
+    return [
+        name,
+        str(entry["tokens"]),
+        str(entry["blocks"]),
+        f"{entry['bytes'] / MIB:.1f}",
+        str(entry["hits"]),
+        idle,
+        ending,
+    ]
 
 
 def drop(given: argparse.Namespace) -> int:

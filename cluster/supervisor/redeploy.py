@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 
 COUNTS = frozenset({"cluster.prefill", "cluster.decode"})
 # Besides gateway.* and batches.*: Ray Serve replaces gateways anyway.
-SERVES = frozenset({"cluster.name", "kv_pool.pinned_prompts", "model.chat_template", "model.tool_parser", "model.reasoning_parser"})
+SERVES = frozenset(
+    {"cluster.name", "kv_pool.pinned_prompts", "model.chat_template", "model.tool_parser", "model.reasoning_parser"}
+)
 INSTANCES = frozenset({"prefill", "decode"})
 ALL_ROLES = frozenset({*INSTANCES, *PROCESS_ROLES})
 # Keys that a process reads when it starts, and that affect neither the sizes of stores nor the tokens.

@@ -6,7 +6,6 @@ middle. So the beginning is rendered with several continuations, and what all of
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
@@ -21,7 +20,7 @@ from alignedserve.gateway.body.values import Body
 from alignedserve.gateway.failures import ContextLengthError
 
 # Beginnings of words, numbers, lines and scripts: whatever a tokenizer joins, it does not join all of them alike.
-CONTINUATIONS = ("word", " word", "1", "\nword", ".", "\u4f60")
+CONTINUATIONS = ("word", " word", "  word", "\tword", "\nword", "\n\nword", "1", ".", ")", "\u4f60")
 MOST_NAME = 256
 
 
@@ -59,10 +58,20 @@ async def tokens_of(model: ServedModel, beginning: Beginning) -> list[int]:
     model.require(None)
     try:
         if beginning.text is not None:
-            return _shared([await _completion(model, beginning.text + more) for more in ("", *CONTINUATIONS)])
+            return await _of_text(model, beginning.text)
         return await _of_chat(model, beginning)
     except TooManyTokens:
         raise ContextLengthError(f"the prefix is longer than {model.limit[1]}", param="messages") from None
+
+
+async def _of_text(model: ServedModel, text: str) -> list[int]:
+    """Without its last word, unless a space follows it: it may be the beginning of another one."""
+    whole = text.rstrip()
+    words = whole if whole != text else whole[: len(whole) - len(whole.split()[-1])].rstrip() if whole else ""
+    texts = [text, *(words + more for more in CONTINUATIONS if more[0].isspace())]
+    if words == whole:
+        texts += [text + more for more in CONTINUATIONS]
+    return _shared([await _completion(model, one) for one in texts])
 
 
 async def _completion(model: ServedModel, text: str) -> Sequence[int]:
@@ -71,10 +80,11 @@ async def _completion(model: ServedModel, text: str) -> Sequence[int]:
 
 
 async def _of_chat(model: ServedModel, beginning: Beginning) -> list[int]:
-    """Rendered with a user's next message, as a whole prompt, and (after a user's message) with an answer."""
+    """Rendered with a user's next message; where an answer may follow, also as a whole prompt and with answers."""
     messages = beginning.messages or []
-    follow: list[list[dict[str, Any]]] = [[], *([{"role": "user", "content": text}] for text in CONTINUATIONS)]
-    if messages and messages[-1].get("role") == "user":
+    follow: list[list[dict[str, Any]]] = [[{"role": "user", "content": text}] for text in CONTINUATIONS]
+    if messages and messages[-1].get("role") in ("user", "tool"):
+        follow.append([])
         user = {"role": "user", "content": "word"}
         follow += [[{"role": "assistant", "content": text}, user] for text in CONTINUATIONS]
     given = beginning.model_dump(include={"tools", "chat_template_kwargs"}, exclude_none=True)
@@ -85,11 +95,13 @@ async def _of_chat(model: ServedModel, beginning: Beginning) -> list[int]:
             found.append((await chat_tokens(model, request, model.limit[0]))[1])
         except InvalidRequestError as error:  # a template may refuse some of these, for example two users in a row
             refusal = error
-    if len(found) < len(CONTINUATIONS):
+    if len(found) < 2:
         assert refusal is not None
         raise refusal
     return _shared(found)
 
 
 def _shared(sequences: Sequence[Sequence[int]]) -> list[int]:
-    return list(os.path.commonprefix([list(sequence) for sequence in sequences]))
+    """The longest common prefix."""
+    low, high = min(sequences), max(sequences)
+    return list(low[: next((at for at, (one, other) in enumerate(zip(low, high, strict=False)) if one != other), None)])

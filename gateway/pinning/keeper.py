@@ -93,13 +93,15 @@ class PinKeeper:
         if any(everywhere - names.get(pool_id, set()) for pool_id in pool_ids):
             for found in await self._board.contents(prefixes=True):
                 for one in found.pins:
-                    if one.pin.name in everywhere and one.pin.everywhere:
+                    if one.pin.everywhere and one.pin.name in everywhere:
                         everywhere.discard(one.pin.name)
-                        await self._pin(one.pin, [pool_id for pool_id in pool_ids if one.pin.name not in names[pool_id]])
+                        await self._pin(
+                            one.pin, [name for name in pool_ids if one.pin.name not in names.get(name, set())]
+                        )
         for pool_id in pool_ids:
-            if (place := (pool_id, self._memory_of(pool_id))) not in self._seen:
-                if await self._pin_file(pool_id, names.get(pool_id, set())):
-                    self._seen.add(place)
+            place = (pool_id, self._memory_of(pool_id))
+            if place not in self._seen and await self._pin_file(pool_id, names.get(pool_id, set())):
+                self._seen.add(place)
 
     # ---- internal
 

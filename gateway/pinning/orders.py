@@ -204,8 +204,15 @@ def orders(cache: CacheOrders | None) -> Mapping[str, Order]:
         ),
         "cache/drop": Order(
             "End a pin, or remove what is cached of a beginning or a salt",
-            {"name": _NAME, "all": _described("boolean", "Remove what is cached of a beginning or salt."), **_BEGINNING},
-            {"pins": _texts("The pins that ended."), "blocks": _described("integer", "Blocks that are cached no more.")},
+            {
+                "name": _NAME,
+                "all": _described("boolean", "Remove what is cached of a beginning or a salt."),
+                **_BEGINNING,
+            },
+            {
+                "pins": _texts("The pins that ended."),
+                "blocks": _described("integer", "Number of blocks that are cached no more."),
+            },
             of("drop"),
         ),
     }

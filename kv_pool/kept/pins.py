@@ -50,8 +50,8 @@ class Pins:
     def keep(self, pin: kp.PinnedPrefix, root: bytes) -> tuple[Holding | None, list[Grant]]:
         """Hold a prefix under its name, in place of what it held. None: not all of its blocks are cached.
 
-        Raises InvalidRequestError for a name that is too long, PinsFullError if pins would have too many blocks, and like
-        `KvPool.keep`.
+        Raises InvalidRequestError for a name that is too long, PinsFullError if pins would have too many blocks, and
+        like `KvPool.keep`.
         """
         if not pin.name or len(pin.name.encode()) > MAX_NAME_BYTES // 2:
             raise InvalidRequestError(f"the name of a pin has 1 to {MAX_NAME_BYTES // 2} bytes")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alignedserve.kv_pool.prefix_chain import DIGEST_BYTES
-from alignedserve.scheduler.cache.returns import UNKNOWN, ReturnTimes
+from alignedserve.scheduler.cache.returns import EVEN, UNKNOWN, ReturnTimes
 
 MOST_SESSIONS = 1 << 14
 MOST_NOTES = 1 << 14
@@ -105,8 +105,8 @@ class Sessions:
         return self.chance(session)
 
     def chance(self, session: Session) -> float:
-        """How likely the session's blocks are used again while they are cached."""
-        return self.returns.chance(session.kind, session.turns)
+        """How likely the session's blocks are used again while they are cached, as a multiple of an even chance."""
+        return self.returns.chance(session.kind, session.turns) / EVEN
 
     # ---- internal
 

@@ -20,7 +20,8 @@ BINS = 36  # of delays: the last one ends after 13 hours
 ENDS_S = tuple(SHORTEST_S * 2.0 ** (number / BINS_PER_OCTAVE) for number in range(BINS))
 MEMORY = 512  # endings of one kind after which an older one counts 1/e
 PRIOR_ENDINGS = 8.0
-PRIOR = {TOOL_CALLS: (0.9, 4.0), STOP: (0.5, 60.0), LENGTH: (0.5, 60.0)}  # share that go on, and seconds until then
+EVEN = 0.5
+PRIOR = {TOOL_CALLS: (0.9, 4.0), STOP: (EVEN, 60.0), LENGTH: (EVEN, 60.0)}  # share that go on, and seconds until then
 LEAST_CHANCE = 1 / 64
 
 RATE_OVER_S = 60.0  # over about this time the rate of evictions is averaged

@@ -338,9 +338,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         elif role == "decode":
             self._feed(decode_reported(instance_id, message))
         else:
-            # A cached block is given up for whoever needs room, a pinned one never.
-            capacity, free = message.capacity_blocks - message.pinned_blocks, message.free_blocks + message.cached_blocks
-            self._feed(ev.PoolReported(instance_id, capacity, free))
+            free = message.free_blocks + message.cached_blocks  # a cached one is given up for whoever needs room
+            self._feed(ev.PoolReported(instance_id, message.capacity_blocks - message.pinned_blocks, free))
         self._publish_capacity()
 
     def _meet(self, role: str, instance_id: str) -> None:

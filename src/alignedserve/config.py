@@ -97,7 +97,7 @@ class KvPoolConfig:
         0.25, "largest share of each shard that pinned prefixes may hold (alignedserve cache pin)", low=0.0, high=0.9
     )
     pinned_prompts: str = _key(
-        "", "file of prompts' beginnings to pin when the cluster is ready: JSON objects with text or messages, one a line"
+        "", "file of prompts' beginnings to pin at the start: JSON objects with text or messages, one a line"
     )
     copy_timeout_s: float = _key(
         10.0, "seconds after which a copy is stuck; its worker is fenced and replaced", low=0.1

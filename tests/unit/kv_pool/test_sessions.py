@@ -40,9 +40,7 @@ class World:
         held, _ = self.pool.pin(key, ROOT, tokens, len(tokens))
         kept = list(held.block_ids)
         fresh = leased(self.pool, PREFILL, -(-len(tokens) // 4) - len(kept))
-        self.pool.commit(
-            PREFILL, key, len(tokens), [*kept, *fresh], kept_blocks=len(kept), token_ids=tokens, root=ROOT
-        )
+        self.pool.commit(PREFILL, key, len(tokens), [*kept, *fresh], kept_blocks=len(kept), token_ids=tokens, root=ROOT)
         self.pool.give_back(PREFILL, self.pool._blocks.leased_to(PREFILL))
         note = Note(kind, name, self.now_s)
         if kind and note_first:
