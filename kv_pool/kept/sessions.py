@@ -17,6 +17,7 @@ from alignedserve.scheduler.cache.returns import EVEN, UNKNOWN, ReturnTimes
 
 MOST_SESSIONS = 1 << 14
 MOST_NOTES = 1 << 14
+LOOKED_BACK = 512  # blocks: a conversation's next message is hardly longer
 
 
 @dataclass(slots=True)
@@ -67,9 +68,13 @@ class Sessions:
     def came_back(self, request_id: str, digests: bytes | bytearray, begin: int, end: int) -> int:
         """A request's blocks `begin .. end - 1` have these chained digests, be they cached or not.
 
-        Returns how many of its first blocks its conversation had before; 0 if it goes on with none.
+        Only the last LOOKED_BACK of them are looked at. Returns how many of its first blocks its conversation had
+        before; 0 if it goes on with none.
         """
-        for at in range((end - 1) * DIGEST_BYTES, (begin - 1) * DIGEST_BYTES, -DIGEST_BYTES):
+        if not self._by_digest:
+            return 0
+        first = max(begin, end - LOOKED_BACK)
+        for at in range((end - 1) * DIGEST_BYTES, (first - 1) * DIGEST_BYTES, -DIGEST_BYTES):
             session = self._by_digest.get(bytes(digests[at : at + DIGEST_BYTES]))
             if session is not None and session.request_id != request_id:
                 self._return(session, self.clock())
