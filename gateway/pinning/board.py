@@ -1,8 +1,8 @@
 """Pins prefixes in the shards of the pool: computes what a shard lacks, and has it held there.
 
-A prefix is computed by an ordinary request for one token, last among those that wait. It is steered to a shard's node
-by the hint that this shard has it already. If it was computed elsewhere, or evicted before it was held, it is tried
-again.
+A prefix is computed by an ordinary request, last among those that wait. It asks for two tokens: a prompt that ends
+with its first one is cached only if free blocks are at hand. It is steered to a shard's node by the hint that this
+shard has it already. If it was computed elsewhere, or evicted before it was held, it is tried again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from alignedserve.control.rpc import TokenChannel
 from alignedserve.errors import InvalidRequestError, NotFoundError, UnavailableError
 from alignedserve.gateway.body.planning import CacheUse, CallPlan, PromptPlan, ServedModel
 from alignedserve.gateway.body.requests import ReplyOptions
-from alignedserve.gateway.failures import NotPossibleError
+from alignedserve.gateway.failures import ContextLengthError, NotPossibleError
 from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
@@ -137,7 +137,7 @@ class PinBoard:
         """Ask the shard to hold the prefix, again and again for `within_s`: its last blocks may be under way to it."""
         until_s = time.monotonic() + within_s
         while True:
-            kept = await self._ask(pool_id, lambda stub: stub.Keep(pin))
+            kept: kp.Kept = await self._ask(pool_id, lambda stub: stub.Keep(pin))
             if kept.HasField("refused"):
                 raise failure_from_proto(kept.refused)
             if kept.held or time.monotonic() >= until_s:
@@ -145,8 +145,11 @@ class PinBoard:
             await asyncio.sleep(COMMIT_POLL_S)
 
     async def _compute(self, tokens: list[int], salt: bytes, pool_id: str) -> None:
-        """An ordinary request for one token. Raises what a client would get."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        """Raises ContextLengthError if the prefix leaves no room for a token, and what a client would get."""
+        limit, holder = self._model.limit
+        if len(tokens) >= limit:
+            raise ContextLengthError(f"the prefix has {len(tokens)} tokens; that leaves no room within {holder}")
+        sampling = SamplingParams(temperature=0.0, max_tokens=min(2, limit - len(tokens)), ignore_eos=True)
         name = f"{PIN_CALL}{uuid.uuid4().hex}"
         prompt = PromptPlan(tuple(tokens), sampling, cached=((pool_id, len(tokens) - 1),))
         plan = CallPlan(

@@ -103,5 +103,6 @@ async def _of_chat(model: ServedModel, beginning: Beginning) -> list[int]:
 
 def _shared(sequences: Sequence[Sequence[int]]) -> list[int]:
     """The longest common prefix."""
-    low, high = min(sequences), max(sequences)
-    return list(low[: next((at for at, (one, other) in enumerate(zip(low, high, strict=False)) if one != other), None)])
+    ordered = sorted(list(sequence) for sequence in sequences)
+    low, high = ordered[0], ordered[-1]
+    return low[: next((at for at, (one, other) in enumerate(zip(low, high, strict=False)) if one != other), None)]

@@ -61,7 +61,7 @@ class Pins:
         tokens = prefix_tokens(pin.prefix)
         found = self._pool.indexed(root, tokens)
         missing = len(tokens) // self._pool.block_size - len(found)
-        others = set().union(*(held.block_ids for name, held in self._held.items() if name != pin.name))
+        others = set[int]().union(*(held.block_ids for name, held in self._held.items() if name != pin.name))
         wanted = len(others.union(found)) + missing
         if wanted > self._most_blocks or len(self._held) >= MOST_PINS:
             raise PinsFullError(
@@ -133,7 +133,7 @@ class Pins:
         return found
 
     def _count(self) -> None:
-        self.blocks = frozenset().union(*(held.block_ids for held in self._held.values()))
+        self.blocks = frozenset[int]().union(*(held.block_ids for held in self._held.values()))
         self._ends = {}
         for name, held in self._held.items():
             self._ends.setdefault(held.block_ids[-1], []).append(name)

@@ -18,6 +18,7 @@ SHORTEST_S = 0.25
 BINS_PER_OCTAVE = 2
 BINS = 36  # of delays: the last one ends after 13 hours
 ENDS_S = tuple(SHORTEST_S * 2.0 ** (number / BINS_PER_OCTAVE) for number in range(BINS))
+MIDDLE: float = 2.0 ** (-0.5 / BINS_PER_OCTAVE)  # of a bin, as a multiple of its end
 MEMORY = 512  # endings of one kind after which an older one counts 1/e
 PRIOR_ENDINGS = 8.0
 EVEN = 0.5
@@ -86,7 +87,7 @@ class ReturnTimes:
         for number, weight in enumerate(returned):
             so_far += weight
             if so_far >= half:
-                return ENDS_S[number] * 2.0 ** (-0.5 / BINS_PER_OCTAVE)
+                return ENDS_S[number] * MIDDLE
         return None
 
     def _of(self, kind: str, turns: int) -> _Endings:

@@ -92,7 +92,7 @@ async def test_a_pin_is_computed_once_listed_and_dropped(
         assert held["tokens"] == 4 * held["blocks"] > 8
         assert held["bytes"] == held["blocks"] << 20
     (spec,) = cluster.submitted
-    assert (spec.sampling.max_tokens, spec.priority, len(spec.prompt_token_ids)) == (1, LAST_PRIORITY, held["tokens"])
+    assert (spec.sampling.max_tokens, spec.priority, len(spec.prompt_token_ids)) == (2, LAST_PRIORITY, held["tokens"])
 
     (found,) = (await order(gateway, "list")).json()["shards"]
     (pin,) = found["pins"]
