@@ -35,6 +35,8 @@ class Options(TypedDict, total=False):
     1,000,000 on a request only takes what others leave."""
     cache_salt: str | None
     """Only prompts with the same salt share cached KV; at most 1,024 characters."""
+    session_id: str | None
+    """Names the conversation, so that the prefix cache learns when it goes on; at most 256 characters."""
 
     max_tokens: int | None
     """Maximum tokens to generate (default for prompts: 16; for chat: all positions that the model has left)."""

@@ -103,7 +103,7 @@ class Handover:
             route = Route(self._to_pool, ending.block_ids, checksums)
             await self._copier.copy([route, route], fresh, ending.key.request_id)
             prefix = cached_prefix(ending.tokens, ending.salt)
-            await self._cached.cache(prefix, ending.first_block, fresh, checksums)
+            await self._cached.cache(ending.key, prefix, ending.first_block, fresh, checksums)
         except AlignedServeError:
             self._cached.give(fresh)
             raise

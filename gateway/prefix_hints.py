@@ -44,6 +44,11 @@ class PrefixHints:
         for pool_id in sorted(addresses.keys() - self._shards.keys()):
             self._shards[pool_id] = addresses[pool_id], open_channel(addresses[pool_id], self._token)
 
+    @property
+    def channels(self) -> dict[str, TokenChannel]:
+        """A channel to each shard of the last view, by its id."""
+        return {pool_id: channel for pool_id, (_, channel) in self._shards.items()}
+
     async def add(self, plan: CallPlan) -> CallPlan:
         """The plan with what the shards have of its prompts."""
         if plan.cache is None or plan.resume or not self._shards:

@@ -25,6 +25,7 @@ from alignedserve.config import ModelConfig
 from alignedserve.config_sources import from_tree
 from alignedserve.control.integrity import check_books
 from alignedserve.control.role import OPEN_GAUGE
+from alignedserve.control.rpc import TokenChannel
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.control.samples import merge
 from alignedserve.control.supervisor_client import SupervisorClient, restart_json
@@ -41,6 +42,11 @@ from alignedserve.gateway.ledger.intake import Intake
 from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.peers import GatewayPeers, PeerService
+from alignedserve.gateway.pinning.board import PinBoard
+from alignedserve.gateway.pinning.boundary import Beginning
+from alignedserve.gateway.pinning.endings import EndingNotes
+from alignedserve.gateway.pinning.keeper import PinKeeper, read_beginnings
+from alignedserve.gateway.pinning.orders import CacheOrders
 from alignedserve.gateway.prefix_hints import PrefixHints
 from alignedserve.gateway.pulse import Pulse, ask_workers
 from alignedserve.gateway.request_log import RequestLog
@@ -87,7 +93,14 @@ class GatewayServer(RoleServer):
 
     role: ClassVar[str] = "gateway"
 
-    def __init__(self, settings: RoleSettings, model: ServedModel, locate: Locate | None = None) -> None:
+    def __init__(
+        self,
+        settings: RoleSettings,
+        model: ServedModel,
+        locate: Locate | None = None,
+        beginnings: Sequence[Beginning] = (),
+    ) -> None:
+        """`beginnings`: of prompts, which every shard is to pin."""
         super().__init__(settings)
         gateway = self.config.gateway
         self.state = "ready"
@@ -108,6 +121,13 @@ class GatewayServer(RoleServer):
         self.peers = GatewayPeers(settings.id, settings.token)  # the other gateways of the last view
         self._hints = PrefixHints(settings.token)  # what the shards of the last view have of a prompt
         model.look_up = self._hints.add if model.cache is not None else None
+        # Tells the shards how requests ended.
+        self._endings = EndingNotes(self.shard_channels)
+        self.ledger.on_closed = self._endings.note
+        board = PinBoard(self.ledger, model, self.shard_channels, lambda: self.view)
+        self.cache_orders = CacheOrders(board, model)  # the operator's, about the shards' prefix caches
+        # Pins in new shards what the others and the configured file have; from `on_start` to `on_close`.
+        self._keeper = PinKeeper(settings.id, board, model, lambda: self.view, beginnings)
         self._ticker: asyncio.Task[None] | None = None  # ticks the ledger every _TICK_S, from `on_start` to `on_close`
         # Begins with a view that announces the end, or with `drain`; sets the state.
         self._drain = Drain(self.ledger, self._on_drain)
@@ -129,7 +149,8 @@ class GatewayServer(RoleServer):
         """Reads the tokenizer and chat template, starts the gateway's servers, and joins the supervisor.
 
         `model_path` is the resolved local folder. `locate` returns the address of a restarted supervisor. Raises
-        ModelError if the tokenizer or chat template cannot be read, ConfigError if `batches.folder` cannot be used.
+        ModelError if the tokenizer or chat template cannot be read, ConfigError if `batches.folder` or the file of
+        pinned prompts cannot be used.
         """
         config = from_tree(settings.config)
         tokenizer = await asyncio.to_thread(Tokenizer.from_folder, model_path)
@@ -147,7 +168,8 @@ class GatewayServer(RoleServer):
             engine=config.engine,
             cache=CacheUse(by_key=config.gateway.cache_isolation == "key") if config.kv_pool.prefix_cache else None,
         )
-        server = cls(settings, model, locate)
+        file = config.kv_pool.pinned_prompts
+        server = cls(settings, model, locate, await asyncio.to_thread(read_beginnings, file) if file else ())
         await server.batches.start()
         await server.start()
         return server
@@ -163,6 +185,10 @@ class GatewayServer(RoleServer):
     def view(self) -> sv.ClusterView:
         """The last view from the supervisor; an empty view before the first."""
         return self.host.view if self.host is not None else sv.ClusterView()
+
+    def shard_channels(self) -> dict[str, TokenChannel]:
+        """A channel to each shard of the last view, by its id."""
+        return self._hints.channels
 
     @property
     def supervisor_address(self) -> str:
@@ -202,6 +228,7 @@ class GatewayServer(RoleServer):
     async def on_start(self) -> None:
         self.scheduler.address = self.address
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        self._keeper.start()
 
     async def on_view(self, view: sv.ClusterView) -> None:
         if view.ending:
@@ -233,6 +260,8 @@ class GatewayServer(RoleServer):
         """Releases the leases of batches, and cancels all open requests."""
         await self.batches.close()
         self._pulse.close()
+        self._keeper.close()
+        self._endings.close()
         self._drain.close()
         self.ledger.close_all()
         if self._ticker is not None:

@@ -19,17 +19,17 @@ from alignedserve.control.ended_processes import EndedProcesses
 from alignedserve.control.integrity import check_books
 from alignedserve.control.link import Outbox, first_message, serve_stream
 from alignedserve.control.metrics import StoreCount, show_stores
-from alignedserve.control.prefixes import prefix_tokens, stored_tokens
+from alignedserve.control.prefixes import stored_tokens
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import AlignedServeError, StaleError
 from alignedserve.kv_pool.agent_handover import AgentHandover
 from alignedserve.kv_pool.counts import Grant
 from alignedserve.kv_pool.disk.shard import Shard
 from alignedserve.kv_pool.disk.tier import DiskTier
+from alignedserve.kv_pool.kept.service import PrefixCacheService
 from alignedserve.kv_pool.paired_service import PairedCopiesService
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.prefix_cache import open_index
-from alignedserve.kv_pool.prefix_chain import root_digest
 from alignedserve.kv_pool.records import Holding, WriterKey, check_writer
 from alignedserve.kv_pool.stored import renewed, stored_in
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
@@ -40,6 +40,7 @@ from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.proto import paired_copies_pb2_grpc as pc_grpc
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.request import PIN
 from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore, HostBlockStore
@@ -72,7 +73,11 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._copies = PairedCopiesService(settings, self.process, self._stores, (GLOO,), timeout_s, writable=False)
         self._disk: DiskTier | None = None  # None until `on_start`, or without `kv_pool.disk_gib`
         self._cluster_served = False  # whether the cluster was ready before this process was
-        self._announced_free = -1  # free blocks, as the scheduler was told last; -1: never
+        # Messages about the prefix cache. It has the pins, and knows nothing of them until `on_start`.
+        self._prefixes = PrefixCacheService(
+            settings.id, self.config.kv_pool.pinned_fraction, self._settled, self._changed
+        )
+        self._announced = (-1, -1)  # free and pinned blocks, as the scheduler was told last; -1: never
         self._recounting = asyncio.Lock()  # while it is held, nothing in the pool may change
 
     # ---- the role's hooks
@@ -80,6 +85,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
     def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
         return [
             (kp_grpc.add_KvPoolServicer_to_server, self),
+            (kp_grpc.add_PrefixCacheServicer_to_server, self._prefixes),
             (pc_grpc.add_PairedCopiesServicer_to_server, self._copies),
         ]
 
@@ -101,10 +107,11 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         reserve = int(plan.pool * self.config.kv_pool.growth_reserve)
         index = open_index(self.config, table, plan.block_size)
         self._pool = KvPool(self._store.store_id, table, plan.block_size, reserve_blocks=reserve, index=index)
+        self._prefixes.open(self._pool, geometry.fingerprint, geometry.block_bytes)
         if index is not None and self.config.kv_pool.disk_gib:
             cost, verify = configured_cost(self.config.scheduler), self.config.kv_pool.verify
             shard = Shard(self._pool, index, self._store, self._deliver, self._recounted, verify, cost)
-            self._disk = DiskTier(self.config, self.settings.id, model, shard)
+            self._disk = self._prefixes.disk = DiskTier(self.config, self.settings.id, model, shard)
             await self._disk.start(required=not self._cluster_served)
         self.set_state("ready")
 
@@ -174,9 +181,12 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         counts = self._pool.counts()
         page = Page(instance=self.settings.id)
         show_stores(page, [self._count()])
-        page.gauge("pool_requests", "requests whose KV the pool holds", counts.requests)
+        requests = counts.requests - self._prefixes.pins
+        page.gauge("pool_requests", "requests whose KV the pool holds", requests)
         meaning = "blocks leased to writers and not yet committed"
         page.gauge("pool_leased_blocks", meaning, counts.leased)
+        meaning = "blocks that pinned prefixes hold (alignedserve cache pin)"
+        page.gauge("pool_pinned_blocks", meaning, self._prefixes.pinned_blocks)
         on_disk = ""
         if self._disk is not None:
             self._disk.show(page)
@@ -184,7 +194,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         blocks = f"{counts.owned}/{counts.capacity}, {counts.leased} leased"
         return sv.Heartbeat(
             stores=[self._store.handle().to_proto()],
-            holds=f"{counts.requests} requests; blocks: {blocks}{on_disk}",
+            holds=f"{requests} requests; blocks: {blocks}{on_disk}",
             metrics=page.text(),
         )
 
@@ -273,11 +283,15 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             outbox.put(self._cache(self._pool, writer, message))
         self._announce()
 
+    def _changed(self, grants: Iterable[Grant]) -> None:
+        """The pool was changed by a gateway's order."""
+        self._deliver(grants)
+        self._announce()
+
     def _pin(
         self, pool: KvPool, writer: WriterKey, message: kp.PoolWriterMessage, outbox: Outbox[kp.PoolWriterReply]
     ) -> None:
         """Reply with what is cached of a prompt, once what is on disk of it is there too."""
-        key, prefix = key_from_proto(message.pin.key), message.pin.prefix
 
         def refuse(error: AlignedServeError) -> None:
             outbox.put(kp.PoolWriterReply(message_id=message.message_id, refused=failure_to_proto(error)))
@@ -286,7 +300,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             if self._writers.get(writer) is not outbox:
                 return  # it asks again over its next stream, or is being fenced
             try:
-                held, grants = pool.pin(key, root, tokens, len(tokens))
+                held, grants = self._prefixes.pin(pool, message.pin)
             except AlignedServeError as error:
                 refuse(error)
                 return
@@ -297,40 +311,20 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             self._announce()
 
         try:
-            tokens, root = prefix_tokens(prefix), self._root(prefix.salt)
-            if self._disk is not None:
-                self._disk.promoted(root, tokens, then=pin)
-            else:
-                pin()
+            self._prefixes.when_promoted(message.pin, then=pin)
         except AlignedServeError as error:
             refuse(error)
 
     def _cache(self, pool: KvPool, writer: WriterKey, message: kp.PoolWriterMessage) -> kp.PoolWriterReply:
-        cache = message.cache
         try:
-            tokens, root = prefix_tokens(cache.prefix), self._root(cache.prefix.salt)
-            kept, grants = pool.cache(
-                writer, root, tokens, list(cache.block_ids), cache.first_block, list(cache.checksums)
-            )
+            kept, grants = self._prefixes.cache(pool, writer, message.cache)
         except AlignedServeError as error:
             return kp.PoolWriterReply(message_id=message.message_id, refused=failure_to_proto(error))
         self._deliver(grants)
         return kp.PoolWriterReply(message_id=message.message_id, committed=kp.Committed(block_ids=kept))
 
-    def _root(self, salt: bytes) -> bytes:
-        """The start of the chains of a salt: everything but tokens that changes the KV of this store's model."""
-        assert self._store is not None
-        return root_digest(self._store.geometry.fingerprint, salt.hex())
-
     async def Match(self, request: kp.CachedPrefix, context: grpc.aio.ServicerContext[Any, Any]) -> kp.PrefixFound:
-        pool = await self._ready(context)
-        await self._recounted()
-        try:
-            root, tokens = self._root(request.salt), prefix_tokens(request)
-            blocks = pool.match(root, tokens) + (self._disk.begin(root, tokens) if self._disk is not None else 0)
-        except AlignedServeError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
-        return kp.PrefixFound(tokens=blocks * pool.block_size)
+        return await self._prefixes.match(request, context)
 
     def _commit(self, writer: WriterKey, message: kp.PoolWriterMessage, outbox: Outbox[kp.PoolWriterReply]) -> None:
         assert self._pool is not None
@@ -349,7 +343,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
                 list(commit.checksums),
                 commit.payload,
                 tokens,
-                self._root(salt),
+                self._prefixes.root(salt),
             )
         except AlignedServeError as error:
             outbox.put(kp.PoolWriterReply(message_id=message.message_id, refused=failure_to_proto(error)))
@@ -404,7 +398,8 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         elif kind == "adopt":
             outbox.put(kp.PoolReport(adopted=kp.Inventory(holdings=map(self._adopt, command.adopt.heads))))
         elif kind == "take_inventory":
-            holdings = [self._holding(held, ids=False) for held in self._pool.inventory()]
+            held = (one for one in self._pool.inventory() if not one.key.request_id.startswith(PIN))
+            holdings = [self._holding(one, ids=False) for one in held]
             outbox.put(kp.PoolReport(inventory=kp.Inventory(holdings=holdings)))
         self._announce()
 
@@ -446,14 +441,15 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             yield kp.StoredRequests(requests=found)
 
     def _announce(self) -> None:
-        """Tell the scheduler how many blocks are free, if the number has changed."""
+        """Tell the scheduler how many blocks are free and pinned, if a number has changed."""
         assert self._pool is not None
         if self._disk is not None:
             self._disk.wake()
         counts = self._pool.counts()
-        free = counts.free + counts.cached  # a cached block is given up for whoever needs room
-        if free != self._announced_free:
-            self._announced_free = free
+        # A cached block is given up for whoever needs room.
+        numbers = counts.free + counts.cached, self._prefixes.pinned_blocks
+        if numbers != self._announced:
+            self._announced = numbers
             description = self._description()
             for outbox in self._schedulers:
                 outbox.put(kp.PoolReport(description=description))
@@ -471,6 +467,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             owned_blocks=counts.owned,
             cached_blocks=counts.cached,
             leased_blocks=counts.leased,
+            pinned_blocks=self._prefixes.pinned_blocks,
         )
 
     async def _ready(self, context: grpc.aio.ServicerContext[Any, Any]) -> KvPool:
@@ -479,6 +476,12 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self.settings.id} is not ready")
         assert self._pool is not None
         return self._pool
+
+    async def _settled(self, context: grpc.aio.ServicerContext[Any, Any]) -> KvPool:
+        """Like `_ready`, once no recount is under way."""
+        pool = await self._ready(context)
+        await self._recounted()
+        return pool
 
     async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> kp.PoolDescription:
         await self._ready(context)

@@ -14,11 +14,13 @@ the shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from alignedserve.errors import StaleError, TransferError
 from alignedserve.kv_pool.counts import Grant, PoolCounts
 from alignedserve.kv_pool.epochs import OverEpochs
+from alignedserve.kv_pool.kept.sessions import Note
 from alignedserve.kv_pool.prefix_index import PrefixIndex
 from alignedserve.kv_pool.records import (
     Dead,
@@ -53,12 +55,13 @@ class KvPool(ShardBlocks):
         *,
         reserve_blocks: int = 0,
         index: PrefixIndex | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Continue from the state that `table` found. `index`: over the entries of `table`; None: nothing is cached.
 
         Raises TransferError if that state contradicts itself.
         """
-        super().__init__(store_id, table, block_size, index)
+        super().__init__(store_id, table, block_size, index, clock)
         self._reserve_blocks = reserve_blocks
         self._wants: dict[WriterKey, int] = {}  # blocks still to lease, by writer, in the order of the first want
         self._regranted: dict[WriterKey, int] = {}  # blocks granted again at `hello`, until the writer's next want
@@ -159,16 +162,20 @@ class KvPool(ShardBlocks):
         self._blocks.assign_leased(fresh, writer, key.request_id)
         self._blocks.retain([*shared, *joined], key.request_id)
         if placed is not None and self._cache is not None:
-            self._cache.index_placed(placed, joined)
+            self._cache.index_placed(placed, joined, key.request_id)
         if gone := own.difference(block_ids):
             self._blocks.release(gone, key.request_id)
             self._rest(before)
         self._replace(before, holding)
         return self._serve()
 
+    def indexed(self, root: bytes, token_ids: Sequence[int]) -> list[int]:
+        """The indexed ones of the first full blocks of these tokens. Nothing holds them: they may be gone soon."""
+        return [] if self._cache is None else self._cache.match(root, token_ids, len(token_ids))
+
     def match(self, root: bytes, token_ids: Sequence[int]) -> int:
-        """How many of the first full blocks of these tokens are indexed. Nothing holds them: they may be gone soon."""
-        return 0 if self._cache is None else len(self._cache.match(root, token_ids, len(token_ids)))
+        """The number of blocks that are `indexed`."""
+        return len(self.indexed(root, token_ids))
 
     def pin(
         self, key: RequestKey, root: bytes, token_ids: Sequence[int], most_tokens: int
@@ -184,24 +191,56 @@ class KvPool(ShardBlocks):
         newer = before is not None and before.key.epoch > key.epoch
         if self._cache is None or newer or self._over.newest(key.request_id) >= key.epoch:
             return mine or Holding(key, 0, ()), []
-        found = self._cache.match(root, token_ids, min(most_tokens, len(token_ids) - 1) // self.block_size)
+        most_blocks = min(most_tokens, len(token_ids) - 1) // self.block_size
+        found, known = self._cache.find(root, token_ids, most_blocks, key.request_id)
         kv_tokens = len(found) * self.block_size
         if not found or (mine is not None and (mine.payload is not None or mine.kv_tokens >= kv_tokens)):
             return mine or Holding(key, 0, ()), []
-        holding = Holding(key, kv_tokens, tuple(found), self._cache.index.checksums(found))
         try:
-            self._write_ahead(Held(holding))
+            return self._hold_found(key, found, known)
         except TransferError:  # no room for the record
             return mine or Holding(key, 0, ()), []
+
+    def keep(self, name: str, block_ids: Sequence[int], payload: bytes) -> tuple[Holding, list[Grant]]:
+        """Hold these blocks, just `indexed`, under `name` until `let_go`, in place of what it held.
+
+        `payload` says what it is, to `read` and to a successor. Raises TransferError, and changes nothing, if there is
+        no room for the record or the payload.
+        """
+        return self._hold_found(RequestKey(name), block_ids, 0, payload)
+
+    def let_go(self, name: str) -> list[Grant]:
+        """End what `keep` began; its blocks are cached again."""
+        if name in self._holdings:
+            self._free(name)
+        return self._serve()
+
+    def _hold_found(
+        self, key: RequestKey, found: Sequence[int], known: int, payload: bytes = b""
+    ) -> tuple[Holding, list[Grant]]:
+        """The request holds exactly these indexed blocks, the first `known` of which its conversation has used before.
+
+        Raises TransferError, and changes nothing, without room.
+        """
+        assert self._cache is not None
+        before = self._holdings.get(key.request_id)
+        checksums = self._cache.index.checksums(found)
+        holding = Holding(key, len(found) * self.block_size, tuple(found), checksums, self._keep(payload))
+        self._write_holding(Held(holding))
         own = before.block_ids if before is not None else ()
         joined = [block for block in found if block not in set(own)]
         self._blocks.retain(joined, key.request_id)
-        self._cache.index.queue.use(joined)
+        self._cache.index.queue.use(found[known:] if not own else joined)
         if gone := set(own).difference(found):
             self._blocks.release(gone, key.request_id)
             self._rest(before)
         self._replace(before, holding)
         return holding, self._serve()
+
+    def note_ending(self, request_id: str, note: Note) -> None:
+        """The gateway of a request says how it ended; it may still be held."""
+        if self._cache is not None:
+            self._cache.note_ending(request_id, note)
 
     def cache(
         self,
@@ -211,11 +250,13 @@ class KvPool(ShardBlocks):
         block_ids: Sequence[int],
         first_block: int,
         checksums: Sequence[int] = (),
+        request_id: str = "",
     ) -> tuple[list[int], list[Grant]]:
         """Leased blocks with the KV of `token_ids` from block number `first_block` on are cached, without a holder.
 
         Returns those that are cached now, and grants. The others stay leased to `writer`: the index has the same tokens
-        already, or it lacks the blocks before them. `checksums`: one for each block, or none. Raises like `hello`.
+        already, or it lacks the blocks before them. `checksums`: one for each block, or none. `request_id`: of the
+        request whose answer it is. Raises like `hello`.
         """
         self._require_alive(writer)
         if self._cache is None:
@@ -226,17 +267,23 @@ class KvPool(ShardBlocks):
             self._cache.blocks.cache_leased(new.block_ids, writer)
             self._write_down(Returned(writer, tuple(new.block_ids)))
             begin = len(new.found) - first_block
-            self._cache.add_cached(new, checksums[begin : begin + len(new.block_ids)])
+            self._cache.add_cached(new, checksums[begin : begin + len(new.block_ids)], request_id)
         there = [block for block, known in zip(block_ids, new.found[first_block:], strict=False) if block == known]
         return [*there, *new.block_ids], self._serve()
 
-    def drop_prefix(self, root: bytes, token_ids: Sequence[int]) -> tuple[int, list[Grant]]:
+    def drop_prefix(
+        self, root: bytes, token_ids: Sequence[int], spared: Collection[int] = ()
+    ) -> tuple[int, list[Grant]]:
         """Remove the full blocks of these tokens, and all that continues them, from the index. Returns their number.
 
-        Blocks that other prefixes continue stay, and all do if not all of these tokens are indexed. Cached blocks are
-        free then, and held ones once they are released.
+        Blocks that other prefixes continue stay, and all do if not all of these tokens are indexed; and those of
+        `spared`, which has whole prefixes. Cached blocks are free then, and held ones once they are released.
         """
-        return (0, []) if self._cache is None else (self._cache.drop(root, token_ids), self._serve())
+        return (0, []) if self._cache is None else (self._cache.drop(root, token_ids, spared), self._serve())
+
+    def drop_root(self, root: bytes, spared: Collection[int] = ()) -> tuple[int, list[Grant]]:
+        """Like `drop_prefix`, for everything under a root."""
+        return (0, []) if self._cache is None else (self._cache.drop_root(root, spared), self._serve())
 
     def release(self, keys: Iterable[RequestKey]) -> list[Grant]:
         """Free what these requests and their older epochs hold here. The blocks of a newer epoch stay."""
@@ -244,7 +291,7 @@ class KvPool(ShardBlocks):
             self._over.end(key.request_id, key.epoch)
             holding = self._holdings.get(key.request_id)
             if holding is not None and holding.key.epoch <= key.epoch:
-                self._free(key.request_id)
+                self._free(key.request_id, ended=True)
         return self._serve()
 
     def adopt(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from alignedserve.config import Config
 from alignedserve.errors import AccountingError, TransferError
 from alignedserve.kv_pool.block_table import NONE
+from alignedserve.kv_pool.kept.sessions import Note, Sessions
 from alignedserve.kv_pool.prefix_chain import Chain
 from alignedserve.kv_pool.prefix_index import PrefixIndex
 from alignedserve.kv_pool.table import AllocationTable
@@ -66,9 +67,10 @@ class PrefixCache:
     held too, and a prefix is never cut.
     """
 
-    def __init__(self, index: PrefixIndex, blocks: CachingAllocator) -> None:
+    def __init__(self, index: PrefixIndex, blocks: CachingAllocator, sessions: Sessions) -> None:
         self.index = index
         self.blocks = blocks
+        self.sessions = sessions
 
     def place(
         self,
@@ -128,7 +130,7 @@ class PrefixCache:
                 end += 1
         return Placement(final, sums, known, end, chain)
 
-    def index_placed(self, placed: Placement, joined: Sequence[int]) -> None:
+    def index_placed(self, placed: Placement, joined: Sequence[int], request_id: str = "") -> None:
         """Index the new blocks of a placement. `joined`: indexed blocks that the request did not hold before."""
         if joined:
             self.index.queue.use(joined)
@@ -136,16 +138,45 @@ class PrefixCache:
             begin, end = placed.known, placed.end
             parent = placed.block_ids[begin - 1] if begin else NONE
             self.index.insert(placed.chain, begin, placed.block_ids[begin:end], parent, placed.checksums[begin:end])
+            self.sessions.came_back(request_id, placed.chain.digests(end), begin, end)
 
-    def rest(self, block_ids: Sequence[int]) -> None:
-        """A holder has let go of some of these blocks of one chain: rank what is cached now."""
+    def rest(self, block_ids: Sequence[int], request_id: str = "") -> None:
+        """A holder has let go of some of these blocks of one chain: rank what is cached now.
+
+        `request_id`: of a request that has ended.
+        """
         cached = self.blocks.cached
         if any(cached[block] for block in reversed(block_ids)):
-            self.index.queue.touch(self.index.leading(block_ids))
+            self._touch(self.index.leading(block_ids), request_id)
+
+    def _touch(self, block_ids: Sequence[int], request_id: str) -> None:
+        chance = 1.0
+        if request_id and block_ids:
+            last, sessions = block_ids[-1], self.sessions
+            sessions.returns.look(sessions.clock(), self.index.evicted_blocks, self.blocks.cached_blocks)
+            chance = self.sessions.ended(request_id, self.index.digest_of(last), last, len(block_ids))
+        self.index.queue.touch(block_ids, chance)
+
+    def note_ending(self, request_id: str, note: Note) -> None:
+        """The gateway says how a request ended: rank its blocks again, if they are cached already."""
+        session = self.sessions.note(request_id, note)
+        if session is None or not self.index.indexed[session.block]:
+            return
+        if self.index.digest_of(session.block) == session.digests[-1]:
+            self.index.queue.touch(self.index.chain_to(session.block), self.sessions.chance(session))
 
     def match(self, root: bytes, token_ids: Sequence[int], most_blocks: int) -> list[int]:
         """The indexed blocks of the longest prefix of these tokens. Raises TransferError if `root` is not a digest."""
         return self.index.match(self.index.chain(root, token_ids), most_blocks)
+
+    def find(self, root: bytes, token_ids: Sequence[int], most_blocks: int, request_id: str) -> tuple[list[int], int]:
+        """Like `match`, for a request that is going to use the blocks.
+
+        Also the number of them that an earlier request of its conversation has used: a use counts once a conversation.
+        """
+        chain = self.index.chain(root, token_ids)
+        found = self.index.match(chain, most_blocks)
+        return found, self.sessions.came_back(request_id, chain.digests(len(found)), 0, len(found))
 
     def continuation(
         self, root: bytes, token_ids: Sequence[int], block_ids: Sequence[int], first_block: int, leased: Sequence[int]
@@ -167,22 +198,29 @@ class PrefixCache:
                 new.append(block)
         return Continuation(chain, found, new)
 
-    def add_cached(self, new: Continuation, checksums: Sequence[int]) -> None:
-        """Index blocks that are cached already. `checksums`: one for each, or none."""
+    def add_cached(self, new: Continuation, checksums: Sequence[int], request_id: str) -> None:
+        """Index blocks of a request that are cached already. `checksums`: one for each, or none."""
         parent = new.found[-1] if new.found else NONE
         self.index.insert(new.chain, len(new.found), new.block_ids, parent, checksums)
-        self.index.queue.touch(self.index.leading([*new.found, *new.block_ids]))
+        self._touch(self.index.leading([*new.found, *new.block_ids]), request_id)
 
-    def drop(self, root: bytes, token_ids: Sequence[int]) -> int:
-        """Remove a prefix and all that continues it from the index. Returns the number of blocks removed.
+    def drop(self, root: bytes, token_ids: Sequence[int], spared: Collection[int] = ()) -> int:
+        """Remove a prefix and all that continues it from the index, but blocks in `spared`, which has whole prefixes.
 
-        Raises TransferError if `root` is not a digest.
+        Returns the number of blocks removed. Raises TransferError if `root` is not a digest.
         """
         chain = self.index.chain(root, token_ids)
         found = self.index.match(chain, chain.blocks)
         if not found or len(found) < chain.blocks:
             return 0
-        ids = self.index.continued_by(found)
+        return self._remove(self.index.continued_by(found), spared)
+
+    def drop_root(self, root: bytes, spared: Collection[int] = ()) -> int:
+        """Like `drop`, for all chains with this root."""
+        return self._remove(self.index.under(root), spared)
+
+    def _remove(self, block_ids: Sequence[int], spared: Collection[int]) -> int:
+        ids = [block for block in block_ids if block not in spared]
         self.index.remove(ids)
         self.blocks.uncache([block for block in ids if self.blocks.cached[block]])
         return len(ids)

@@ -9,6 +9,7 @@ the block matched before it. Two prefixes whose digests are equal are two entrie
 
 from __future__ import annotations
 
+import itertools
 import struct
 from array import array
 from collections.abc import Callable, Sequence
@@ -180,6 +181,11 @@ class PrefixIndex:
             tokens = np.pad(tokens, ((0, 0), (0, 1)))
         return tokens.view(np.uint64)
 
+    def digest_of(self, block: int) -> bytes:
+        """The digest of an indexed block."""
+        at = (block * self._stride + DIGEST) * 8
+        return bytes(self.entries.memory[at : at + DIGEST_BYTES])
+
     def chain_to(self, block: int) -> list[int]:
         """The indexed blocks of a chain, from its first block to `block`."""
         words, stride = self._words, self._stride
@@ -302,11 +308,27 @@ class PrefixIndex:
             if children[parent] > 1:
                 break
             chosen[parent] = True
+        return self._with_what_continues(chosen, len(block_ids), ids, depths, parents)
+
+    def under(self, root: bytes) -> list[int]:
+        """All blocks of the chains with this root, like `continued_by`."""
+        ids, depths, parents = self._all()
+        before = self.entries.words[:, BEFORE : BEFORE + 2][ids]
+        first = (depths == 0) & (before == np.frombuffer(root, np.uint64)).all(axis=1)
+        chosen = np.zeros(len(self._flags), bool)
+        chosen[ids[first]] = True
+        return self._with_what_continues(chosen, 1, ids, depths, parents)
+
+    @staticmethod
+    def _with_what_continues(
+        chosen: Flags, begin: int, ids: Ids, depths: npt.NDArray[np.int64], parents: npt.NDArray[np.int64]
+    ) -> list[int]:
+        """The blocks `chosen`, and those of depth `begin` or more that continue them, deepest first."""
         order = np.argsort(depths, kind="stable")
-        for depth in range(len(block_ids), int(depths.max(initial=0)) + 1):
-            low, high = np.searchsorted(depths[order], [depth, depth + 1])
-            level = ids[order[low:high]]
-            chosen[level] |= chosen[parent_of[level]]
+        bounds = np.searchsorted(depths[order], np.arange(begin, int(depths.max(initial=0)) + 2))
+        for low, high in itertools.pairwise(bounds.tolist()):
+            level = order[low:high]
+            chosen[ids[level]] |= chosen[parents[level]]
         deepest_first = ids[order[::-1]]
         result: list[int] = deepest_first[chosen[deepest_first]].tolist()
         return result

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from alignedserve.errors import AccountingError, TransferError
+from alignedserve.kv_pool.kept.sessions import Sessions
 from alignedserve.kv_pool.prefix_cache import PrefixCache
 from alignedserve.kv_pool.prefix_index import PrefixIndex
 from alignedserve.kv_pool.records import Held, Holding, Leased, Payload, PoolState, Record, Released, WriterKey
@@ -17,7 +21,14 @@ _SUCCESSION = WriterKey("kv_pool", "succession", 0)
 class ShardBlocks:
     """Holdings, leases and cached blocks, each change of which is also in the table. `KvPool` has the rules."""
 
-    def __init__(self, store_id: str, table: AllocationTable, block_size: int, index: PrefixIndex | None) -> None:
+    def __init__(
+        self,
+        store_id: str,
+        table: AllocationTable,
+        block_size: int,
+        index: PrefixIndex | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.store_id = store_id  # names the shard's memory in errors
         self._table = table  # a successor continues from it: written before a change is reported
         self.block_size = block_size  # tokens of a block
@@ -25,7 +36,7 @@ class ShardBlocks:
         self._blocks = BlockAllocator(table.capacity_blocks, store_id)  # owners and leases of blocks
         if index is not None:
             self._blocks = caching = CachingAllocator(table.capacity_blocks, store_id, index)
-            self._cache = PrefixCache(index, caching)
+            self._cache = PrefixCache(index, caching, Sessions(clock))
         self._holdings: dict[str, Holding] = {}  # committed KV by request id, until released
         self._lost: dict[WriterKey, tuple[int, ...]] = {}  # leases of lost writers, until they are known to be dead
         self._writers: dict[WriterKey, None] = {}  # writers that may have a lease
@@ -33,6 +44,11 @@ class ShardBlocks:
 
     def holding(self, request_id: str) -> Holding | None:
         return self._holdings.get(request_id)
+
+    @property
+    def sessions(self) -> Sessions | None:
+        """The conversations whose last request has ended; None without an index."""
+        return None if self._cache is None else self._cache.sessions
 
     def inventory(self) -> list[Holding]:
         """All committed holdings, oldest first."""
@@ -71,18 +87,19 @@ class ShardBlocks:
         if self._table.state() != self._state():
             raise AccountingError(f"{self.store_id}: the allocation table does not match the state of the pool")
 
-    def _free(self, request_id: str) -> None:
+    def _free(self, request_id: str, *, ended: bool = False) -> None:
+        """Free a holding. `ended`: because its request has ended."""
         holding = self._holdings.pop(request_id)
         self._blocks.release_all(request_id)
-        self._rest(holding)
+        self._rest(holding, request_id if ended else "")
         self._write_down(Released(request_id))
         if holding.payload is not None:
             self._table.payloads.free(holding.payload)
 
-    def _rest(self, before: Holding | None) -> None:
-        """Rank the cached blocks of a holding that has ended or changed."""
+    def _rest(self, before: Holding | None, request_id: str = "") -> None:
+        """Rank the cached blocks of a holding that has changed, or ended with its request `request_id`."""
         if self._cache is not None and before is not None:
-            self._cache.rest(before.block_ids)
+            self._cache.rest(before.block_ids, request_id)
 
     # ---- the table
 

@@ -168,10 +168,20 @@ class PoolWriter:
         return reply.pinned
 
     async def cache(
-        self, prefix: kp.CachedPrefix, first_block: int, block_ids: Sequence[int], checksums: Sequence[int]
+        self,
+        key: RequestKey,
+        prefix: kp.CachedPrefix,
+        first_block: int,
+        block_ids: Sequence[int],
+        checksums: Sequence[int],
     ) -> None:
-        """Cache taken blocks that hold the KV of `prefix` from `first_block` on. Raises like `commit`."""
-        cache = kp.CacheBlocks(prefix=prefix, first_block=first_block, block_ids=block_ids, checksums=checksums)
+        """Cache taken blocks that hold the KV of `prefix`, of the request `key`, from `first_block` on.
+
+        Raises like `commit`.
+        """
+        cache = kp.CacheBlocks(
+            key=key_to_proto(key), prefix=prefix, first_block=first_block, block_ids=block_ids, checksums=checksums
+        )
         reply = await self._ask_shard(kp.PoolWriterMessage(cache=cache))
         self._settle(block_ids, reply.committed.block_ids)
 

@@ -158,7 +158,7 @@ class Offloader:
             checksums = await self._copier.checksums(self._to_pool.source, source)
             route = Route(self._to_pool, source, checksums)
             await self._copier.copy([route, route], fresh, job.lead.request_id)
-            await self._pool.cache(cached_prefix(job.tokens, job.salt), first, fresh, checksums)
+            await self._pool.cache(job.lead, cached_prefix(job.tokens, job.salt), first, fresh, checksums)
         except AlignedServeError:
             self._pool.give(fresh)
             raise

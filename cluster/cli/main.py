@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from alignedserve import __version__
+from alignedserve.cluster.cli import cache_command
 from alignedserve.cluster.cli.operate import COMMANDS, add_url
 from alignedserve.cluster.cli.refused_flags import REFUSED_FLAGS, refuse_unsupported
 from alignedserve.errors import AlignedServeError, ConfigError, ModelError
@@ -58,6 +59,10 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"metavar": "DIR", "help": "folder on a local SSD for cached KV that no longer fits in memory"},
     ),
     "--kv-disk-gib": ("kv_pool.disk_gib", {"type": float, "metavar": "GIB", "help": "how much of it each node uses"}),
+    "--pinned-prompts": (
+        "kv_pool.pinned_prompts",
+        {"metavar": "FILE", "help": "beginnings of prompts to keep in the prefix cache: JSON objects, one a line"},
+    ),
     "--batches-folder": (
         "batches.folder",
         {"metavar": "DIR", "help": "folder for files and batches; without it /v1/files and /v1/batches are refused"},
@@ -142,6 +147,7 @@ def make_parser() -> tuple[_Parser, Mapping[str, _Parser]]:
     status.add_argument("--json", action="store_true", help="print JSON and nothing else")
     for name, command in COMMANDS.items():
         command.add_options(add(name, command.summary))
+    cache_command.add_options(add("cache", "Pin, list and drop what the prefix caches of a running cluster keep."))
     doctor = add("doctor", "Show what this machine offers for a configuration, and what is missing.")
     _add_configuration(doctor)
     doctor.add_argument(
@@ -189,6 +195,8 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
             return show_status(options.url, as_json=options.json, api_key_file=options.api_key_file)
         case name if name in COMMANDS:
             return COMMANDS[name].run(options)
+        case "cache":
+            return cache_command.run(options)
         case "policies":
             from alignedserve.cluster.cli.policies_command import list_policies
 

@@ -50,11 +50,11 @@ class RunningCluster:
         except UnavailableError:
             return None
 
-    def order(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+    def order(self, name: str, body: dict[str, Any], timeout_s: float = ORDER_TIMEOUT_S) -> dict[str, Any]:
         """The gateway's answer. Raises AlignedServeError with its reason, or UnavailableError if it does not answer."""
         answer = fetch_json(
             f"{self.url}/alignedserve/{name}",
-            ORDER_TIMEOUT_S,
+            timeout_s,
             api_key=self.api_key,
             body=body,
             headers={ADMIN_HEADER: self.admin_key},

@@ -26,6 +26,7 @@ from alignedserve.cluster.launch.preflight import (
     check_cost_model,
     check_machine,
     check_model,
+    check_pinned_prompts,
     check_ports,
     check_request_log,
     check_tls,
@@ -64,6 +65,7 @@ def serve(config: Config) -> int:
     check_api_keys(config)
     check_request_log(config)
     check_batches(config)
+    check_pinned_prompts(config)
     check_cost_model(config)
     check_tls()
     config = _absolute(config, folder)
@@ -96,10 +98,13 @@ def _absolute(config: Config, folder: Path) -> Config:
         gateway = replace(gateway, api_key_file=str(Path(gateway.api_key_file).expanduser().resolve()))
     if gateway.request_log:
         gateway = replace(gateway, request_log=str(Path(gateway.request_log).expanduser().resolve()))
+    pool = config.kv_pool
+    if pool.pinned_prompts:
+        pool = replace(pool, pinned_prompts=str(Path(pool.pinned_prompts).expanduser().resolve()))
     batches = config.batches
     if batches.folder:
         batches = replace(batches, folder=str(Path(batches.folder).expanduser().resolve()))
-    return replace(config, model=model, scheduler=scheduler, log=log, gateway=gateway, batches=batches)
+    return replace(config, model=model, kv_pool=pool, scheduler=scheduler, log=log, gateway=gateway, batches=batches)
 
 
 class _ServeCommand:

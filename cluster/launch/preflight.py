@@ -110,6 +110,14 @@ def check_batches(config: Config) -> None:
         Database(config.batches.folder, shared=config.batches.shared).close()
 
 
+def check_pinned_prompts(config: Config) -> None:
+    """Raises ConfigError if a file of prompts to pin is configured and cannot be used."""
+    if config.kv_pool.pinned_prompts:
+        from alignedserve.gateway.pinning.keeper import read_beginnings
+
+        read_beginnings(config.kv_pool.pinned_prompts)
+
+
 def open_door_note(gateway: GatewayConfig) -> str:
     """A warning if other machines can use this server without an API key; "" otherwise."""
     if gateway.api_key_file or _is_loopback(gateway.host):

@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 
 COUNTS = frozenset({"cluster.prefill", "cluster.decode"})
 # Besides gateway.* and batches.*: Ray Serve replaces gateways anyway.
-SERVES = frozenset({"cluster.name", "model.chat_template", "model.tool_parser", "model.reasoning_parser"})
+SERVES = frozenset(
+    {"cluster.name", "kv_pool.pinned_prompts", "model.chat_template", "model.tool_parser", "model.reasoning_parser"}
+)
 INSTANCES = frozenset({"prefill", "decode"})
 ALL_ROLES = frozenset({*INSTANCES, *PROCESS_ROLES})
 # Keys that a process reads when it starts, and that affect neither the sizes of stores nor the tokens.
@@ -35,6 +37,7 @@ ROLLED: Mapping[str, frozenset[str]] = {
     "kv_pool.cache_policy": frozenset({"kv_pool"}),
     "kv_pool.disk_path": frozenset({"kv_pool"}),
     "kv_pool.disk_gib": frozenset({"kv_pool"}),
+    "kv_pool.pinned_fraction": frozenset({"kv_pool"}),
     "prefill.max_requests": frozenset({"prefill"}),
     "prefill.queue_tokens": frozenset({"prefill", "scheduler"}),
     "prefill.layerwise_tokens": frozenset({"prefill"}),

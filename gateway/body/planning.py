@@ -80,6 +80,7 @@ class CallPlan:
     offline: bool = False  # a line of a batch: no client waits, so its latencies are not counted
     internal_id: str = ""
     cache: CacheUse | None = None  # None: the cluster has no prefix cache
+    session: str = ""  # the client's name of the conversation
     reading: Reading | None = None  # how answers are divided; None: their text is their content
     resume: tuple[Delivered, ...] = ()  # one entry for each answer if the call resumes an earlier call; else empty
 
@@ -377,6 +378,7 @@ async def _call_plan(
         priority=request.priority or 0,
         scored_only=request.max_tokens == 0,
         cache=cache,
+        session=request.session_id or "",
         # Clients may choose ids, and two clients may choose the same id. The cluster's internal ids stay unique.
         internal_id=f"{call_id}-{unique[:12]}" if call_id else f"{kind}-{unique}",
     )

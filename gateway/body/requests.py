@@ -146,6 +146,9 @@ class GenerationRequest(SamplingOptions, StructuredFields, Aliases, Unread, ABC)
     cache_salt: Annotated[str, Field(max_length=1024)] | None = Field(
         None, description="Only prompts with the same salt share cached KV (kv_pool.prefix_cache)."
     )
+    session_id: Annotated[str, Field(max_length=256)] | None = Field(
+        None, description="Names the conversation, so that the prefix cache learns when it goes on; or x-session-id."
+    )
     do_sample: bool | None = Field(None, description="false means greedy decoding, like temperature 0.")
     max_tokens: int | None = None
 

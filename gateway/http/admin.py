@@ -1,15 +1,16 @@
-"""Endpoints that change the cluster, one for each entry of `ORDERS`. They require the cluster's admin key.
+"""Endpoints that change the cluster, one for each order. They require the cluster's admin key.
 
-The key is in the cluster's record file, which only the cluster's user can read. `alignedserve scale`, `restart` and
-`stop` send it.
+The key is in the cluster's record file, which only the cluster's user can read. `alignedserve scale`, `restart`, `stop`
+and `cache` send it.
 """
 
 from __future__ import annotations
 
 import hmac
+from collections.abc import Mapping
 
 from alignedserve.admin import ADMIN_HEADER
-from alignedserve.control.supervisor_client import ORDERS, Order, SupervisorClient
+from alignedserve.control.supervisor_client import Order, SupervisorClient
 from alignedserve.errors import ConfigError, InvalidRequestError, RequestError
 from alignedserve.gateway.failures import NotPossibleError
 from alignedserve.gateway.http.asgi import (
@@ -48,9 +49,11 @@ def check_key(scope: Scope, admin_key: str) -> None:
         raise NotAdminError(message)
 
 
-def admin_endpoints(supervisor: SupervisorClient, admin_key: str) -> dict[str, App]:
+def admin_endpoints(
+    supervisor: SupervisorClient, admin_key: str, orders: Mapping[str, Order], most_bytes: int = MAX_BODY_BYTES
+) -> dict[str, App]:
     """The ASGI endpoint of every order, by path. An order that the cluster cannot carry out is answered with 409."""
-    bodies = BodyReader(MAX_BODY_BYTES)
+    bodies = BodyReader(most_bytes)
 
     def endpoint(order: Order) -> App:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,4 +74,4 @@ def admin_endpoints(supervisor: SupervisorClient, admin_key: str) -> dict[str, A
 
         return answer
 
-    return {f"/alignedserve/{name}": endpoint(order) for name, order in ORDERS.items()}
+    return {f"/alignedserve/{name}": endpoint(order) for name, order in orders.items()}

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from alignedserve.config import GatewayConfig
+from alignedserve.control.supervisor_client import ORDERS
 from alignedserve.errors import AlignedServeError, NotFoundError
 from alignedserve.gateway.api_keys import OPEN_PATHS, ApiKeys
 from alignedserve.gateway.batches.endpoints import BatchEndpoints
@@ -33,6 +34,7 @@ from alignedserve.gateway.http.request_id import RecordsRequestId
 from alignedserve.gateway.http.tokens import TokenEndpoints
 from alignedserve.gateway.ledger.intake import Intake
 from alignedserve.gateway.ledger.ledger import Ledger
+from alignedserve.gateway.pinning.orders import orders as cache_orders
 from alignedserve.gateway.reply.openai_replies import ChatReply, CompletionReply
 from alignedserve.gateway.translated.messages_reply import MessagesReply, messages_error
 from alignedserve.gateway.translated.messages_request import parse_messages, plan_message
@@ -98,7 +100,10 @@ def build_app(
         "/tokenize": tokens.tokenize,
         "/detokenize": tokens.detokenize,
         "/ping": operations.ping,
-        **admin_endpoints(server.supervisor, server.admin_key),
+        **admin_endpoints(server.supervisor, server.admin_key, ORDERS),
+        **admin_endpoints(
+            server.supervisor, server.admin_key, cache_orders(server.cache_orders), config.max_body_bytes
+        ),
     }
     gets = {
         "/v1/models": operations.models,

@@ -17,6 +17,7 @@ from alignedserve.gateway.http.chunk_schemas import chunk_schemas
 from alignedserve.gateway.http.reply_fields import with_all_fields
 from alignedserve.gateway.http.request_schemas import request_schemas
 from alignedserve.gateway.http.translated_schemas import stored_paths, translated_replies, translated_requests
+from alignedserve.gateway.pinning.orders import orders
 from alignedserve.request import Stage
 
 Schema = dict[str, Any]
@@ -30,6 +31,14 @@ _PROMPT_LOGPROBS: Schema = {
     "description": "With prompt_logprobs. For each token of the prompt (null for the first): logprob, rank and "
     "decoded_token of this token and of the most likely ones, by token id.",
 }
+
+
+_ALL_ORDERS = {**ORDERS, **orders(None)}
+
+
+def _title(order: str) -> str:
+    """The name of an order's schema."""
+    return order.title().replace("/", "")
 
 
 def _ref(name: str) -> Schema:
@@ -151,8 +160,8 @@ def _operation_schemas() -> dict[str, Schema]:
             {"status": _STRING, "missing": strings, "degraded": strings}, ["status", "missing", "degraded"]
         ),
         "Integrity": _object({"sound": {"type": "boolean"}, "books": _array(book)}, ["sound", "books"]),
-        **{f"{name.title()}Request": _object(order.request) for name, order in ORDERS.items()},
-        **{name.title(): _object(order.answer, order.answer) for name, order in ORDERS.items()},
+        **{f"{_title(name)}Request": _object(order.request) for name, order in _ALL_ORDERS.items()},
+        **{_title(name): _object(order.answer, order.answer) for name, order in _ALL_ORDERS.items()},
         "Status": _object({"roles": _array(_object({**role, "pid": _INTEGER}, [*role, "pid"]))}, ["roles"]),
     }
 
@@ -221,9 +230,9 @@ def _posted(request: str, reply: str, summary: str, error: str = "Error") -> Sch
 
 def _order(name: str, order: Order) -> Schema:
     key = {"name": ADMIN_HEADER, "in": "header", "required": True, "schema": _STRING}
-    body = {"required": True, "content": {"application/json": {"schema": _ref(f"{name.title()}Request")}}}
+    body = {"required": True, "content": {"application/json": {"schema": _ref(f"{_title(name)}Request")}}}
     errors = {status: _json("Error", description) for status, description in {**_ERRORS, **_ORDER_ERRORS}.items()}
-    answers = {"200": _json(name.title(), "The order was accepted."), **errors}
+    answers = {"200": _json(_title(name), "The order was accepted."), **errors}
     return {"post": {"summary": order.summary, "parameters": [key], "requestBody": body, "responses": answers}}
 
 
@@ -315,7 +324,7 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
         "/alignedserve/status": _get(
             "List all processes", ("200", _json("Status", "All processes and what each holds."))
         ),
-        **{f"/alignedserve/{name}": _order(name, order) for name, order in ORDERS.items()},
+        **{f"/alignedserve/{name}": _order(name, order) for name, order in _ALL_ORDERS.items()},
     }
     replies = {**_reply_schemas(), **translated_replies()}
     document = {

@@ -1,6 +1,7 @@
 """`X-Request-Id`: the client's own name for a request. It is recorded with the request, and sent back.
 
-It need not be unique: clients send it again with a retry. So a request's id stays the gateway's own.
+It need not be unique: clients send it again with a retry. So a request's id stays the gateway's own. `X-Session-Id`
+names the request's conversation likewise.
 """
 
 from __future__ import annotations
@@ -8,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from alignedserve.gateway.http.asgi import App, Message, Receive, Scope, Send
-from alignedserve.gateway.ledger.calls import sent_request_id
+from alignedserve.gateway.ledger.calls import sent_request_id, sent_session
 
-HEADER = b"x-request-id"
+HEADER, SESSION_HEADER = b"x-request-id", b"x-session-id"
 MOST_CHARACTERS = 256
 
 
-def sent_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+def sent_id(headers: Iterable[tuple[bytes, bytes]], header: bytes = HEADER) -> str:
     """The header's printable characters, at most MOST_CHARACTERS; "" without one."""
-    found = next((value for name, value in headers if name == HEADER), b"")
+    found = next((value for name, value in headers if name == header), b"")
     text = found[:MOST_CHARACTERS].decode("latin-1")
     return "".join(character for character in text if " " <= character <= "~").strip()
 
 
 class RecordsRequestId:
-    """ASGI middleware: calls of this request know the header."""
+    """ASGI middleware: calls of this request know the headers."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -30,6 +31,7 @@ class RecordsRequestId:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             sent_request_id.set(sent_id(scope["headers"]))
+            sent_session.set(sent_id(scope["headers"], SESSION_HEADER))
         await self._app(scope, receive, send)
 
 

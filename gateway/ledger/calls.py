@@ -32,6 +32,9 @@ CallName = tuple[bytes, str]
 # The hash of the current request's API key; b"" if no key is required.
 caller: ContextVar[bytes] = ContextVar("caller", default=b"")
 
+# The current request's X-Session-Id; "" without one.
+sent_session: ContextVar[str] = ContextVar("sent_session", default="")
+
 # The current request's X-Request-Id; "" without one.
 sent_request_id: ContextVar[str] = ContextVar("sent_request_id", default="")
 
@@ -78,6 +81,7 @@ class Answer:
     prefill_id: str = ""
     decode_id: str = ""
     cached_tokens: int = 0  # of the prompt, whose KV was in the prefix cache
+    calls_tools: bool = False  # it has ended with tool calls, whose results will come
 
     @property
     def key(self) -> RequestKey:
@@ -210,6 +214,7 @@ class Call:
         self.name: CallName = (caller.get(), plan.id)
         self.salt = b"" if plan.cache is None else plan.cache.whole_salt(caller.get())
         self.sent_id = sent_request_id.get()
+        self.session = plan.session or sent_session.get()
         self.arrival_ns = time.time_ns()
         self.arrival_s = time.monotonic()
         self.answers = [
@@ -220,6 +225,7 @@ class Call:
         self.open = len(self.answers)
         self.error: AlignedServeError | None = None
         self.timer: asyncio.TimerHandle | None = None
+        self.closed = False  # its reader has finished
         self._pending: dict[int, Delta] = {}
         self._waiter: asyncio.Future[None] | None = None
         for answer, delivered in zip(self.answers, plan.resume, strict=bool(plan.resume)):

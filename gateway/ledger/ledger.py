@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from alignedserve.control.convert import failure_from_proto
 from alignedserve.errors import (
@@ -71,6 +71,7 @@ class Ledger:
         self._calls: dict[CallName, Call] = {}  # by owner and id, until the reader closes the call
         self._draining = False  # no call is accepted, until `take_calls`
         self._asked_s = 0.0  # when the scheduler was last asked about silent requests (time.monotonic)
+        self.on_closed: Callable[[Call], None] | None = None  # gets each call whose reader has finished
         self._empty = asyncio.Event()  # set while `_open` is empty
         self._empty.set()
 
@@ -146,6 +147,9 @@ class Ledger:
         if call.open and call.error is None:
             self._count(call).on_call_failed(CancelledError("the client disconnected"))
         self._cancel([answer for answer in call.answers if not answer.ended])
+        if self.on_closed is not None and not call.closed:
+            self.on_closed(call)
+        call.closed = True
 
     def end(self, answer: Answer) -> None:
         """The reader has found a stop string: this answer needs no more tokens."""

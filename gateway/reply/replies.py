@@ -15,7 +15,7 @@ from alignedserve.gateway.failures import error_object
 from alignedserve.gateway.ledger.calls import Answer, Call, Delta
 from alignedserve.gateway.reply.answers import AnswerView, Part
 from alignedserve.gateway.reply.best import best_views
-from alignedserve.request import Stage, TokenLogprobs
+from alignedserve.request import FinishReason, Stage, TokenLogprobs
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _DONE = b"data: [DONE]\n\n"
@@ -51,6 +51,7 @@ class Parts:
                 self._held[delta.answer.index] = delta
                 continue
             part = view.push(delta, self._scores.get(prompt, ()))
+            delta.answer.calls_tools = part.finish is FinishReason.STOP and view.calls_whole
             if part.finish is not None and delta.finish is None:
                 self._end(delta.answer)
             found.append((view, part))

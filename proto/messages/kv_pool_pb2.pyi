@@ -7,6 +7,130 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class PinnedPrefix(_message.Message):
+    __slots__ = ("name", "prefix", "everywhere")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    EVERYWHERE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    prefix: CachedPrefix
+    everywhere: bool
+    def __init__(self, name: _Optional[str] = ..., prefix: _Optional[_Union[CachedPrefix, _Mapping]] = ..., everywhere: bool = ...) -> None: ...
+
+class Kept(_message.Message):
+    __slots__ = ("refused", "held", "blocks", "block_bytes")
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    refused: _common_pb2.Failure
+    held: bool
+    blocks: int
+    block_bytes: int
+    def __init__(self, refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., held: bool = ..., blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+
+class CacheQuery(_message.Message):
+    __slots__ = ("prefixes", "most_sessions")
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    MOST_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    prefixes: bool
+    most_sessions: int
+    def __init__(self, prefixes: bool = ..., most_sessions: _Optional[int] = ...) -> None: ...
+
+class CacheContents(_message.Message):
+    __slots__ = ("pool_id", "pins", "sessions", "session_count", "capacity_blocks", "free_blocks", "cached_blocks", "pinned_blocks", "block_bytes", "queried_tokens", "hit_tokens", "block_size")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    pins: _containers.RepeatedCompositeFieldContainer[CachedPin]
+    sessions: _containers.RepeatedCompositeFieldContainer[CachedSession]
+    session_count: int
+    capacity_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    pinned_blocks: int
+    block_bytes: int
+    queried_tokens: int
+    hit_tokens: int
+    block_size: int
+    def __init__(self, pool_id: _Optional[str] = ..., pins: _Optional[_Iterable[_Union[CachedPin, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[CachedSession, _Mapping]]] = ..., session_count: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
+
+class CachedPin(_message.Message):
+    __slots__ = ("pin", "tokens", "blocks", "hits", "idle_s")
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    pin: PinnedPrefix
+    tokens: int
+    blocks: int
+    hits: int
+    idle_s: float
+    def __init__(self, pin: _Optional[_Union[PinnedPrefix, _Mapping]] = ..., tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., hits: _Optional[int] = ..., idle_s: _Optional[float] = ...) -> None: ...
+
+class CachedSession(_message.Message):
+    __slots__ = ("name", "request_id", "blocks", "turns", "idle_s", "ending", "expected_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    ENDING_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    request_id: str
+    blocks: int
+    turns: int
+    idle_s: float
+    ending: str
+    expected_s: float
+    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ..., blocks: _Optional[int] = ..., turns: _Optional[int] = ..., idle_s: _Optional[float] = ..., ending: _Optional[str] = ..., expected_s: _Optional[float] = ...) -> None: ...
+
+class DropCached(_message.Message):
+    __slots__ = ("names", "prefix")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    prefix: CachedPrefix
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., prefix: _Optional[_Union[CachedPrefix, _Mapping]] = ...) -> None: ...
+
+class Dropped(_message.Message):
+    __slots__ = ("names", "blocks")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    blocks: int
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class Ending(_message.Message):
+    __slots__ = ("request_id", "kind", "session", "took_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TOOK_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    kind: str
+    session: str
+    took_s: float
+    def __init__(self, request_id: _Optional[str] = ..., kind: _Optional[str] = ..., session: _Optional[str] = ..., took_s: _Optional[float] = ...) -> None: ...
+
+class Endings(_message.Message):
+    __slots__ = ("endings",)
+    ENDINGS_FIELD_NUMBER: _ClassVar[int]
+    endings: _containers.RepeatedCompositeFieldContainer[Ending]
+    def __init__(self, endings: _Optional[_Iterable[_Union[Ending, _Mapping]]] = ...) -> None: ...
+
 class CachedPrefix(_message.Message):
     __slots__ = ("token_ids", "salt")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -30,16 +154,18 @@ class Pin(_message.Message):
     def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prefix: _Optional[_Union[CachedPrefix, _Mapping]] = ...) -> None: ...
 
 class CacheBlocks(_message.Message):
-    __slots__ = ("prefix", "first_block", "block_ids", "checksums")
+    __slots__ = ("prefix", "first_block", "block_ids", "checksums", "key")
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     prefix: CachedPrefix
     first_block: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     checksums: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, prefix: _Optional[_Union[CachedPrefix, _Mapping]] = ..., first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+    key: _common_pb2.RequestKey
+    def __init__(self, prefix: _Optional[_Union[CachedPrefix, _Mapping]] = ..., first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ...) -> None: ...
 
 class PoolWriterMessage(_message.Message):
     __slots__ = ("message_id", "hello", "want_blocks", "give_back", "commit", "release", "pin", "cache")
@@ -144,7 +270,7 @@ class PoolReport(_message.Message):
     def __init__(self, description: _Optional[_Union[PoolDescription, _Mapping]] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ..., adopted: _Optional[_Union[Inventory, _Mapping]] = ...) -> None: ...
 
 class PoolDescription(_message.Message):
-    __slots__ = ("pool_id", "incarnation", "store", "capacity_blocks", "free_blocks", "owned_blocks", "cached_blocks", "leased_blocks")
+    __slots__ = ("pool_id", "incarnation", "store", "capacity_blocks", "free_blocks", "owned_blocks", "cached_blocks", "leased_blocks", "pinned_blocks")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +279,7 @@ class PoolDescription(_message.Message):
     OWNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     pool_id: str
     incarnation: int
     store: _common_pb2.StoreHandle
@@ -161,7 +288,8 @@ class PoolDescription(_message.Message):
     owned_blocks: int
     cached_blocks: int
     leased_blocks: int
-    def __init__(self, pool_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., store: _Optional[_Union[_common_pb2.StoreHandle, _Mapping]] = ..., capacity_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ...) -> None: ...
+    pinned_blocks: int
+    def __init__(self, pool_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., store: _Optional[_Union[_common_pb2.StoreHandle, _Mapping]] = ..., capacity_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ...) -> None: ...
 
 class Holding(_message.Message):
     __slots__ = ("key", "kv_tokens", "block_ids", "checksums", "blocks", "pool_id", "whole", "disk_tokens")

@@ -273,3 +273,209 @@ class KvPool(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class PrefixCacheStub(object):
+    """What a shard's prefix cache keeps, for gateways.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Keep = channel.unary_unary(
+                '/alignedserve.v1.PrefixCache/Keep',
+                request_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.PinnedPrefix.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.Kept.FromString,
+                _registered_method=True)
+        self.List = channel.unary_unary(
+                '/alignedserve.v1.PrefixCache/List',
+                request_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.CacheQuery.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.CacheContents.FromString,
+                _registered_method=True)
+        self.Drop = channel.unary_unary(
+                '/alignedserve.v1.PrefixCache/Drop',
+                request_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.DropCached.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.Dropped.FromString,
+                _registered_method=True)
+        self.NoteEndings = channel.unary_unary(
+                '/alignedserve.v1.PrefixCache/NoteEndings',
+                request_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.Endings.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
+                _registered_method=True)
+
+
+class PrefixCacheServicer(object):
+    """What a shard's prefix cache keeps, for gateways.
+    """
+
+    def Keep(self, request, context):
+        """Hold the blocks of a prefix under its name until it is dropped, if all of them are cached. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def List(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drop(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def NoteEndings(self, request, context):
+        """How requests ended, which only their gateway can tell. The shard may still hold them, or never have had them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PrefixCacheServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Keep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Keep,
+                    request_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.PinnedPrefix.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.Kept.SerializeToString,
+            ),
+            'List': grpc.unary_unary_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.CacheQuery.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.CacheContents.SerializeToString,
+            ),
+            'Drop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drop,
+                    request_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.DropCached.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.Dropped.SerializeToString,
+            ),
+            'NoteEndings': grpc.unary_unary_rpc_method_handler(
+                    servicer.NoteEndings,
+                    request_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.Endings.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'alignedserve.v1.PrefixCache', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('alignedserve.v1.PrefixCache', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class PrefixCache(object):
+    """What a shard's prefix cache keeps, for gateways.
+    """
+
+    @staticmethod
+    def Keep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alignedserve.v1.PrefixCache/Keep',
+            alignedserve_dot_proto_dot_kv__pool__pb2.PinnedPrefix.SerializeToString,
+            alignedserve_dot_proto_dot_kv__pool__pb2.Kept.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def List(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alignedserve.v1.PrefixCache/List',
+            alignedserve_dot_proto_dot_kv__pool__pb2.CacheQuery.SerializeToString,
+            alignedserve_dot_proto_dot_kv__pool__pb2.CacheContents.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alignedserve.v1.PrefixCache/Drop',
+            alignedserve_dot_proto_dot_kv__pool__pb2.DropCached.SerializeToString,
+            alignedserve_dot_proto_dot_kv__pool__pb2.Dropped.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def NoteEndings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alignedserve.v1.PrefixCache/NoteEndings',
+            alignedserve_dot_proto_dot_kv__pool__pb2.Endings.SerializeToString,
+            alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

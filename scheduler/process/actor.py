@@ -338,8 +338,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         elif role == "decode":
             self._feed(decode_reported(instance_id, message))
         else:
-            free = message.free_blocks + message.cached_blocks  # a cached block is given up for whoever needs room
-            self._feed(ev.PoolReported(instance_id, message.capacity_blocks, free))
+            free = message.free_blocks + message.cached_blocks  # a cached one is given up for whoever needs room
+            self._feed(ev.PoolReported(instance_id, message.capacity_blocks - message.pinned_blocks, free))
         self._publish_capacity()
 
     def _meet(self, role: str, instance_id: str) -> None:

@@ -95,6 +95,12 @@ class KvPoolConfig:
     )
     disk_path: str = _key("", "folder on a local SSD for cached KV that no longer fits in memory; it holds prompts' KV")
     disk_gib: float = _key(0.0, "size of each node's file in kv_pool.disk_path in GiB; 0: no disk tier", low=0.0)
+    pinned_fraction: float = _key(
+        0.25, "largest share of each shard that pinned prefixes may hold (alignedserve cache pin)", low=0.0, high=0.9
+    )
+    pinned_prompts: str = _key(
+        "", "file of prompts' beginnings to pin at the start: JSON objects with text or messages, one a line"
+    )
     copy_timeout_s: float = _key(
         10.0, "seconds after which a copy is stuck; its worker is fenced and replaced", low=0.1
     )
@@ -381,6 +387,13 @@ class Config:
                 f"({gateway.replicas}), or 0 for no autoscaling"
             )
 
+        if self.kv_pool.pinned_prompts and not self.kv_pool.prefix_cache:
+            raise ConfigError("kv_pool.pinned_prompts needs kv_pool.prefix_cache: without it nothing is cached")
+        if self.kv_pool.pinned_prompts and gateway.cache_isolation == "key":
+            raise ConfigError(
+                "kv_pool.pinned_prompts and gateway.cache_isolation: key exclude each other, because a file has no API "
+                "key: pin with `alignedserve cache pin --api-key-file FILE`"
+            )
         if self.kv_pool.copy_timeout_s < 4 * limits.heartbeat_s:
             raise ConfigError(
                 f"kv_pool.copy_timeout_s ({self.kv_pool.copy_timeout_s:g}) must be at least four times "

@@ -13,6 +13,7 @@ AlignedServeError
 │   ├── AuthenticationError     the API key is missing or unknown (401)
 │   ├── NotFoundError           unknown model or request (404)
 │   ├── TooLargeError           the body is over the limit (413)
+│   ├── PinsFullError           pinned prefixes would hold too much of a shard of the pool (409)
 │   └── OverloadedError         the cluster has no room now; `retry_after_s` says when to retry (429)
 ├── DeadlineError               the request's time limit passed
 ├── CancelledError              the client cancelled the request
@@ -131,6 +132,13 @@ class NotFoundError(RequestError):
 class TooLargeError(RequestError):
     code = "request_too_large"
     http_status = 413
+
+
+class PinsFullError(RequestError):
+    """Pins would hold more than `kv_pool.pinned_fraction` of a shard."""
+
+    code = "pins_full"
+    http_status = 409
 
 
 class OverloadedError(RequestError):

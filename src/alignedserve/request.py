@@ -39,6 +39,9 @@ class Stage(enum.StrEnum):
 PROBE = "~probe-"
 """Prefix of the ids of probes (`gateway/pulse.py`). A client's id never contains a tilde."""
 
+PIN = "~pin-"
+"""Prefix of the ids under which shards hold pinned prefixes (`kv_pool/kept/pins.py`)."""
+
 
 class RequestKey(NamedTuple):
     """A request and its epoch, which grows each time the gateway submits the request again.

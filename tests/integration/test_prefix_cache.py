@@ -12,11 +12,15 @@ import pytest
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
+from alignedserve.control.prefixes import cached_prefix
 from alignedserve.control.samples import value
+from alignedserve.gateway.pinning.board import PinBoard
+from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import SamplingParams
 from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 from support.driver import Answer, Driver
+from support.gateway import joined_gateway
 
 NEW_TOKENS = 21
 BLOCK = 4
@@ -112,8 +116,10 @@ def test_a_prefix_that_comes_at_once_is_computed_once(folder: Path) -> None:
     assert value(metrics, "alignedserve_prefix_cache_waited_prompts_total") > 0
 
 
-def test_prompts_that_end_with_their_first_token_are_cached(folder: Path) -> None:
-    prompt, tail = prompts_of(folder, 90, 10)
+def test_prompts_that_end_with_their_first_token_are_cached_and_pins_outlive_their_shards_process(
+    folder: Path,
+) -> None:
+    prompt, tail, system = prompts_of(folder, 90, 10, 42)
 
     async def run() -> list[Answer]:
         async with LocalCluster(config_for(folder)) as cluster:
@@ -124,10 +130,26 @@ def test_prompts_that_end_with_their_first_token_are_cached(folder: Path) -> Non
                     answers += driver.submit(tokens, replace(SAMPLING, max_tokens=1))
                     await driver.wait(answers)
                     await metrics_at_rest(cluster)
+                async with joined_gateway(cluster.join_info()) as gateway:
+                    board = PinBoard(gateway.ledger, gateway.model, gateway.shard_channels, lambda: gateway.view)
+                    pin = kp.PinnedPrefix(name="system", prefix=cached_prefix(system, b""), everywhere=True)
+                    (held,) = await board.pin(pin, board.shards())
+                    assert (held.tokens, held.blocks) == (40, 10)
+                    killed = cluster.peer("kv_pool-0").process.incarnation
+                    cluster.kill("kv_pool-0")
+                    await cluster.wait_restarted("kv_pool-0", killed)
+                    answers += driver.submit(system + tail, replace(SAMPLING, max_tokens=1))
+                    await driver.wait(answers)
+                    (found,) = await board.contents()
+                    assert [(one.pin.name, one.tokens) for one in found.pins] == [("system", 40)]
+                    assert found.pinned_blocks == 10
+                    dropped = await board.drop(kp.DropCached(names=["system"]))
+                    assert [list(one.names) for one in dropped.values()] == [["system"]]
+                await metrics_at_rest(cluster)
                 return answers
 
     answers = asyncio.run(run())
-    assert [answer.cached_tokens for answer in answers] == [0, 88, 96]
+    assert [answer.cached_tokens for answer in answers] == [0, 88, 96, 40]
     reference = load_reference(folder)
     for answer in answers:
         assert answer.tokens == greedy(reference, answer.spec.prompt_token_ids, 1, answer.tokens)

@@ -27,6 +27,7 @@ WRITERS = st.sampled_from([WriterKey("prefill", "p", 1), WriterKey("decode", "d"
 NAMES = st.sampled_from("abcd")
 # Few kinds of blocks, so that prefixes are shared; then a partly filled block.
 PROMPTS = st.tuples(st.sampled_from(ROOTS), st.lists(st.integers(0, 1), max_size=5), st.integers(0, 3))
+PINS = st.sampled_from(("~pin-x", "~pin-y"))
 FUSES = st.one_of(st.just(-1), st.just(-1), st.integers(0, 25))
 
 Prompt = tuple[bytes, list[int], int]
@@ -179,6 +180,31 @@ class PrefixMachine(RuleBasedStateMachine):
             assert (dropped[0] > 0) == bool(whole)
             assert not whole or self.pool.match(root, tokens) * SIZE < len(tokens)
 
+    @rule(root=st.sampled_from(ROOTS), fuse=FUSES)
+    def drop_root(self, root: bytes, fuse: int) -> None:
+        if self.until_killed(fuse, lambda: self.pool.drop_root(root)) is not None:
+            assert all(self.pool.match(root, tokens) == 0 for known, tokens in self.known if known == root)
+
+    @rule(prompt=PROMPTS, name=PINS, fuse=FUSES)
+    def keep(self, prompt: Prompt, name: str, fuse: int) -> None:
+        """What is cached is held under a name, in place of what was."""
+        root, tokens = prompt[0], tokens_of(prompt)[: len(prompt[1]) * SIZE]
+        found = self.pool.indexed(root, tokens)
+        if tokens and len(found) * SIZE == len(tokens):
+            self.requests.setdefault(name, []).append((root, tokens))
+            before = self.pool.holding(name)
+            kept = self.until_killed(fuse, lambda: self.pool.keep(name, found, b"what it is"))
+            now = self.pool.holding(name)
+            if kept is None:
+                assert now == before or (now is not None and list(now.block_ids) == found)
+            else:
+                assert kept[0] == now
+            assert now is None or self.pool.read(now.key) == (now, b"what it is")
+
+    @rule(name=PINS, fuse=FUSES)
+    def let_go(self, name: str, fuse: int) -> None:
+        self.until_killed(fuse, lambda: self.pool.let_go(name))
+
     @rule(writer=WRITERS, count=st.integers(1, 8), fuse=FUSES)
     def want(self, writer: WriterKey, count: int, fuse: int) -> None:
         if writer in self.pool._lost or self.pool._has_ended(writer):
@@ -240,6 +266,8 @@ class PrefixMachine(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         self.pool.release([RequestKey(name, 10**6) for name in "abcd"])
+        for name in ("~pin-x", "~pin-y"):
+            self.pool.let_go(name)
         for writer in self.pool.writers():
             self.pool.writer_dead(writer)
         counts = self.pool.counts()

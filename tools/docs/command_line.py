@@ -26,13 +26,24 @@ def page() -> str:
     lines = [HEAD, *summary]
     for name, parser in commands.items():
         lines += [f"## {name}", "", _about(parser), ""]
-        rows = [_row(action) for action in parser._actions if action.help not in (argparse.SUPPRESS, None)]
-        rows = [row for row in rows if row[0] != "`-h`, `--help`"]
-        if rows:
+        if rows := _rows(parser):
             lines += table(("option", "meaning", "key"), rows)
+        for order, one in _orders(parser).items():
+            lines += [f"### {name} {order}", "", *table(("option", "meaning", "key"), _rows(one))]
         if parser.epilog:
             lines += ["```text", parser.epilog.strip("\n"), "```", ""]
     return "\n".join(lines)
+
+
+def _rows(parser: argparse.ArgumentParser) -> list[tuple[str, str, str]]:
+    rows = [_row(action) for action in parser._actions if action.help not in (argparse.SUPPRESS, None)]
+    return [row for row in rows if row[0] != "`-h`, `--help`"]
+
+
+def _orders(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of a command's own commands."""
+    found = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return next(found, {})
 
 
 def _about(parser: argparse.ArgumentParser) -> str:

@@ -1,0 +1,170 @@
+"""A shard's messages about its prefix cache: from workers that use and fill it, and from gateways (`PrefixCache`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from itertools import islice
+from typing import Any
+
+import grpc
+
+from alignedserve.control.convert import failure_to_proto, key_from_proto
+from alignedserve.control.prefixes import prefix_tokens
+from alignedserve.errors import AlignedServeError
+from alignedserve.kv_pool.counts import Grant
+from alignedserve.kv_pool.disk.tier import DiskTier
+from alignedserve.kv_pool.kept.pins import Pins
+from alignedserve.kv_pool.kept.sessions import Note, Sessions
+from alignedserve.kv_pool.pool import KvPool
+from alignedserve.kv_pool.prefix_chain import root_digest
+from alignedserve.kv_pool.records import Holding, WriterKey
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import kv_pool_pb2 as kp
+from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PrefixCacheService(kp_grpc.PrefixCacheServicer):
+    """`ready` returns once the pool may be changed. `changed` gets the grants of each change."""
+
+    def __init__(
+        self,
+        pool_id: str,
+        fraction: float,
+        ready: Callable[[Context], Awaitable[KvPool]],
+        changed: Callable[[Iterable[Grant]], None],
+    ) -> None:
+        self._pool_id = pool_id
+        self._fraction = fraction
+        self._ready = ready
+        self._changed = changed
+        self._fingerprint = ""
+        self._block_bytes = 0
+        self._pins: Pins | None = None
+        self.disk: DiskTier | None = None  # set once there is one
+        self.queried_tokens = 0  # of prompts that workers looked up
+        self.hit_tokens = 0
+
+    def open(self, pool: KvPool, fingerprint: str, block_bytes: int) -> None:
+        """The pool exists now. `fingerprint`: of the geometry of its blocks."""
+        self._fingerprint, self._block_bytes = fingerprint, block_bytes
+        self._pins = Pins(pool, self._fraction, time.monotonic)
+
+    @property
+    def pinned_blocks(self) -> int:
+        return 0 if self._pins is None else len(self._pins.blocks)
+
+    @property
+    def pins(self) -> int:
+        return 0 if self._pins is None else len(self._pins)
+
+    def root(self, salt: bytes) -> bytes:
+        """The start of the chains of a salt: everything but tokens that changes the KV of this store's model."""
+        return root_digest(self._fingerprint, salt.hex())
+
+    # ---- workers, over their streams
+
+    def when_promoted(self, message: kp.Pin, then: Callable[[], None]) -> None:
+        """Call `then` when what is on disk of the prompt is in the shard too. Raises AlignedServeError."""
+        if self.disk is None:
+            then()
+        else:
+            self.disk.promoted(self.root(message.prefix.salt), prefix_tokens(message.prefix), then)
+
+    def pin(self, pool: KvPool, message: kp.Pin) -> tuple[Holding, list[Grant]]:
+        """Hold what is cached of a prompt's beginning for its request. Raises AlignedServeError."""
+        tokens = prefix_tokens(message.prefix)
+        held, grants = pool.pin(key_from_proto(message.key), self.root(message.prefix.salt), tokens, len(tokens))
+        self.queried_tokens += len(tokens)
+        self.hit_tokens += held.kv_tokens
+        if self._pins is not None:
+            self._pins.used(held.block_ids)
+        return held, grants
+
+    def cache(self, pool: KvPool, writer: WriterKey, message: kp.CacheBlocks) -> tuple[list[int], list[Grant]]:
+        """Cache blocks that hold an answer's KV. Raises AlignedServeError."""
+        tokens, root = prefix_tokens(message.prefix), self.root(message.prefix.salt)
+        blocks, sums = list(message.block_ids), list(message.checksums)
+        return pool.cache(writer, root, tokens, blocks, message.first_block, sums, message.key.request_id)
+
+    # ---- gateways
+
+    async def match(self, request: kp.CachedPrefix, context: Context) -> kp.PrefixFound:
+        pool = await self._ready(context)
+        try:
+            root, tokens = self.root(request.salt), prefix_tokens(request)
+            blocks = pool.match(root, tokens) + (self.disk.begin(root, tokens) if self.disk is not None else 0)
+        except AlignedServeError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+        return kp.PrefixFound(tokens=blocks * pool.block_size)
+
+    async def Keep(self, request: kp.PinnedPrefix, context: Context) -> kp.Kept:
+        pins = await self._open_pins(context)
+        try:
+            holding, grants = pins.keep(request, self.root(request.prefix.salt))
+        except AlignedServeError as error:
+            return kp.Kept(refused=failure_to_proto(error))
+        self._changed(grants)
+        if holding is None:
+            return kp.Kept()
+        return kp.Kept(held=True, blocks=len(holding.block_ids), block_bytes=self._block_bytes)
+
+    async def List(self, request: kp.CacheQuery, context: Context) -> kp.CacheContents:
+        pool, pins = await self._ready(context), await self._open_pins(context)
+        counts, sessions = pool.counts(), pool.sessions
+        return kp.CacheContents(
+            pool_id=self._pool_id,
+            pins=pins.listed(prefixes=request.prefixes),
+            sessions=[] if sessions is None else _listed(sessions, request.most_sessions),
+            session_count=0 if sessions is None else len(sessions),
+            capacity_blocks=counts.capacity,
+            free_blocks=counts.free,
+            cached_blocks=counts.cached,
+            pinned_blocks=len(pins.blocks),
+            block_bytes=self._block_bytes,
+            block_size=pool.block_size,
+            queried_tokens=self.queried_tokens,
+            hit_tokens=self.hit_tokens,
+        )
+
+    async def Drop(self, request: kp.DropCached, context: Context) -> kp.Dropped:
+        pins = await self._open_pins(context)
+        names, grants = pins.let_go(request.names)
+        removed = 0
+        if request.HasField("prefix"):
+            try:
+                more, removed, freed = pins.drop(request.prefix, self.root(request.prefix.salt))
+            except AlignedServeError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+            names, grants = [*names, *more], [*grants, *freed]
+        self._changed(grants)
+        return kp.Dropped(names=names, blocks=removed)
+
+    async def NoteEndings(self, request: kp.Endings, context: Context) -> pb.Empty:
+        pool, now_s = await self._ready(context), time.monotonic()
+        for one in request.endings:
+            pool.note_ending(one.request_id, Note(one.kind, one.session, now_s - one.took_s))
+        return pb.Empty()
+
+    async def _open_pins(self, context: Context) -> Pins:
+        await self._ready(context)
+        assert self._pins is not None
+        return self._pins
+
+
+def _listed(sessions: Sessions, most: int) -> list[kp.CachedSession]:
+    now_s = sessions.clock()
+    return [
+        kp.CachedSession(
+            name=session.name,
+            request_id=session.request_id,
+            blocks=session.blocks,
+            turns=session.turns,
+            idle_s=now_s - session.ended_s,
+            ending=session.kind,
+            expected_s=sessions.returns.expected_s(session.kind, session.turns) or 0.0,
+        )
+        for session in islice(sessions, most)
+    ]
