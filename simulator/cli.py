@@ -158,7 +158,7 @@ def _run(plan: Plan, objectives: Objectives, options: argparse.Namespace, proven
         summary = _summary(rows, counters, provenance, notes)
         if folder is not None:
             _progress("writing the report")
-            blocks = plan.hardware.pool_tokens // plan.hardware.block_size
+            blocks = plan.hardware.nodes * (plan.hardware.pool_tokens // plan.hardware.block_size)
             folder.write_summary(summary)
             folder.write_report(
                 make_report(summary, list(rows), drawn, provenance, objectives, blocks, _logged(summary, plan))

@@ -89,7 +89,7 @@ class _Mooncake:
             share = self._hits / self._blocks
             self._found.notes.append(
                 f"{self._hits} of {self._blocks} prompt blocks of the whole trace ({share:.1%}) repeat an earlier "
-                "request's prefix; every prompt is computed in full unless kv_pool.prefix_cache is set"
+                "request's prefix; every prompt is computed in full without kv_pool.prefix_cache"
             )
         self._found.block_tokens = _MOONCAKE_BLOCK if self._blocks else 0
         return self._found

@@ -188,6 +188,17 @@ class SchedulerConfig:
     flush_after_s: float = _key(
         0.0, "seconds that a busy instance with room waits for N requests before it takes fewer", low=0.0
     )
+    routing: str = _key(
+        "least-ttft",
+        "prefill instance of a prompt: least predicted TTFT, least tokens ahead, random, longest cached prefix unless "
+        "its instance is busy, Mooncake's Conductor",
+        choices=("least-ttft", "least-loaded", "random", "prefix", "conductor"),
+    )
+    copy_threshold: float = _key(
+        1.0,
+        "conductor: a cached prefix more than this many times as long as the instance's own may be copied to it",
+        low=1.0,
+    )
     sharing: str = _key(
         "auto",
         "lengths among decode instances: ranges of equal cost, the nearest mean, or none; auto: as the policy wants",
