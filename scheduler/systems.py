@@ -166,6 +166,13 @@ SYSTEMS: Mapping[str, System] = {
             token_budget=768,
         ),
         _colocated(
+            "batchllm",
+            "batchllm:BatchLlmScheduler",
+            "BatchLLM: groups of prompts that share a prefix, of a file that is known beforehand, as many as fit",
+            token_budget=2048,
+            memory_share=0.95,
+        ),
+        _colocated(
             "orca",
             "orca:OrcaScheduler",
             "ORCA: iteration-level scheduling, whole prompts, reserves room for the longest answer",

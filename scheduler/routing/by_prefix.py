@@ -48,7 +48,7 @@ class Conductor(Routing):
     def choose(self, able: Sequence[PrefillLoad], group: QueuedGroup, background: bool = False) -> Route:
         pool_id, best = max(group.cached, key=lambda found: found[1], default=("", 0))
         routes = [self._route(load, group, pool_id, best) for load in able]
-        return min(routes, key=lambda found: (found[0] + found[1].load.ahead_s(background)))[1]
+        return min(routes, key=lambda found: found[0] + found[1].load.ahead_s(background))[1]
 
     def _route(self, load: PrefillLoad, group: QueuedGroup, pool_id: str, best: int) -> tuple[float, Route]:
         """Seconds to copy and to compute the prompt there, without the wait."""

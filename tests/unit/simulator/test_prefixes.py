@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from alignedserve.config import Config, KvPoolConfig
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.systems import SYSTEMS, System, Topology
+from alignedserve.simulator.colocated import simulate_colocated
 from alignedserve.simulator.disaggregated import as_run, simulate
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.prefix.cache import Found, SimulatedPrefixes
@@ -194,3 +195,34 @@ def test_prompts_of_one_prefix_at_once_compute_it_once() -> None:
     found = run(asked, True).counters
     assert found["prefix_waited_prompts"] == 5
     assert found["prefix_hit_tokens"] == 5 * 20 * BLOCK == found["prefix_ideal_tokens"]
+
+
+def test_batchllm_computes_a_shared_prefix_once_and_shorter_groups_first() -> None:
+    asked = [arrival(f"long-{n}", *range(40), 100 + n) for n in range(4)]
+    asked += [arrival(f"short-{n}", 50, 51, 200 + n) for n in range(4)]
+    hardware = Hardware(kv_tokens=8000, kv_bytes_per_token=1 << 12, pool_tokens=1600, block_size=16)
+    workload = Workload(tuple(asked), block_tokens=BLOCK)
+    found = simulate_colocated(workload, SYSTEMS["batchllm"], {"token_budget": 256}, hardware, COST)
+    hits = found.counters["prefix_hit_tokens"]
+    assert hits == 3 * 40 * BLOCK + 3 * 2 * BLOCK == found.counters["prefix_ideal_tokens"]
+    first_s = {one.arrival.request_id: one.token_s[0] for one in found.requests}
+    assert max(first_s[f"short-{n}"] for n in range(4)) < min(first_s[f"long-{n}"] for n in range(4))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([640, 960, 4000]))
+def test_batchllm_loses_nothing_where_memory_is_short(seed: int, kv_tokens: int) -> None:
+    draw = random.Random(seed)
+    asked = []
+    for number in range(draw.randrange(1, 16)):
+        blocks = [draw.randrange(2)]
+        while draw.random() < 0.6 and len(blocks) < 4:
+            blocks.append(blocks[-1] * 2 + 2 + draw.randrange(2))
+        tokens = len(blocks) * BLOCK + draw.randrange(BLOCK)
+        asked.append(arrival(str(number), *blocks, tokens=tokens, at_s=0.0, outputs=draw.randrange(1, 200)))
+    hardware = Hardware(kv_tokens=kv_tokens, kv_bytes_per_token=1 << 12, pool_tokens=1600, block_size=16)
+    workload = Workload(tuple(asked), block_tokens=BLOCK)
+    leapt = simulate_colocated(workload, SYSTEMS["batchllm"], {}, hardware, COST)
+    assert all(len(one.token_s) == one.arrival.output_tokens for one in leapt.requests)
+    stepped = simulate_colocated(workload, SYSTEMS["batchllm"], {}, hardware, COST, leap=False)
+    assert stepped.requests == leapt.requests

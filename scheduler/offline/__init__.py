@@ -1,0 +1,1 @@
+"""Decisions about a whole file of requests, before the first of them is run."""
