@@ -18,10 +18,10 @@ from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler.core import actions, events
 from alignedserve.scheduler.core.pairing import pair_up
+from alignedserve.scheduler.core.routing.base import PrefixCopies
 from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 from alignedserve.scheduler.instance.plan import BufferKind
-from alignedserve.scheduler.routing.base import PrefixCopies
 from alignedserve.simulator.clock import Clock
 from alignedserve.simulator.decode import SimulatedDecode
 from alignedserve.simulator.hardware import Hardware

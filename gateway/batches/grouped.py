@@ -1,6 +1,6 @@
 """The lines of a batch's file in groups whose prompts begin alike, so that what they share is computed once.
 
-The whole file is looked at before the first line is submitted (BatchLLM, `scheduler/offline/prefix_groups.py`). Prompts
+The whole file is looked at before the first line is submitted (BatchLLM, `src/alignedserve/prefix_groups.py`). Prompts
 are compared as text: nothing has to be tokenised for it, and prompts that begin with the same text begin with the same
 tokens but for the last one or two.
 """
@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Self
 import orjson
 
 from alignedserve.gateway.batches.jsonl import PART_BYTES, PART_LINES, Line, LineReader
-from alignedserve.scheduler.offline.prefix_groups import prefix_groups
+from alignedserve.prefix_groups import prefix_groups
 
 MOST_BYTES = 64 << 20  # larger files are read in their own order: prompts are compared in memory
 _FIRST = ("instructions", "tools", "messages", "input", "prompt")  # in the order in which a template writes them

@@ -1,6 +1,6 @@
 """BatchLLM: prefix-sharing groups in the order of their ratio of answers to prompts, batches bounded by memory.
 
-The file is analysed before anything runs (`scheduler/offline/prefix_groups.py`). A pass takes decodes first, then what
+The file is analysed before anything runs (`src/alignedserve/prefix_groups.py`). A pass takes decodes first, then what
 prompts have of their own, then shared prefixes. There is no limit on requests: a prompt is admitted while its KV fits.
 """
 

@@ -16,10 +16,10 @@ from alignedserve.scheduler.core.admission import Admission
 from alignedserve.scheduler.core.pool_shard import PoolShard
 from alignedserve.scheduler.core.prefill_queue import QueuedGroup
 from alignedserve.scheduler.core.request_table import Record
-from alignedserve.scheduler.core.routing import PrefillLoad, able_to_prefill
+from alignedserve.scheduler.core.routing.base import Route
+from alignedserve.scheduler.core.routing.load import PrefillLoad, able_to_prefill
+from alignedserve.scheduler.core.routing.names import make_routing
 from alignedserve.scheduler.core.state import CoreState
-from alignedserve.scheduler.routing.base import Route
-from alignedserve.scheduler.routing.names import make_routing
 
 BACKGROUND_ROOM = 0.25  # of a shard's capacity
 

@@ -23,7 +23,7 @@ from alignedserve.scheduler.core.pool_relief import PoolRelief
 from alignedserve.scheduler.core.prefetcher import PrefetchPlanner
 from alignedserve.scheduler.core.prefill_dispatch import PrefillDispatch
 from alignedserve.scheduler.core.request_table import Record, RequestState
-from alignedserve.scheduler.core.routing import PrefillLoad
+from alignedserve.scheduler.core.routing.load import PrefillLoad
 from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.cost.prior import cost_model_factory
 from alignedserve.scheduler.cost.step import StepCost

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from alignedserve.scheduler.offline.prefix_groups import prefix_groups
+from alignedserve.prefix_groups import prefix_groups
 from alignedserve.simulator.workload import Workload
 
 ID_BYTES = 8

@@ -10,7 +10,7 @@ from alignedserve.scheduler.core import events as ev
 from alignedserve.scheduler.core.actions import StartPrefill
 from alignedserve.scheduler.core.pool_shard import PoolShard
 from alignedserve.scheduler.core.prefill_queue import PrefillQueue, QueuedGroup
-from alignedserve.scheduler.core.routing import PrefillLoad, able_to_prefill, choose_prefill
+from alignedserve.scheduler.core.routing.load import PrefillLoad, able_to_prefill, choose_prefill
 from alignedserve.scheduler.cost.pass_model import LinearCostModel, LinearFit, Passes
 from support.core_cell import CoreCell, key, only
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.scheduler.core.prefill_queue import QueuedGroup
-from alignedserve.scheduler.core.routing import PrefillLoad
+from alignedserve.scheduler.core.routing.load import PrefillLoad
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.scheduler.core.prefill_queue import QueuedGroup
-from alignedserve.scheduler.core.routing import PrefillLoad, choose_prefill
-from alignedserve.scheduler.routing.base import Route, Routing
+from alignedserve.scheduler.core.routing.base import Route, Routing
+from alignedserve.scheduler.core.routing.load import PrefillLoad, choose_prefill
 
 
 class LeastTtft(Routing):

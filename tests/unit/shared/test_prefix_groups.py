@@ -8,7 +8,7 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignedserve.scheduler.offline.prefix_groups import PrefixGroup, prefix_groups, shared_share
+from alignedserve.prefix_groups import PrefixGroup, prefix_groups, shared_share
 
 
 def groups(*prompts: str) -> list[PrefixGroup]:

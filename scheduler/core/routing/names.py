@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.errors import ConfigError
-from alignedserve.scheduler.routing.base import Routing
-from alignedserve.scheduler.routing.by_load import LeastLoaded, LeastTtft, Random
-from alignedserve.scheduler.routing.by_prefix import Conductor, LongestPrefix
+from alignedserve.scheduler.core.routing.base import Routing
+from alignedserve.scheduler.core.routing.by_load import LeastLoaded, LeastTtft, Random
+from alignedserve.scheduler.core.routing.by_prefix import Conductor, LongestPrefix
 
 ROUTINGS: Mapping[str, type[Routing]] = {
     "least-ttft": LeastTtft,

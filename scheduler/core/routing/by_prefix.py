@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.scheduler.core.prefill_queue import QueuedGroup
-from alignedserve.scheduler.core.routing import PrefillLoad
-from alignedserve.scheduler.routing.base import Route, Routing
+from alignedserve.scheduler.core.routing.base import Route, Routing
+from alignedserve.scheduler.core.routing.load import PrefillLoad
 
 
 class LongestPrefix(Routing):
