@@ -263,7 +263,7 @@ class GatewayConfig:
     max_prompts: int = _key(256, "maximum prompts in one completion call", low=1)
     route_prefix: str = _key("/", "URL path prefix of the application")
     api_key_file: str = _key("", "file with one API key per line, private to its owner; empty: no key needed")
-    request_log: str = _key("", "file for one JSON line per request: lengths and timestamps, no text; empty: none")
+    request_log: str = _key("", "file for one JSON line per request: lengths, timestamps, hashes of blocks; empty: none")
     drain_s: float = _key(25.0, "seconds that open requests get to finish when a gateway drains", low=0.0, high=3600.0)
     cors_origins: str = _key("", "web pages that may call, by origin, separated by commas; *: all; empty: none")
     cors_methods: str = _key("GET, POST", "HTTP methods that these pages may use")
