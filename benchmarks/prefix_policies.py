@@ -40,7 +40,7 @@ def sessions(count: int, turns: int, rate_per_s: float, seed: int) -> Workload:
     """Conversations that begin at `rate_per_s`; the next turn comes after an exponential pause."""
     rng = random.Random(f"prefix policies {seed}")
     found: list[Arrival] = []
-    start_s, number = 0.0, 0
+    start_s = 0.0
     fresh = iter(range(SYSTEM // BLOCK, 1 << 60))
     for conversation in range(count):
         start_s += rng.expovariate(rate_per_s)
@@ -55,7 +55,7 @@ def sessions(count: int, turns: int, rate_per_s: float, seed: int) -> Workload:
             found.append(
                 Arrival(name, at_s, prompt, answer, blocks=tuple(blocks[:whole]), answer_blocks=tuple(blocks[whole:]))
             )
-            tokens, number = end, number + 1
+            tokens = end
             at_s += THINK_S + rng.expovariate(1.0 / THINK_S)
     found.sort(key=lambda arrival: arrival.arrival_s)
     description = {"source": "generated conversations", "conversations": count, "turns": turns, "seed": seed}

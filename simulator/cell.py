@@ -123,7 +123,7 @@ class Cell(OnHardware):
         for role, names in (("kv_pool", self.pools), ("prefill", self.prefills), ("decode", self.decodes)):
             for name in names:
                 self.tell(events.InstanceJoined(role, name))
-        if len(self.pools) > 1:
+        if len(self.pools) > 1 or self._trace_tokens:  # hints about cached prefixes name shards
             homes = tuple((one.name, one.pool.name) for one in (*self.prefills.values(), *self.decodes.values()))
             self.tell(events.ShardsChanged(tuple(self.pools), homes))
         pairs = tuple((name, tuple(prefill.name for prefill in paired)) for name, paired in self._pairs.items())
