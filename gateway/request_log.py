@@ -1,4 +1,4 @@
-"""The request log: one JSON line for each request that ended, with lengths and timestamps, without text or tokens.
+"""The request log: one JSON line for each request that ended, with lengths, timestamps and names of blocks; no text.
 
 `alignedserve simulate --trace` replays it. A dedicated thread writes it, so that a slow disk does not block the event
 loop. Several gateways may append to the same file; each write has whole lines.
@@ -12,12 +12,15 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from alignedserve.errors import ConfigError
+from alignedserve.gateway.prompt_blocks import BLOCK_TOKENS, block_names, key_beside
 from alignedserve.request import Stage
 
 if TYPE_CHECKING:
@@ -27,8 +30,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 65_536
+MOST_NAMED = 4096  # entries that wait with their tokens; further ones have no names of blocks
 _AT_ONCE = 256  # lines of one write
 _CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """What the names of an entry's blocks are made of, in the log's thread."""
+
+    salt: bytes
+    prompt: Sequence[int]
+    answer: Sequence[int]
 
 
 class RequestLog:
@@ -39,16 +52,20 @@ class RequestLog:
         self._path = Path(path).expanduser()
         self._gateway_id = gateway_id
         self._metrics = metrics
-        self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
+        self._waiting: queue.Queue[tuple[dict[str, Any], _Named | None] | None] = queue.Queue(MAX_WAITING)
         self._file = open_log(self._path)
+        self._key = key_beside(self._path, self._file)
         self._failing = self._half = False  # `_half`: the file ends with a partial line
         self._thread = threading.Thread(target=self._write_all, name="request-log", daemon=True)
         self._thread.start()
 
     def note(self, answer: Answer) -> None:
         """Logs an answer that has ended, with or without an error."""
+        named = None
+        if self._waiting.qsize() < MOST_NAMED:
+            named = _Named(answer.call.salt, answer.prompt.token_ids, answer.tokens)
         try:
-            self._waiting.put_nowait(entry_of(answer, self._gateway_id, time.time_ns()))
+            self._waiting.put_nowait((entry_of(answer, self._gateway_id, time.time_ns()), named))
         except queue.Full:
             self._metrics.unlogged.inc()
 
@@ -67,8 +84,18 @@ class RequestLog:
             while len(entries) < _AT_ONCE and not self._waiting.empty():
                 entries.append(self._waiting.get_nowait())
             more = entries[-1] is not None
-            self._write([entry for entry in entries if entry is not None])
+            self._write([self._with_names(*entry) for entry in entries if entry is not None])
         os.close(self._file)
+
+    def _with_names(self, entry: dict[str, Any], named: _Named | None) -> dict[str, Any]:
+        """The last token has no KV, so the block that it would fill has no name."""
+        if named is None:
+            return entry
+        names = block_names(self._key, named.salt, [*named.prompt, *named.answer][:-1])
+        whole = len(named.prompt) // BLOCK_TOKENS
+        if len(names) < whole:  # nothing was generated, or the prompt is longer than is named
+            names = block_names(self._key, named.salt, named.prompt)
+        return {**entry, "block_tokens": BLOCK_TOKENS, "blocks": names}
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
         data = b"".join(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE) for entry in entries)

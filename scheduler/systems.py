@@ -41,7 +41,7 @@ class System:
     """`target` is `module:attribute`: a BatchPolicy, or an instance scheduler of a colocated system.
 
     `settings`: configuration keys that the system fixes, e.g. `{"cluster.prefetch": False}`. `options`: its own options
-    with their defaults, which `--set NAME.KEY=VALUE` changes.
+    with their defaults, which `--set NAME.KEY=VALUE` changes. `serves`: False: the simulator only.
     """
 
     name: str
@@ -50,11 +50,16 @@ class System:
     summary: str
     settings: Mapping[str, object] = field(default_factory=dict)
     options: Mapping[str, Option] = field(default_factory=dict)
+    serves: bool = True
 
 
 _POLICIES = "alignedserve.scheduler.policies"
 _COLOCATED = "alignedserve.scheduler.colocated"
 _NO_PREFETCH = {"cluster.prefetch": False}
+UNBOUNDED_QUEUE = 1 << 30  # tokens queued at a prefill instance
+CACHE_OPTIONS: Mapping[str, Option] = {"cache_answers": True, "cache_at_decode": False}
+"""Of a simulated prefix cache: whether it keeps what was generated, and whether decode instances have one of their own,
+so that only the blocks that they lack are sent to them."""
 WAITING_RULES = {
     "overdue": "aligned:AlignedPolicy",
     "paper": "paper_rule:PaperRulePolicy",
@@ -69,6 +74,21 @@ def _disaggregated(name: str, target: str, summary: str, settings: Mapping[str, 
 
 def _colocated(name: str, target: str, summary: str, **options: Option) -> System:
     return System(name, Topology.COLOCATED, f"{_COLOCATED}.{target}", summary, {}, options)
+
+
+def _cached(name: str, routing: str, summary: str, answers: bool = True, at_decode: bool = False) -> System:
+    """A system of separate prefill and decode instances in order of arrival, with a prefix cache on each node.
+
+    Each prompt is bound to a prefill instance when it arrives. `answers`, `at_decode`: the options of `CACHE_OPTIONS`.
+    """
+    settings = {
+        **_NO_PREFETCH,
+        "kv_pool.prefix_cache": True,
+        "prefill.queue_tokens": UNBOUNDED_QUEUE,
+        "scheduler.routing": routing,
+    }
+    options: dict[str, Option] = {"cache_answers": answers, "cache_at_decode": at_decode}
+    return System(name, Topology.DISAGGREGATED, f"{_POLICIES}.fcfs:FcfsPolicy", summary, settings, options, False)
 
 
 SYSTEMS: Mapping[str, System] = {
@@ -88,6 +108,31 @@ SYSTEMS: Mapping[str, System] = {
             "aligned-no-prefetch-fcfs", "fcfs:FcfsPolicy", "fcfs, joining directly from the pool", _NO_PREFETCH
         ),
         _disaggregated("oracle", "oracle:OraclePolicy", "knows output lengths, fewest tokens left first"),
+        System(
+            "memserve-basic",
+            Topology.DISAGGREGATED,
+            f"{_POLICIES}.fcfs:FcfsPolicy",
+            "MemServe's PD-Basic: separate prefill and decode without a prefix cache, the least load",
+            {**_NO_PREFETCH, "prefill.queue_tokens": UNBOUNDED_QUEUE, "scheduler.routing": "least-loaded"},
+            serves=False,
+        ),
+        _cached("memserve-1", "prefix", "MemServe's PD-Caching-1: prefill instances keep prompts' KV", answers=False),
+        _cached(
+            "memserve-2",
+            "prefix",
+            "MemServe's PD-Caching-2: decode instances keep KV too, and only what they lack is sent",
+            answers=False,
+            at_decode=True,
+        ),
+        _cached(
+            "memserve-3",
+            "prefix",
+            "MemServe's PD-Caching-3: and what was generated is sent back to where the prompt's KV is kept",
+            at_decode=True,
+        ),
+        _cached("mooncake", "conductor", "Mooncake: the least TTFT, with prefixes copied between nodes"),
+        _cached("mooncake-least-loaded", "least-loaded", "Mooncake's baseline: the fewest tokens ahead"),
+        _cached("mooncake-random", "random", "Mooncake's baseline: any prefill instance"),
         _colocated(
             "vllm",
             "vllm:VllmScheduler",
@@ -119,6 +164,13 @@ SYSTEMS: Mapping[str, System] = {
             "DeepSpeed-FastGen: Dynamic SplitFuse, fills every pass up to the token budget",
             max_num_seqs=256,
             token_budget=768,
+        ),
+        _colocated(
+            "batchllm",
+            "batchllm:BatchLlmScheduler",
+            "BatchLLM: groups of prompts that share a prefix, of a file that is known beforehand, as many as fit",
+            token_budget=2048,
+            memory_share=0.95,
         ),
         _colocated(
             "orca",
@@ -201,6 +253,8 @@ def unread(config: SchedulerConfig, decode_instances: int | None = None) -> dict
         found |= dict.fromkeys(("scheduler.sharing", "scheduler.balance_slack"), "several decode instances read it")
     elif sharing_of(config) == "none":
         found["scheduler.balance_slack"] = "scheduler.sharing quantiles or nearest read it"
+    if config.routing != "conductor":
+        found["scheduler.copy_threshold"] = "scheduler.routing conductor reads it"
     if config.policy not in SYSTEMS:
         return found
     if not (kind.OVERDUE or (ruled and config.waiting_rule == "paper")):
@@ -232,6 +286,8 @@ def served_settings(name: str) -> Mapping[str, object]:
     system = resolve(name)
     if policy_class(system).NEEDS_OUTPUT_LENGTHS:
         raise ConfigError(f"policy {name!r} needs output lengths: it runs in the simulator only")
+    if not system.serves:
+        raise ConfigError(f"policy {name!r} runs in the simulator only; a cluster has its routing: scheduler.routing")
     return system.settings
 
 

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from alignedserve.config import Config
@@ -17,6 +18,7 @@ from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler.core import actions, events
 from alignedserve.scheduler.core.pairing import pair_up
+from alignedserve.scheduler.core.routing.base import PrefixCopies
 from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 from alignedserve.scheduler.instance.plan import BufferKind
@@ -26,7 +28,7 @@ from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.host import OnHardware
 from alignedserve.simulator.pool import Pool
 from alignedserve.simulator.prefill import SimulatedPrefill
-from alignedserve.simulator.prefixes import SimulatedPrefixes
+from alignedserve.simulator.prefix.cache import SimulatedPrefixes
 from alignedserve.simulator.report.results import RequestResult
 from alignedserve.simulator.requests import Replayed
 from alignedserve.simulator.sizes import Sizes
@@ -47,10 +49,14 @@ class Cell(OnHardware):
         costs: tuple[StepCost, StepCost],
         leap: bool,
         iteration_gap_s: float = 0.0,
+        *,
+        cache_answers: bool = True,
+        cache_at_decode: bool = False,
     ) -> None:
         """`config.cluster` gives the number of instances. `costs`: of prefill and of decode instances.
 
-        `iteration_gap_s`: charged before each decode iteration, in addition to the hardware's overhead.
+        `iteration_gap_s`: charged before each decode iteration, in addition to the hardware's overhead. The last two:
+        as in `CACHE_OPTIONS`, where the configuration has a prefix cache and the workload names blocks.
         """
         self.config = config
         self.hardware = hardware
@@ -68,16 +74,16 @@ class Cell(OnHardware):
         self._tick_number = 0
         self._moved_s = 0.0  # when anything but time last changed the core
         self._starting = True
-        self.pool = Pool(self, self.sizes.pool)
-        self.prefixes: SimulatedPrefixes | None = None
-        if config.kv_pool.prefix_cache and workload.block_tokens:
-            self.prefixes = SimulatedPrefixes(
-                config.kv_pool.cache_policy,
-                lambda tokens: costs[0].step_s([ChunkShape(tokens, 0)], ()),
-                workload.block_tokens,
-                self.sizes.pool,
-                hardware.block_size,
-            )
+        self._trace_tokens = workload.block_tokens if config.kv_pool.prefix_cache else 0  # 0: no prefix cache
+        self._prefill_s = lru_cache(4096)(lambda tokens: costs[0].step_s([ChunkShape(tokens, 0)], ()))
+        self.cache_answers = cache_answers and bool(self._trace_tokens)
+        self._cache_at_decode = cache_at_decode
+        shards = ["pool"] if hardware.nodes == 1 else [f"pool-{number}" for number in range(hardware.nodes)]
+        disk_blocks = hardware.disk_tokens // hardware.block_size
+        self.pools: Mapping[str, Pool] = {
+            name: Pool(self, self.sizes.pool, name, self._new_prefixes(self.sizes.pool, disk_blocks)) for name in shards
+        }
+        self.occupancy: list[tuple[float, int]] = [(0.0, 0)]
         prefill, decode = config.cluster.prefill, config.cluster.decode
         gap_s = hardware.host_overhead_s + iteration_gap_s
         self.prefills = {
@@ -89,12 +95,21 @@ class Cell(OnHardware):
         }
         self._pairs = self._pair_up()
         self._start()
+        if self._trace_tokens:
+            rate = min(hardware.network_bandwidth, hardware.pool_bandwidth) / hardware.kv_bytes_per_token
+            self.core.routing.copies = PrefixCopies(1.0 / rate, hardware.copy_latency_s)
         self._most_tokens = self.core.max_request_tokens()
         if self._most_tokens <= 0:
             raise ConfigError(f"no request fits in these stores (in blocks): {self.sizes}")
 
+    def _new_prefixes(self, blocks: int, disk_blocks: int = 0) -> SimulatedPrefixes | None:
+        if not self._trace_tokens:
+            return None
+        policy, size = self.config.kv_pool.cache_policy, self.block_size
+        return SimulatedPrefixes(policy, self._prefill_s, self._trace_tokens, blocks, size, disk_blocks)
+
     def _pair_up(self) -> dict[str, tuple[SimulatedPrefill, ...]]:
-        pairs = pair_up(len(self.prefills), len(self.decodes)) if self.config.cluster.prefetch else []
+        pairs = pair_up(len(self.prefills), len(self.decodes), self._link_rank) if self.config.cluster.prefetch else []
         sizes = self.sizes
         for name, prefill in self.prefills.items():
             served = sum(prefill_id == name for _, prefill_id in pairs)
@@ -105,12 +120,17 @@ class Cell(OnHardware):
 
     def _start(self) -> None:
         """All instances and the pool join and report at time 0."""
-        for role, names in (("kv_pool", [self.pool.name]), ("prefill", self.prefills), ("decode", self.decodes)):
+        for role, names in (("kv_pool", self.pools), ("prefill", self.prefills), ("decode", self.decodes)):
             for name in names:
                 self.tell(events.InstanceJoined(role, name))
+        if len(self.pools) > 1 or self._trace_tokens:  # hints about cached prefixes name shards
+            homes = tuple((one.name, one.pool.name) for one in (*self.prefills.values(), *self.decodes.values()))
+            self.tell(events.ShardsChanged(tuple(self.pools), homes))
         pairs = tuple((name, tuple(prefill.name for prefill in paired)) for name, paired in self._pairs.items())
-        self.tell(events.PairsChanged(pairs))
-        self.tell(events.PoolReported(self.pool.name, self.pool.blocks.capacity, self.pool.blocks.free_blocks))
+        ranks = ((name, prefill, self._link_rank(name, prefill)) for name, paired in pairs for prefill in paired)
+        self.tell(events.PairsChanged(pairs, tuple(link for link in ranks if link[2])))
+        for pool in self.pools.values():
+            self.tell(events.PoolReported(pool.name, pool.blocks.capacity, pool.blocks.free_blocks))
         for decode in self.decodes.values():
             decode.refresh_lease()
             decode.report()
@@ -118,7 +138,24 @@ class Cell(OnHardware):
             prefill.report()
         self._starting = False
 
+    def _link_rank(self, decode_id: str, prefill_id: str) -> int:
+        """0 on one node, 1 over the network."""
+        return int(self.pool_at(decode_id) is not self.pool_at(prefill_id))
+
     # used by the instances
+
+    def pool_at(self, instance: str) -> Pool:
+        """The shard of the instance's node."""
+        shards = list(self.pools.values())
+        return shards[int(instance.rpartition("-")[2]) % len(shards)]
+
+    def shard_of(self, key: RequestKey) -> Pool:
+        """The shard that the request's KV was written to last."""
+        return self.pools[self.request(key).pool]
+
+    def cache_at_decode(self, blocks: int) -> SimulatedPrefixes | None:
+        """The prefix cache of a decode instance; None: it keeps nothing."""
+        return self._new_prefixes(blocks) if self._cache_at_decode else None
 
     def paired(self, decode_id: str) -> tuple[SimulatedPrefill, ...]:
         """The prefill instances paired with the decode instance."""
@@ -148,11 +185,11 @@ class Cell(OnHardware):
     def send_core(self, event: events.Event) -> None:
         self.send(self.tell, event)
 
-    def send_returned(self, key: RequestKey, kv_tokens: int) -> None:
-        """The request is in the pool again, with `kv_tokens` tokens of KV."""
+    def send_returned(self, key: RequestKey, kv_tokens: int, pool_id: str) -> None:
+        """The request is in this shard again, with `kv_tokens` tokens of KV."""
         since_s = self.request(key).waiting_since_s
         waited_s = 0.0 if since_s is None else self.clock.now_s - since_s
-        self.send_core(events.Returned(key, kv_tokens, self.blocks_for(kv_tokens), waited_s))
+        self.send_core(events.Returned(key, kv_tokens, self.blocks_for(kv_tokens), waited_s, pool_id))
 
     def tell(self, event: events.Event) -> None:
         """Deliver an event to the core now."""
@@ -183,13 +220,17 @@ class Cell(OnHardware):
             case actions.CancelAt() if action.instance_id in self.decodes:
                 self.send(self.decodes[action.instance_id].cancel, action.keys)
             case actions.ReleasePool():
-                self.send(self.pool.release, action)
+                self._release(action)
             case actions.Reject():
                 for key in action.keys:
                     self._refuse(self.request(key), str(action.error))
             case actions.ReportLost():
                 for key in action.keys:
                     self.send(self._resubmit, key)
+
+    def _release(self, action: actions.ReleasePool) -> None:
+        for pool in [self.pools[action.pool_id]] if action.pool_id else self.pools.values():
+            self.send(pool.release, action)
 
     # time
 
@@ -245,9 +286,18 @@ class Cell(OnHardware):
             gateway_id=GATEWAY,
             wait_objective_s=request.arrival.wait_objective_s,
             priority=request.arrival.priority,
-            cached=() if self.prefixes is None else ((self.pool.name, self.prefixes.match(request.arrival)),),
+            cached=self._cached(request.arrival),
         )
         self.tell(events.Submitted((meta,)))
+
+    def _cached(self, arrival: Arrival) -> tuple[tuple[str, int], ...]:
+        """What each shard has of the prompt, as far as the routing knows."""
+        if not self._trace_tokens:
+            return ()
+        coming = self.core.routing.KNOWS_COMING
+        caches = ((pool.name, pool.prefixes) for pool in self.pools.values() if pool.prefixes is not None)
+        found = ((name, cache.match(arrival, coming=coming)) for name, cache in caches)
+        return tuple((name, tokens) for name, tokens in found if tokens)
 
     def _refuse(self, request: Replayed, reason: str) -> None:
         request.result.refused = reason
@@ -256,8 +306,10 @@ class Cell(OnHardware):
     def end(self, request: Replayed) -> None:
         """The request has ended now. In a closed loop its client sends the next one."""
         request.end(self.clock.now_s)
-        if self.prefixes is not None:
-            self.prefixes.release(request.key)
+        for pool in self.pools.values():
+            if pool.prefixes is not None:
+                pool.prefixes.release(request.key)
+                pool.prefixes.under_way.ended(request.key)
         if self._clients:
             self._plan_arrival()
 
@@ -277,14 +329,16 @@ class Cell(OnHardware):
     def check_nothing_is_left(self) -> None:
         """Every request has all its tokens or was refused, and no store holds anything. Raises AccountingError."""
         self.core.check_integrity()
-        if self.prefixes is not None:
-            self.prefixes.check_integrity()
+        for one in (*self.pools.values(), *self.decodes.values()):
+            if one.prefixes is not None:
+                one.prefixes.check_nothing_is_held()
         for arrival in self._arrivals:
             request = self.requests[arrival.request_id]
             wanted = 0 if request.result.refused else arrival.output_tokens
             if not request.ended or request.tokens != wanted:
                 raise AccountingError(f"{arrival.request_id} has {request.tokens} tokens of {wanted}")
-        stores = [self.pool.blocks, *(decode.cache for decode in self.decodes.values())]
+        pools = self.pools.values()
+        stores = [*(pool.blocks for pool in pools), *(decode.cache for decode in self.decodes.values())]
         for prefill in self.prefills.values():
             prefill.chunks.check_integrity()
             stores += [prefill.cache, prefill.buffers.batch, prefill.buffers.requests]
@@ -295,5 +349,6 @@ class Cell(OnHardware):
         held = {store.store_id: store.owned_blocks for store in stores if store.owned_blocks}
         busy = [decode.name for decode in self.decodes.values() if not decode.holds_nothing()]
         counted = {state: count for state, count in self.core.describe().items() if count}
-        if held or busy or counted or self.pool.copies:
-            raise AccountingError(f"leaked: blocks {held}, busy {busy}, core {counted}, {len(self.pool.copies)} copies")
+        copies = sum(len(pool.copies) for pool in pools)
+        if held or busy or counted or copies:
+            raise AccountingError(f"leaked: blocks {held}, busy {busy}, core {counted}, {copies} copies")

@@ -35,7 +35,7 @@ from alignedserve.simulator.report.plots import Drawn, check_matplotlib
 from alignedserve.simulator.report.provenance import Provenance, command_of, own_commit
 from alignedserve.simulator.report.results import RunResult
 from alignedserve.simulator.report.seeds import in_words, over_seeds
-from alignedserve.simulator.report.summary import WAITS_MET, Metric, Objectives, measure
+from alignedserve.simulator.report.summary import PREFIXES, WAITS_MET, Metric, Objectives, measure
 from alignedserve.simulator.traces import Load, read_trace
 from alignedserve.simulator.workload import Workload
 
@@ -60,6 +60,10 @@ _OF_RANKS = (
     ("idle_share", "idle share of ranks"),
     ("idle_share_run", "idle share, whole run"),
     ("moved_bytes", "moved between ranks, B"),
+)
+_IF_ANY = (
+    (WAITS_MET, "wait objectives met"),
+    *zip(PREFIXES, ("prompt tokens cached", "of an endless cache"), strict=True),
 )
 _STAGES = tuple((f"stage_{stage}_mean_s", f"{stage} mean, s") for stage in Stage)
 
@@ -158,7 +162,7 @@ def _run(plan: Plan, objectives: Objectives, options: argparse.Namespace, proven
         summary = _summary(rows, counters, provenance, notes)
         if folder is not None:
             _progress("writing the report")
-            blocks = plan.hardware.pool_tokens // plan.hardware.block_size
+            blocks = plan.hardware.nodes * (plan.hardware.pool_tokens // plan.hardware.block_size)
             folder.write_summary(summary)
             folder.write_report(
                 make_report(summary, list(rows), drawn, provenance, objectives, blocks, _logged(summary, plan))
@@ -294,8 +298,8 @@ def _print(summary: Mapping[str, Any], plan: Plan) -> None:
             print(f"{'' if number == 0 else chr(10)}{rate:g} requests/s")
         print(" " * 24 + "".join(f"{name:>{wide}}" for name in [*names, *(["in the log"] if logged else [])]))
         rows = [summary[name]["by_rate"][number] for name in names] + ([logged] if logged else [])
-        waits = ((WAITS_MET, "wait objectives met"),) if any(row.get(WAITS_MET) is not None for row in rows) else ()
-        shown = (*_SHOWN, *waits, *(_OF_RANKS if plan.rank_cost else ()), *(_STAGES if logged else ()))
+        some = [of for of in _IF_ANY if any(row.get(of[0]) is not None for row in rows)]
+        shown = (*_SHOWN, *some, *(_OF_RANKS if plan.rank_cost else ()), *(_STAGES if logged else ()))
         for metric, label in shown:
             print(f"{label:24}" + "".join(f"{in_words(row, metric):>{wide}}" for row in rows))
     for note in summary["run"]["notes"]:

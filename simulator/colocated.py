@@ -21,6 +21,8 @@ from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.systems import Option, System, scheduler_class, with_options
 from alignedserve.simulator.hardware import Hardware
+from alignedserve.simulator.prefix.groups import group_by_prefix
+from alignedserve.simulator.prefix.ideal import ideal_hit_tokens
 from alignedserve.simulator.report.results import RequestResult, RunResult
 from alignedserve.simulator.report.steps import StepRecorder, merge
 from alignedserve.simulator.slowed import SlowedCost
@@ -107,6 +109,7 @@ class _Simulation:
         self._turn = 0
         self._system, self._options, self._seed = system, options, seed
         self._arrivals = list(workload.arrivals)
+        self._ideal_tokens = ideal_hit_tokens(workload, answers=False)
         self._clients = workload.clients
         self._released = len(self._arrivals)  # the arrivals whose time is known
         if self._clients:
@@ -124,6 +127,7 @@ class _Simulation:
         step = max(LEAST_LENGTH_STEP, (1 << longest.bit_length()) // 16)
         self._max_total = min(self._cache_tokens, (longest // step + 1) * step)
         make = scheduler_class(system)
+        self._groups = group_by_prefix(workload) if make.WHOLE_FILE else {}
         self._instances = []
         for number in range(instances):
             allocator = BlockAllocator(blocks, f"instance {number}")
@@ -176,7 +180,8 @@ class _Simulation:
                 continue
             instance = self._route()
             most = total if self._pinned_lengths else self._max_total
-            instance.scheduler.add(MixedRequest(key, arrival.arrival_s, arrival.input_tokens, most))
+            grouped = self._groups.get(arrival.request_id, (0, 0))
+            instance.scheduler.add(MixedRequest(key, arrival.arrival_s, arrival.input_tokens, most, *grouped))
             reached[instance.number] = instance
         return [reached[number] for number in sorted(reached)]
 
@@ -315,6 +320,10 @@ class _Simulation:
             "refused": sum(bool(result.refused) for result in results),
             "unused_tokens": self._unused_tokens,
         }
+        if self._groups:
+            counters["prefix_queried_tokens"] = sum(arrival.input_tokens for arrival in self._arrivals)
+            counters["prefix_hit_tokens"] = sum(instance.scheduler.hit_tokens for instance in self._instances)
+            counters["prefix_ideal_tokens"] = self._ideal_tokens
         names = tuple(f"colocated-{instance.number}" for instance in self._instances)
         configuration = {
             "policy": self._system.name,

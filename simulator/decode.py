@@ -61,6 +61,8 @@ class SimulatedDecode:
             default_objective_s(config.scheduler),
             _pace(config.scheduler.tpot_objective_s, cost, cell.hardware, gap_s),
         )
+        self.pool = cell.pool_at(name)
+        self.prefixes = cell.cache_at_decode(self.cache.capacity)  # of KV that ended requests left here; None: not kept
         self.from_pool, self.to_pool = cell.pool_link(), cell.pool_link()
         self.to_peers, self.from_peers = cell.peer_link(), cell.peer_link()
         self._cell = cell
@@ -120,7 +122,7 @@ class SimulatedDecode:
     def offer_from_pool(self, action: Prefetch) -> None:
         """Offer candidates directly from the pool's copy, without candidate buffers."""
         for key in action.keys:
-            kv_tokens = self._cell.pool.copies.get(key)
+            kv_tokens = self._cell.shard_of(key).copies.get(key)
             if kv_tokens is not None:
                 self._cell.request(key).enter(Stage.PREFETCH, self._clock.now_s)
                 self.offer(key, kv_tokens, action.buffer, action.batch_id, "")
@@ -154,8 +156,14 @@ class SimulatedDecode:
         self._cell.send_core(Finished((key,)))
 
     def _forget(self, key: RequestKey) -> None:
+        self._let_go(key)
         self._source.pop(key, None)
         self._length.pop(key, None)
+
+    def _let_go(self, key: RequestKey) -> None:
+        """What it has here stays cached while there is room."""
+        if self.prefixes is not None:
+            self.prefixes.release(key)
 
     def _release_source(self, key: RequestKey, source: str) -> None:
         if source:
@@ -235,8 +243,14 @@ class SimulatedDecode:
 
     def _finish(self, key: RequestKey) -> None:
         self._end_run(key)
+        request = self._cell.request(key)
+        if self.prefixes is not None:
+            self.prefixes.commit(key, request.arrival, request.kv_tokens)
         self._forget(key)
-        self._cell.end(self._cell.request(key))
+        if self._cell.cache_answers:
+            shard = self._cell.shard_of(key)
+            shard.keep(request.arrival, request.kv_tokens, self.to_pool, *self.pool.to(shard))
+        self._cell.end(request)
         self._cell.send_core(Finished((key,)))
 
     def _begin(self, plan: IterationPlan) -> None:
@@ -285,7 +299,7 @@ class SimulatedDecode:
     def report(self) -> None:
         """Report to the core if something changed here."""
         self._settle()
-        waits = self._cell.pool.waiting_blocks(self)
+        waits = self.pool.waiting_blocks(self)
         status = self.scheduler.status()
         state = (
             self._moves,
@@ -304,7 +318,7 @@ class SimulatedDecode:
         """Report to the core the current lengths and the time of the passes since the last report, if any."""
         self._settle()
         if self._measured < len(self.steps):
-            self._tell(self._cell.pool.waiting_blocks(self), self._take_measured())
+            self._tell(self.pool.waiting_blocks(self), self._take_measured())
         elif self._length and not self._keys:
             self._interrupt()  # idle, but candidates may have become overdue
 
@@ -333,9 +347,24 @@ class SimulatedDecode:
         cell = self._cell
         cell.request(join.key).enter(Stage.HANDOVER, self._clock.now_s)
         source = self._source[join.key]
-        links = (cell.prefills[source].to_peers, self.from_peers) if source else (self.from_pool,)
-        size = (len(join.block_ids) - join.resident_blocks) * cell.block_bytes
+        if source:
+            prefill = cell.prefills[source]
+            links = (prefill.to_peers, self.from_peers, *prefill.pool.to(self.pool))
+        else:
+            links = (self.from_pool, *cell.shard_of(join.key).to(self.pool))
+        size = (len(join.block_ids) - join.resident_blocks - self._cached_blocks(join.key)) * cell.block_bytes
         self._clock.at(transfer(self._clock.now_s, size, *links), self._copied_in, join.key)
+
+    def _cached_blocks(self, key: RequestKey) -> int:
+        """Blocks of the request's prompt that this instance has still got, and holds for it from now on."""
+        if self.prefixes is None:
+            return 0
+        self.prefixes.trim(self.cache.free_blocks)
+        arrival = self._cell.request(key).arrival
+        tokens = self.prefixes.hold(key, arrival).tokens
+        self.prefixes.commit(key, arrival, self._length[key])
+        self._cell.counters["decode_hit_tokens"] += tokens
+        return tokens // self._cell.block_size
 
     def _copied_in(self, key: RequestKey) -> None:
         self._interrupt()
@@ -349,6 +378,7 @@ class SimulatedDecode:
     def _evict(self, evict: Evict) -> None:
         cell, now_s, key = self._cell, self._clock.now_s, evict.key
         self._end_run(key)
+        self._let_go(key)
         request = cell.request(key)
         if request.key == key:
             if request.kv_tokens != evict.kv_tokens:
@@ -361,12 +391,13 @@ class SimulatedDecode:
             for prefill in sorted(cell.paired(self.name), key=lambda p: -p.buffers.leased_blocks(self.name)):
                 if prefill.buffers.leased_blocks(self.name) >= blocks:
                     prefill.buffers.adopt(key, blocks, self.name)
-                    done_s = transfer(now_s, blocks * cell.block_bytes, self.to_peers, prefill.from_peers)
+                    links = self.to_peers, prefill.from_peers, *self.pool.to(prefill.pool)
+                    done_s = transfer(now_s, blocks * cell.block_bytes, *links)
                     self._clock.at(done_s, self._evicted, evict, prefill.name)
                     return
         cell.counters["evictions_to_pool"] += 1
         then = partial(self._returned, evict)
-        cell.pool.write(Write(self, key, evict.kv_tokens, self.to_pool, then))
+        self.pool.write(Write(self, key, evict.kv_tokens, self.to_pool, then))
 
     def _evicted(self, evict: Evict, source: str) -> None:
         self._interrupt()
@@ -386,7 +417,7 @@ class SimulatedDecode:
             self.scheduler.withdraw(key)
         self._forget(key)
         if new_blocks is not None:
-            self._cell.send_returned(key, evict.kv_tokens)
+            self._cell.send_returned(key, evict.kv_tokens, self.pool.name)
 
     def _give_back(self, key: RequestKey) -> None:
         cell = self._cell
@@ -399,7 +430,7 @@ class SimulatedDecode:
         if source:
             cell.send(cell.prefills[source].give_back, key, kv_tokens)
         else:
-            cell.send_returned(key, kv_tokens)
+            cell.send_returned(key, kv_tokens, request.pool)
 
     def holds_nothing(self) -> bool:
         return self.scheduler.holds_nothing() and not self._begun and not self._source

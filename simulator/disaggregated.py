@@ -13,11 +13,12 @@ from alignedserve.scheduler.core.guarded_policy import GuardedPolicy
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.policies.base import BatchPolicy
 from alignedserve.scheduler.policies.oracle import OraclePolicy
-from alignedserve.scheduler.systems import System, Topology
+from alignedserve.scheduler.systems import CACHE_OPTIONS, Option, System, Topology
 from alignedserve.simulator.cell import Cell
 from alignedserve.simulator.decode import SimulatedDecode
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.prefill import SimulatedPrefill
+from alignedserve.simulator.prefix.ideal import ideal_hit_tokens
 from alignedserve.simulator.report.results import RequestResult, RunResult
 from alignedserve.simulator.report.steps import merge
 from alignedserve.simulator.workload import Workload
@@ -38,6 +39,7 @@ def simulate(
     leap: bool = True,
     iteration_gap_s: float = 0.0,
     knows_cost: bool = True,
+    options: Mapping[str, Option] = CACHE_OPTIONS,
 ) -> RunResult:
     """Replay the workload to its end. Pure: the same arguments give the same result, to the last bit.
 
@@ -45,14 +47,18 @@ def simulate(
     that the stores can hold is served. `seed` is only recorded: nothing here is random. `leap`: False takes every
     iteration alone, with the same results, slowly. `iteration_gap_s`: charged before each decode pass, in addition to
     the hardware's overhead. `knows_cost`: False lets the scheduler only learn from iterations, as a cluster without
-    `scheduler.cost_model` does.
+    `scheduler.cost_model` does. `options`: as `CACHE_OPTIONS`.
 
     Raises ConfigError if the system is a colocated one, or no request fits in the hardware's stores.
     """
     if system.topology is not Topology.DISAGGREGATED:
         raise ConfigError(f"{system.name} is a {system.topology.value} system without prefill and decode instances")
     config = as_run(config, system, prefill_instances, decode_instances, refuse_for_load)
-    cell = Cell(workload, config, hardware, (prefill_cost, decode_cost), leap, iteration_gap_s)
+    answers, at_decode = bool(options["cache_answers"]), bool(options["cache_at_decode"])
+    costs = prefill_cost, decode_cost
+    cell = Cell(
+        workload, config, hardware, costs, leap, iteration_gap_s, cache_answers=answers, cache_at_decode=at_decode
+    )
     cell.core.prepare_policies(partial(_prepare, workload=workload))
     if knows_cost:
         cell.core.use_cost(decode_cost)
@@ -65,8 +71,8 @@ def simulate(
         steps=merge([instance.steps for instance in instances], [instance.gap_s for instance in instances]),
         instances=tuple(instance.name for instance in instances),
         end_s=max((request.token_s[-1] for request in _results(cell) if request.token_s), default=0.0),
-        pool_blocks=cell.pool.occupancy,
-        counters=_counters(cell),
+        pool_blocks=cell.occupancy,
+        counters={**_counters(cell), **_prefix_counters(cell, workload)},
         configuration={
             "config": asdict(config),
             "hardware": asdict(hardware),
@@ -75,6 +81,7 @@ def simulate(
             "seed": seed,
             "iteration_gap_s": iteration_gap_s,
             "knows_cost": knows_cost,
+            "options": dict(options),
         },
     )
 
@@ -124,11 +131,23 @@ def _counters(cell: Cell) -> dict[str, float]:
     counters["prefill_passes"] = sum(len(prefill.steps) for prefill in cell.prefills.values())
     counters["core_events"] = cell.core.events_handled
     counters["bypassed_prefetch"] = cell.core.bypassed_prefetch
-    if cell.prefixes is not None:
-        counters["prefix_queried_tokens"] = cell.prefixes.queried_tokens
-        counters["prefix_hit_tokens"] = cell.prefixes.hit_tokens
     counters["refused"] = sum(bool(request.refused) for request in _results(cell))
     for name in ("from_pool", "to_pool", "from_peers", "to_peers"):
         links = [getattr(part, name) for part in (*cell.prefills.values(), *cell.decodes.values())]
         counters[f"{name}_bytes"] = sum(link.moved_bytes for link in links)
+    return counters
+
+
+def _prefix_counters(cell: Cell, workload: Workload) -> dict[str, float]:
+    """Sums over the nodes. `prefix_ideal_tokens`: what a cache of endless size would find, answers included."""
+    caches = [pool.prefixes for pool in cell.pools.values() if pool.prefixes is not None]
+    counters: dict[str, float] = {}
+    if caches:
+        counters["prefix_queried_tokens"] = sum(cache.queried_tokens for cache in caches)
+        counters["prefix_hit_tokens"] = sum(cache.hit_tokens for cache in caches)
+        counters["prefix_ideal_tokens"] = ideal_hit_tokens(workload)
+        counters["prefix_disk_hit_tokens"] = sum(cache.disk_hit_tokens for cache in caches)
+        counters["prefix_disk_written_tokens"] = sum(cache.disk_written_tokens for cache in caches)
+    if len(cell.pools) > 1:
+        counters["network_bytes"] = sum(pool.to_nodes.moved_bytes for pool in cell.pools.values())
     return counters

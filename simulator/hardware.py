@@ -18,6 +18,10 @@ class Hardware:
     machine's cores and caches. `..._beside`: for a pass that begins while its neighbour of the other role computes.
     Neighbours are the prefill and the decode instance of the same number. Passes of a single colocated instance have
     `decode_slowdown`; of several, `decode_slowdown_beside`, because two then share a machine.
+
+    `nodes`: machines, each with a shard of `pool_tokens` and its own prefix cache; instance i is on node i modulo
+    `nodes`. `network_bandwidth`: of one node's link to the others, each direction. `disk_tokens`: room for KV on each
+    node's disk; 0: it is not used.
     """
 
     kv_tokens: int
@@ -29,6 +33,11 @@ class Hardware:
     pool_bandwidth: float = 25e9
     peer_bandwidth: float = 150e9
     copy_latency_s: float = 20e-6
+    nodes: int = 1
+    network_bandwidth: float = 25e9
+    disk_tokens: int = 0
+    disk_bandwidth: float = 5e9
+    disk_latency_s: float = 100e-6
     collective_bandwidth: float = 50e9
     collective_latency_s: float = 20e-6
     message_s: float = 200e-6

@@ -18,13 +18,18 @@ FALLBACK = Hardware(kv_tokens=480_000, kv_bytes_per_token=131_072, pool_tokens=1
 _DOCS = {
     "kv_tokens": "KV capacity of a decode (or colocated, or prefill) instance, in tokens",
     "kv_bytes_per_token": "bytes of KV of a token, all layers",
-    "pool_tokens": "capacity of the host-memory KV pool, in tokens",
+    "pool_tokens": "capacity of the host-memory KV pool of each node, in tokens",
     "block_size": "tokens in a block",
     "batch_buffer_share": "share of a prefill instance's memory for the candidate batch buffer",
     "requests_buffer_share": "share of a prefill instance's memory for the candidate request buffer",
     "pool_bandwidth": "bytes/s between the pool and an instance, each direction",
     "peer_bandwidth": "bytes/s between a prefill and a decode instance",
     "copy_latency_s": "latency of a copy before its first byte, in seconds",
+    "nodes": "machines, each with its own shard of the pool; instance i is on node i modulo this number",
+    "network_bandwidth": "bytes/s between one node and the others, each direction",
+    "disk_tokens": "capacity of each node's disk for cached prefixes, in tokens; 0: not used",
+    "disk_bandwidth": "bytes/s read from a node's disk",
+    "disk_latency_s": "latency of a read from disk, in seconds",
     "collective_bandwidth": "tensor parallelism: bytes/s of one device's link in collectives",
     "collective_latency_s": "tensor parallelism: latency of a collective, in seconds",
     "message_s": "duration of a control message, in seconds",
@@ -36,6 +41,8 @@ _DOCS = {
 }
 # Limits by key: far beyond any machine, but within what the stores' tables and a float can represent.
 _MOST = {
+    "nodes": 1024,
+    "disk_latency_s": 3600,
     "block_size": 1 << 20,
     "batch_buffer_share": 1,
     "requests_buffer_share": 1,
@@ -57,6 +64,9 @@ _POSITIVE = (
     "block_size",
     "pool_bandwidth",
     "peer_bandwidth",
+    "nodes",
+    "network_bandwidth",
+    "disk_bandwidth",
     "collective_bandwidth",
     "prefill_slowdown",
     "prefill_slowdown_beside",

@@ -17,7 +17,6 @@ from alignedserve.simulator.requests import Replayed
 if TYPE_CHECKING:
     from alignedserve.simulator.decode import SimulatedDecode
     from alignedserve.simulator.pool import Pool
-    from alignedserve.simulator.prefixes import SimulatedPrefixes
     from alignedserve.simulator.sizes import Sizes
 
 
@@ -31,15 +30,22 @@ class Host(Protocol):
     block_bytes: int
     clock: Clock
     counters: Counter[str]
-    pool: Pool
-    prefixes: SimulatedPrefixes | None
+    pools: Mapping[str, Pool]
+    occupancy: list[tuple[float, int]]
+    cache_answers: bool
 
     @property
     def decodes(self) -> Mapping[str, SimulatedDecode]: ...
 
+    def pool_at(self, instance: str) -> Pool: ...
+
     def pool_link(self) -> Link: ...
 
     def peer_link(self) -> Link: ...
+
+    def network_link(self) -> Link: ...
+
+    def disk_link(self) -> Link: ...
 
     def blocks_for(self, tokens: int) -> int: ...
 
@@ -51,7 +57,7 @@ class Host(Protocol):
 
     def send_core(self, event: events.Event) -> None: ...
 
-    def send_returned(self, key: RequestKey, kv_tokens: int) -> None: ...
+    def send_returned(self, key: RequestKey, kv_tokens: int, pool_id: str) -> None: ...
 
     def tell(self, event: events.Event) -> None: ...
 
@@ -69,6 +75,12 @@ class OnHardware:
 
     def peer_link(self) -> Link:
         return Link(self.hardware.peer_bandwidth, self.hardware.copy_latency_s)
+
+    def network_link(self) -> Link:
+        return Link(self.hardware.network_bandwidth, self.hardware.copy_latency_s)
+
+    def disk_link(self) -> Link:
+        return Link(self.hardware.disk_bandwidth, self.hardware.disk_latency_s)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

@@ -1,4 +1,4 @@
-"""The KV pool: blocks by request, and a queue of writers while it has no room."""
+"""A node's shard of the KV pool: blocks by request, and a queue of writers while it has no room."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from alignedserve.scheduler.core.actions import ReleasePool
 from alignedserve.scheduler.core.events import PoolReported
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.simulator.links import Link, transfer
+from alignedserve.simulator.prefix.cache import SimulatedPrefixes
+from alignedserve.simulator.workload import Arrival
 
 if TYPE_CHECKING:
     from alignedserve.simulator.host import Host
@@ -37,12 +39,16 @@ class Write:
 
 
 class Pool:
-    name = "pool"
+    """`prefixes`: its prefix cache; None: it has none."""
 
-    def __init__(self, cell: Host, capacity: int) -> None:
+    def __init__(
+        self, cell: Host, capacity: int, name: str = "pool", prefixes: SimulatedPrefixes | None = None
+    ) -> None:
+        self.name = name
         self.blocks = BlockAllocator(capacity, self.name)
         self.copies: dict[RequestKey, int] = {}  # committed KV tokens
-        self.occupancy: list[tuple[float, int]] = [(0.0, 0)]
+        self.prefixes = prefixes
+        self.to_nodes, self.from_nodes, self.disk = cell.network_link(), cell.network_link(), cell.disk_link()
         self._cell = cell
         self._waiting: deque[Write] = deque()
         self._under_way: dict[RequestKey, Write] = {}
@@ -59,6 +65,10 @@ class Pool:
         if not write.fresh:
             write.waited = True
             write.writer.report()
+
+    def to(self, target: Pool) -> tuple[Link, ...]:
+        """The network between this shard's node and another's; nothing on the same node."""
+        return () if target is self else (self.to_nodes, target.from_nodes)
 
     def waiting_blocks(self, writer: Writer) -> int:
         """Blocks that its writes wait for."""
@@ -93,8 +103,9 @@ class Pool:
         """Drop a copy. A waiting write stays and will write everything: its request may have been evicted meanwhile."""
         self.blocks.release_all(key)
         self.copies.pop(key, None)
-        if self._cell.prefixes is not None:
-            self._cell.prefixes.release(key)
+        if self.prefixes is not None:
+            self.prefixes.release(key)
+            self.prefixes.under_way.ended(key)
 
     def _kept(self, key: RequestKey) -> int:
         """Full blocks of the existing copy. The last, partly filled block is written again beside the old one."""
@@ -134,19 +145,41 @@ class Pool:
             had = len(self.blocks.blocks_of(key)) - len(write.fresh)
             self.blocks.release(self.blocks.blocks_of(key)[kept:had], key)
             self.copies[key] = write.kv_tokens
-            if self._cell.prefixes is not None:
-                self._cell.prefixes.commit(key, self._cell.request(key).arrival)
+            request = self._cell.request(key)
+            request.pool = self.name
+            if self.prefixes is not None:
+                named = write.kv_tokens if self._cell.cache_answers else request.arrival.input_tokens
+                self.prefixes.commit(key, request.arrival, min(named, write.kv_tokens))
             write.then(len(write.fresh))
         write.writer.report()
         self._changed()
         self._serve()
+        if self.prefixes is not None:
+            self.prefixes.under_way.ended(key)
+
+    def trim(self) -> None:
+        """Cached blocks give way to the blocks of requests."""
+        if self.prefixes is not None:
+            self.prefixes.trim(self.blocks.free_blocks)
+
+    def keep(self, arrival: Arrival, kv_tokens: int, *links: Link) -> None:
+        """Copy over these links what the prefix cache lacks of an ended request's full blocks, to be cached."""
+        missing = 0 if self.prefixes is None else self.prefixes.lacking(arrival, kv_tokens)
+        if missing:
+            size = missing * self._cell.hardware.kv_bytes_per_token
+            self._cell.clock.at(transfer(self._cell.clock.now_s, size, *links), self._kept_whole, arrival, kv_tokens)
+
+    def _kept_whole(self, arrival: Arrival, kv_tokens: int) -> None:
+        assert self.prefixes is not None
+        self.prefixes.keep(arrival, kv_tokens)
+        self.trim()
 
     def _changed(self) -> None:
-        if self._cell.prefixes is not None:
-            self._cell.prefixes.trim(self.blocks.free_blocks)
-        owned = self.blocks.owned_blocks
-        if abs(owned - self.occupancy[-1][1]) * 100 > self.blocks.capacity:
-            self.occupancy.append((self._cell.clock.now_s, owned))
+        self.trim()
+        pools, occupancy = self._cell.pools.values(), self._cell.occupancy
+        owned = sum(pool.blocks.owned_blocks for pool in pools)
+        if abs(owned - occupancy[-1][1]) * 100 > sum(pool.blocks.capacity for pool in pools):
+            occupancy.append((self._cell.clock.now_s, owned))
         if not self._reporting:
             self._reporting = True
             self._cell.clock.after(self._cell.hardware.message_s, self._report)

@@ -15,8 +15,8 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.prefill_chunks import Chunk, ChunkScheduler
 from alignedserve.scheduler.priorities import rank_of
 from alignedserve.simulator.buffers import SimulatedBuffers
-from alignedserve.simulator.links import transfer
-from alignedserve.simulator.pool import Write
+from alignedserve.simulator.links import Link, transfer
+from alignedserve.simulator.pool import Pool, Write
 from alignedserve.simulator.report.steps import StepRecorder
 from alignedserve.simulator.slowed import SlowedCost
 
@@ -34,6 +34,7 @@ class SimulatedPrefill:
         self.cache = BlockAllocator(sizes.prefill_cache, f"{name}/cache")
         self.chunks = ChunkScheduler(self.cache, cell.block_size)
         self.buffers = SimulatedBuffers(name, sizes.batch_buffer, sizes.requests_buffer)
+        self.pool = cell.pool_at(name)
         self.from_pool, self.to_pool = cell.pool_link(), cell.pool_link()
         self.to_peers, self.from_peers = cell.peer_link(), cell.peer_link()
         self.lease_blocks = 0  # of the candidate request buffer, for each decode instance; 0: none is paired
@@ -41,6 +42,7 @@ class SimulatedPrefill:
         self._cell = cell
         self._cost = SlowedCost.of(cost, cell.hardware.prefill_slowdown)
         self._cost_beside = SlowedCost.of(cost, cell.hardware.prefill_slowdown_beside)
+        self._arriving_s: dict[RequestKey, float] = {}  # when a prompt's cached prefix is in its shard's memory
         self._busy = False
         self._giving_back: set[RequestKey] = set()
         self._reported: tuple[int, int, int] | None = None
@@ -49,7 +51,7 @@ class SimulatedPrefill:
 
     def report(self) -> None:
         """Report changes to the core."""
-        waits = self._cell.pool.waiting_blocks(self) if self._giving_back else 0
+        waits = self.pool.waiting_blocks(self) if self._giving_back else 0
         state = self.buffers.batch.available_blocks, self.buffers.requests.available_blocks, waits
         measured = self._take_measured()
         if state == self._reported and measured is None:
@@ -70,19 +72,79 @@ class SimulatedPrefill:
     # prefill
 
     def start(self, action: StartPrefill) -> None:
-        prefixes = self._cell.prefixes
         for key in action.keys:
-            request, base_tokens = self._cell.request(key), action.base_tokens
-            if prefixes is not None and not base_tokens:
-                base_tokens = prefixes.hold(key, request.arrival)
-            self.chunks.add(key, request.prefix_tokens, base_tokens, rank_of(request.arrival.priority))
+            if self.pool.prefixes is None or action.base_tokens:
+                self._add(key, action.base_tokens)
+            else:
+                self._find(key, self._cell.pools.get(action.copy_from, self.pool), first=True)
         self._compute()
 
+    def _add(self, key: RequestKey, base_tokens: int) -> None:
+        request = self._cell.request(key)
+        self.chunks.add(key, request.prefix_tokens, base_tokens, rank_of(request.arrival.priority))
+
+    def _find(self, key: RequestKey, source: Pool, *, first: bool) -> None:
+        """Hold what the cache has of the prompt, after copying what only `source` has, and queue the rest.
+
+        If a prompt under way computes more of it, this one waits until that is cached.
+        """
+        prefixes, there, arrival = self.pool.prefixes, source.prefixes, self._cell.request(key).arrival
+        assert prefixes is not None
+        assert there is not None
+        if self._cell.request(key).key != key:
+            prefixes.under_way.ended(key)
+            return
+        blocks = there.blocks(arrival, arrival.input_tokens - 1)
+        ahead = there.under_way.awaited(blocks, there.match(arrival) // there.trace_tokens, there.trace_tokens)
+        if first:
+            prefixes.query(arrival)
+            prefixes.under_way.announce(key, prefixes.blocks(arrival, arrival.input_tokens - 1))
+            if ahead is not None:
+                self._cell.counters["prefix_waited_prompts"] += 1
+                there.under_way.wait(ahead, partial(self._found_later, key, source))
+                return
+        if source is not self.pool:
+            self._copy_from(source, key)
+        found = prefixes.hold(key, arrival)
+        if found.disk_tokens:
+            self._arrive(key, found.disk_tokens, self.pool.disk)
+        self.pool.trim()
+        self._add(key, found.tokens)
+
+    def _found_later(self, key: RequestKey, source: Pool) -> None:
+        self._find(key, source, first=False)
+        self._compute()
+
+    def _copy_from(self, source: Pool, key: RequestKey) -> None:
+        """Copy the cached blocks that only the other node's shard has of the prompt to this node's."""
+        prefixes, there, arrival = self.pool.prefixes, source.prefixes, self._cell.request(key).arrival
+        assert prefixes is not None
+        assert there is not None
+        found = there.hold(key, arrival, hit=False)
+        own_tokens = prefixes.match(arrival)
+        if found.disk_tokens:
+            self._arrive(key, found.disk_tokens, source.disk)
+        if found.tokens > own_tokens:
+            self._cell.counters["prefix_copied_tokens"] += found.tokens - own_tokens
+            self._arrive(key, found.tokens - own_tokens, *source.to(self.pool))
+            prefixes.commit(key, arrival, there.whole(found.tokens))
+        there.release(key)
+
+    def _arrive(self, key: RequestKey, tokens: int, *links: Link) -> None:
+        """That much of the prompt's cached prefix comes over these links, after what comes already."""
+        begin_s = max(self._cell.clock.now_s, self._arriving_s.get(key, 0.0))
+        self._arriving_s[key] = transfer(begin_s, tokens * self._cell.hardware.kv_bytes_per_token, *links)
+
     def _fetch(self, key: RequestKey) -> None:
-        """Copy the first part of a prompt, which the pool has."""
+        """Copy the first part of a prompt, which the pool has or will have in a moment."""
+        arriving_s = self._arriving_s.pop(key, 0.0)
+        if arriving_s > self._cell.clock.now_s:
+            self._cell.clock.at(arriving_s, self._fetch, key)
+            return
         cell = self._cell
         blocks = cell.blocks_for(self.chunks.start_of(key))
-        done_s = transfer(cell.clock.now_s, blocks * cell.block_bytes, self.from_pool)
+        pool = cell.pools.get(cell.request(key).pool, self.pool)  # KV that an earlier epoch left may be elsewhere
+        done_s = transfer(cell.clock.now_s, blocks * cell.block_bytes, self.from_pool, *pool.to(self.pool))
         cell.clock.at(done_s, self._fetched, key)
 
     def _fetched(self, key: RequestKey) -> None:
@@ -136,17 +198,18 @@ class SimulatedPrefill:
         kv_tokens = request.prefix_tokens
         if request.generate([now_s]):
             self.chunks.release(key)
+            self.pool.keep(request.arrival, kv_tokens, self.to_pool)
             self._cell.end(request)
             self._cell.send_core(Finished((key,)))
             return
         request.enter(Stage.POOL, now_s)
         request.wait(now_s)
-        self._cell.pool.write(Write(self, key, kv_tokens, self.to_pool, partial(self._offloaded, key, kv_tokens)))
+        self.pool.write(Write(self, key, kv_tokens, self.to_pool, partial(self._offloaded, key, kv_tokens)))
 
     def _offloaded(self, key: RequestKey, kv_tokens: int, new_blocks: int | None) -> None:
         self.chunks.release(key)
         if new_blocks is not None:
-            self._cell.send_core(Prefilled(key, kv_tokens, new_blocks, new_blocks))
+            self._cell.send_core(Prefilled(key, kv_tokens, new_blocks, new_blocks, self.pool.name))
         self._compute()
 
     # candidate buffers
@@ -154,17 +217,18 @@ class SimulatedPrefill:
     def prefetch(self, action: Prefetch) -> None:
         cell = self._cell
         for key in action.keys:
-            kv_tokens = cell.pool.copies.get(key)
+            pool = cell.pools.get(cell.request(key).pool, self.pool)
+            kv_tokens = pool.copies.get(key)
             if kv_tokens is None:
                 continue  # it has ended; the message about it has not arrived yet
             blocks = cell.blocks_for(kv_tokens)
             if not self.buffers.take(action.buffer, key, blocks, action.decode_id):
                 cell.counters["bounced"] += 1
-                cell.send_returned(key, kv_tokens)
+                cell.send_returned(key, kv_tokens, pool.name)
                 continue
             cell.counters["prefetched"] += 1
             cell.request(key).enter(Stage.PREFETCH, cell.clock.now_s)
-            done_s = transfer(cell.clock.now_s, blocks * cell.block_bytes, self.from_pool)
+            done_s = transfer(cell.clock.now_s, blocks * cell.block_bytes, self.from_pool, *pool.to(self.pool))
             cell.clock.at(done_s, self._announce, action, key, kv_tokens)
         self.report()
 
@@ -186,13 +250,13 @@ class SimulatedPrefill:
         if key in self.buffers:
             self._giving_back.add(key)
             then = partial(self._given_back, key, kv_tokens)
-            self._cell.pool.write(Write(self, key, kv_tokens, self.to_pool, then))
+            self.pool.write(Write(self, key, kv_tokens, self.to_pool, then))
 
     def _given_back(self, key: RequestKey, kv_tokens: int, new_blocks: int | None) -> None:
         self._giving_back.discard(key)
         self._free(key)
         if new_blocks is not None:
-            self._cell.send_returned(key, kv_tokens)
+            self._cell.send_returned(key, kv_tokens, self.pool.name)
 
     def _free(self, key: RequestKey) -> None:
         decode_id = self.buffers.free(key)

@@ -12,7 +12,15 @@ from alignedserve.config_sources import load, to_tree, value_of
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.ranks.names import placement_class
-from alignedserve.scheduler.systems import System, Topology, faults_named, resolve, unread, with_options
+from alignedserve.scheduler.systems import (
+    CACHE_OPTIONS,
+    System,
+    Topology,
+    faults_named,
+    resolve,
+    unread,
+    with_options,
+)
 from alignedserve.simulator.colocated import simulate_colocated
 from alignedserve.simulator.disaggregated import as_run, simulate
 from alignedserve.simulator.hardware import Hardware
@@ -52,7 +60,8 @@ def has_effect(key: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ComparedPolicy:
-    """A policy to run. `config`: for a disaggregated policy. `options`: all options of a colocated one.
+    """A policy to run. `config`: for a disaggregated policy. `options`: all options of a colocated one, and
+    `CACHE_OPTIONS` of a disaggregated one.
 
     `iteration_gap_s`: charged to a disaggregated policy before each decode iteration, on top of the hardware's
     overhead. `knows_cost`: whether it knows the cost model, or learns from iterations as in a cluster without one.
@@ -100,6 +109,8 @@ class ComparedPolicy:
             return cls(name, system, Config(), with_options(system, own, (ROUTING,)), routing)
         gap_s = _gap_s(name, own.pop(ITERATION_GAP, "0"))
         knows_cost = _knows_cost(name, own.pop(KNOWS_COST, "true"))
+        caching = {key: own.pop(key) for key in system.options if key in own}
+        options = {**CACHE_OPTIONS, **with_options(system, caching)}
         if wrong := [key for key in own if "." not in key]:
             raise ConfigError(
                 f"--set {name}.{wrong[0]}: a disaggregated policy takes {ITERATION_GAP} or SECTION.KEY of the "
@@ -122,7 +133,7 @@ class ComparedPolicy:
                 raise ConfigError(f"--set {name}.{key}: this key has no effect here: {reader}")
         if tpot_objective_s is not None and TPOT_OBJECTIVE not in typed and not config.scheduler.tpot_objective_s:
             config = load(config_file, environ={}, flags={**flags, TPOT_OBJECTIVE: tpot_objective_s})
-        return cls(name, system, config, {}, "", gap_s, knows_cost=knows_cost)
+        return cls(name, system, config, options, "", gap_s, knows_cost=knows_cost)
 
     @classmethod
     def of_placement(
@@ -147,7 +158,9 @@ class ComparedPolicy:
         if self.ranks > 1:
             return {**shared, "config": to_tree(as_ranks_run(self.config, prefill, decode)), "ranks": self.ranks}
         config = as_run(self.config, self.system, prefill, decode, self.refuse_for_load)
-        return {**shared, "config": to_tree(config), ITERATION_GAP: self.iteration_gap_s, KNOWS_COST: self.knows_cost}
+        options = {ITERATION_GAP: self.iteration_gap_s, KNOWS_COST: self.knows_cost}
+        caching = self.options if self.system.options else {}
+        return {**shared, "config": to_tree(config), **options, **caching}
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +262,7 @@ class Plan:
             refuse_for_load=candidate.refuse_for_load,
             iteration_gap_s=candidate.iteration_gap_s,
             knows_cost=candidate.knows_cost,
+            options=candidate.options,
         )
 
 

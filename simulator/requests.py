@@ -21,6 +21,7 @@ class Replayed:
     stage: Stage = Stage.QUEUE
     stage_since_s: float = 0.0
     waiting_since_s: float | None = None  # since its prefill, or an eviction
+    pool: str = ""  # the shard that its KV was written to last
     stages_s: dict[Stage, float] = field(default_factory=dict)
 
     @property

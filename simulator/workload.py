@@ -11,7 +11,8 @@ class Arrival:
     """`arrival_s`: on the virtual clock, from 0. `output_tokens`: the number of tokens it will generate, at least 1.
 
     `wait_objective_s`: as in `RequestSpec`; 0: it has none. `priority`: as there. `blocks`: ids of the prompt's blocks;
-    prompts whose first ids are equal begin with the same tokens.
+    prompts whose first ids are equal begin with the same tokens. `answer_blocks`: ids of the full blocks of prompt and
+    answer after the prompt's own full ones.
     """
 
     request_id: str
@@ -21,6 +22,7 @@ class Arrival:
     wait_objective_s: float = 0.0
     priority: int = 0
     blocks: tuple[int, ...] = ()
+    answer_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

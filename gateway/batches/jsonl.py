@@ -40,6 +40,7 @@ class LineReader:
         self._most_bytes = most_bytes
         self._file: BinaryIO | None = None
         self._index = 0
+        self.places: list[int] = []  # where each line of the last part begins in the file
 
     def __enter__(self) -> Self:
         self._file = self._path.open("rb")
@@ -58,7 +59,8 @@ class LineReader:
         """The next lines, at most PART_LINES and about PART_BYTES; [] at the end of the file."""
         assert self._file is not None
         lines: list[Line] = []
-        size = 0
+        self.places = []
+        size, place = 0, self._file.tell()
         while len(lines) < PART_LINES and size < PART_BYTES:
             text = self._file.readline(self._most_bytes + 2)
             if not text:
@@ -71,7 +73,9 @@ class LineReader:
                 text = text.strip()
             if text:
                 lines.append(Line(self._index, text))
+                self.places.append(place)
             self._index += 1
+            place = self._file.tell()
         return lines
 
 

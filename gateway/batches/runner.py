@@ -13,6 +13,7 @@ from alignedserve.errors import AlignedServeError, CancelledError, StaleError
 from alignedserve.gateway.batches.batches import BatchStore, Claim, LineAnswer
 from alignedserve.gateway.batches.database import StoreError
 from alignedserve.gateway.batches.gate import Gate
+from alignedserve.gateway.batches.grouped import lines_in_order
 from alignedserve.gateway.batches.jsonl import Line, LineReader, Validator
 from alignedserve.gateway.batches.lines import LineAnswerer, unanswered
 from alignedserve.gateway.batches.states import BatchStatus
@@ -44,7 +45,8 @@ class BatchCancelledError(CancelledError):
 class BatchRunner:
     """`run` returns when the batch has ended, the lease was lost, or after `stop`.
 
-    `path`: the input file. `model`: the name that lines may give. Lines have at most `most_bytes` bytes.
+    `path`: the input file. `model`: the name that lines may give. Lines have at most `most_bytes` bytes. `by_prefix`:
+    lines whose prompts begin alike are submitted together.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class BatchRunner:
         model: str,
         most_lines: int,
         most_bytes: int,
+        by_prefix: bool = False,
     ) -> None:
         self.claim = claim
         self.renewed_s = asyncio.get_running_loop().time()  # when the lease was last extended
@@ -72,6 +75,7 @@ class BatchRunner:
         self._model = model
         self._most_lines = most_lines
         self._most_bytes = most_bytes
+        self._by_prefix = by_prefix
         self._stopped = False
         self._lost = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -160,9 +164,10 @@ class BatchRunner:
 
     async def _submit_lines(self) -> None:
         """Returns when every line without an answer was submitted, or the run ends."""
-        with LineReader(self._path) as reader:
+        with await asyncio.to_thread(lines_in_order, self._path, by_prefix=self._by_prefix) as reader:
             while part := await asyncio.to_thread(reader.part):
-                known = await self._call(self._store.answered, self.claim, part[0].index, part[-1].index)
+                indices = [line.index for line in part]
+                known = await self._call(self._store.answered, self.claim, min(indices), max(indices))
                 for line in part:
                     if line.index in known:
                         continue

@@ -180,6 +180,7 @@ class BatchService:
             model=self._model.name,
             most_lines=self.config.max_lines,
             most_bytes=self._gateway.max_body_bytes,
+            by_prefix=self._model.cache is not None,
         )
         task = asyncio.get_running_loop().create_task(runner.run())
         self._runners[task] = runner

@@ -22,13 +22,17 @@ Options = Mapping[str, float | int | bool | str]
 class MixedRequest:
     """What a scheduler knows of a request.
 
-    `max_total_tokens`: the prompt and the longest answer that it may ask for.
+    `max_total_tokens`: the prompt and the longest answer that it may ask for. Where the whole file is analysed first:
+    `turn`, the place of its group of prompts in the order of the file, and `shared_tokens`, which the prompts of the
+    group have in common, less than any of them has.
     """
 
     key: RequestKey
     arrival_s: float
     prompt_tokens: int
     max_total_tokens: int
+    turn: int = 0
+    shared_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,12 @@ class InstanceScheduler(ABC):
 
     OPTIONS: ClassVar[Options] = {}
     """Options of a user-defined scheduler, with their defaults."""
+
+    WHOLE_FILE: ClassVar[bool] = False
+    """The prompts of the whole file are grouped by prefix before the first is added."""
+
+    hit_tokens: int = 0
+    """Tokens of prompts that another prompt had computed when they began."""
 
     @abstractmethod
     def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:

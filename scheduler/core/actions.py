@@ -13,12 +13,15 @@ from alignedserve.scheduler.instance.plan import BufferKind
 class StartPrefill:
     """Send the group (its first request carries the prompt) to the prefill instance.
 
-    `base_tokens`: the pool holds the KV of the first `base_tokens` tokens; only the rest is computed.
+    `base_tokens`: the pool holds the KV of the first `base_tokens` tokens; only the rest is computed. `copy_from`: the
+    shard whose cached prefix of the prompt is copied to the instance's own first; "" in a cluster, whose routings have
+    no `copies`.
     """
 
     prefill_id: str
     keys: tuple[RequestKey, ...]
     base_tokens: int = 0
+    copy_from: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from alignedserve.config import Config
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.core.events import DecodeReported, PrefillReported
 from alignedserve.scheduler.core.request_table import Record
-from alignedserve.scheduler.core.routing import PrefillLoad
+from alignedserve.scheduler.core.routing.load import PrefillLoad
 from alignedserve.scheduler.cost.pass_model import CostModel, LinearCostModel
 from alignedserve.scheduler.instance.plan import BufferKind
 

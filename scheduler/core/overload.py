@@ -22,6 +22,7 @@ from alignedserve.request import BATCH_PRIORITY
 from alignedserve.scheduler.core.admission import MOST_RETRY_AFTER_S, Admission
 from alignedserve.scheduler.core.events import RequestMeta
 from alignedserve.scheduler.core.instances import DecodeView
+from alignedserve.scheduler.core.prefill_queue import QueuedGroup
 from alignedserve.scheduler.core.request_table import Record, RequestState
 from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.cost.pass_model import EXTRAPOLATION, FEW_REQUESTS, MOST_MARGIN, RunningQuantile
@@ -33,6 +34,7 @@ MOST_ROOM = 64  # requests: with room for this many, no request is held back
 GAIN = 0.1
 ROUNDS = 3  # of the search for how many requests decode, and how long
 LEAST_RETRY_S = 0.01
+Cached = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class Overload:
         first = group[0]
         if not len(self._state.table) or not self._predictable or first.priority >= BATCH_PRIORITY:
             return None
-        outlook = self.predict(first.prefix_tokens, len(group), now_s, age_s=first.age_s)
+        outlook = self.predict(first.prefix_tokens, len(group), now_s, age_s=first.age_s, cached=first.cached)
         why = self._objection(outlook)
         if why is None:
             return None
@@ -134,9 +136,12 @@ class Overload:
             page.gauge("predicted_ttft_seconds", meaning, outlook.ttft_s)
             page.gauge("predicted_tpot_seconds", "predicted TPOT of such a request", outlook.tpot_s)
 
-    def predict(self, tokens: int, requests: int, now_s: float, *, age_s: float = 0.0) -> Outlook:
-        """For a group of `requests` answers to a prompt of `tokens` that its gateway has had for `age_s` already."""
-        first_s, pool_s = self._first_s(tokens, requests)
+    def predict(self, tokens: int, requests: int, now_s: float, *, age_s: float = 0.0, cached: Cached = ()) -> Outlook:
+        """For a group of `requests` answers to a prompt of `tokens` that its gateway has had for `age_s` already.
+
+        `cached`: as in `RequestMeta`.
+        """
+        first_s, pool_s = self._first_s(tokens, requests, cached)
         iteration_s, wait_s, per_request_s = self._decode(requests, tokens, now_s, first_s)
         gaps = max(1.0, self._times.mean_tokens)
         ttft_s = age_s + first_s + min(self._late.value, MOST_MARGIN * self._config.ttft_objective_s)
@@ -151,10 +156,10 @@ class Overload:
 
     # parts of a prediction
 
-    def _first_s(self, tokens: int, requests: int) -> tuple[float, float]:
+    def _first_s(self, tokens: int, requests: int, cached: Cached = ()) -> tuple[float, float]:
         """Time until the first token, and the part of it that is the wait for room in the pool."""
         pool_s = self._pool_wait_s(tokens, requests)
-        return self._prefill_s(tokens) + pool_s, pool_s
+        return self._prefill_s(tokens, cached) + pool_s, pool_s
 
     @property
     def _predictable(self) -> bool:
@@ -184,11 +189,12 @@ class Overload:
         """For the last of `requests` typical requests that arrive together."""
         return self.predict(int(requests * self._typical_tokens), requests, now_s)
 
-    def _prefill_s(self, tokens: int) -> float:
+    def _prefill_s(self, tokens: int, cached: Cached) -> float:
         """Time until the first token of a prompt of `tokens`, after all queued and dispatched prompts."""
         loads = [view.load for view in self._state.instances.prefill.values()]
         share = -(-self._state.queue.ahead()[1] // len(loads))
-        return min(load.predicted_ttft_s(share + tokens) for load in loads)
+        group = QueuedGroup([], tokens, cached=cached)
+        return min(load.predicted_ttft_s(share + load.work(group)) for load in loads)
 
     def _pool_wait_s(self, tokens: int, requests: int) -> float:
         """Time until the pool has room for it and all queued before it, at the rate at which requests end."""

@@ -16,7 +16,9 @@ from alignedserve.scheduler.core.admission import Admission
 from alignedserve.scheduler.core.pool_shard import PoolShard
 from alignedserve.scheduler.core.prefill_queue import QueuedGroup
 from alignedserve.scheduler.core.request_table import Record
-from alignedserve.scheduler.core.routing import PrefillLoad, able_to_prefill, choose_prefill
+from alignedserve.scheduler.core.routing.base import Route
+from alignedserve.scheduler.core.routing.load import PrefillLoad, able_to_prefill
+from alignedserve.scheduler.core.routing.names import make_routing
 from alignedserve.scheduler.core.state import CoreState
 
 BACKGROUND_ROOM = 0.25  # of a shard's capacity
@@ -26,6 +28,7 @@ class PrefillDispatch:
     def __init__(self, state: CoreState, admission: Admission) -> None:
         self._state = state
         self._admission = admission
+        self.routing = make_routing(state.config.scheduler)
 
     def start(self, now_s: float) -> None:
         """Start the groups that can start. No group overtakes the first, which waits at most until a shard is empty.
@@ -84,8 +87,8 @@ class PrefillDispatch:
             missing += int(BACKGROUND_ROOM * home.capacity)
         return missing
 
-    def _choose(self, roomy: Sequence[PrefillLoad], first: Record, group: QueuedGroup) -> PrefillLoad:
-        """The least predicted time to first token, except that an idle instance on the node of the base takes priority.
+    def _choose(self, roomy: Sequence[PrefillLoad], first: Record, group: QueuedGroup) -> Route:
+        """As the routing chooses, except that an idle instance on the node of the base takes priority.
 
         Waiting for a busy instance there would take longer than copying the base between nodes.
         """
@@ -94,19 +97,18 @@ class PrefillDispatch:
         if state.ledger.only is None and first.shard is not None:
             near = [load for load in roomy if not load.pending_tokens and load.home is first.shard]
         # Last: predicting is expensive, and the pool is often full.
-        load = choose_prefill(near or roomy, group, first.background)
-        assert load is not None
-        return load
+        return self.routing.choose(near or roomy, group, first.background)
 
-    def _begin(self, group: QueuedGroup, load: PrefillLoad, now_s: float) -> None:
+    def _begin(self, group: QueuedGroup, route: Route, now_s: float) -> None:
+        load = route.load
         blocks = self._admission.group_blocks(group.tokens, len(group.keys))
         first = self._state.record(group.keys[0])
         if first.shard is load.home:
             blocks[0] -= first.blocks
         for record, needed in zip(self._state.open(group.keys), blocks, strict=True):
             self._state.begin_prefill(record, load.prefill_id, needed, now_s)
-        first.prefill_tokens = load.work(group)
-        load.begin(first.prefill_tokens, first.background)
+        first.prefill_tokens, first.prefill_s = route.tokens, route.seconds
+        load.begin(route.tokens, first.background, route.seconds)
         pool_id = "" if load.home is None else load.home.pool_id
         self._state.recent.sent(first.key, first.meta.marks, load.prefill_id, pool_id)
-        self._state.actions.append(StartPrefill(load.prefill_id, tuple(group.keys), first.kv_tokens))
+        self._state.actions.append(StartPrefill(load.prefill_id, tuple(group.keys), first.kv_tokens, route.copy_from))

@@ -23,7 +23,7 @@ from alignedserve.scheduler.core.pool_relief import PoolRelief
 from alignedserve.scheduler.core.prefetcher import PrefetchPlanner
 from alignedserve.scheduler.core.prefill_dispatch import PrefillDispatch
 from alignedserve.scheduler.core.request_table import Record, RequestState
-from alignedserve.scheduler.core.routing import PrefillLoad
+from alignedserve.scheduler.core.routing.load import PrefillLoad
 from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.cost.prior import cost_model_factory
 from alignedserve.scheduler.cost.step import StepCost
@@ -50,6 +50,7 @@ class SchedulerCore:
         self._admission = Admission(self._state)  # refuses what cannot be served; when a prompt may start
         self._overload = Overload(self._state, self._admission)  # predicts latencies, and refuses by them; learns
         self._dispatch = PrefillDispatch(self._state, self._admission)  # QUEUED -> PREFILLING, after each event
+        self.routing = self._dispatch.routing  # chooses each prompt's prefill instance
         self._prefetcher = PrefetchPlanner(self._state)  # WAITING -> PREFETCHED, for changed decode instances
         self._relief = PoolRelief(self._state, self._admission)  # drops copies in a full shard; counts the last resort
         self._new_cost_model = cost_model_factory(config)  # called for each instance that joins
@@ -269,7 +270,7 @@ class SchedulerCore:
             return  # if it is not open any more, its next epoch adopts the copy in the pool, or the audit finds it
         prefill = self._state.instances.prefill.get(record.prefill_id)
         if prefill is not None and record.prefill_tokens:
-            prefill.load.drop(record.prefill_tokens, record.background)
+            prefill.load.drop(record.prefill_tokens, record.background, record.prefill_s)
             record.prefill_tokens = 0
         self._overload.prefilled(record, now_s)
         shard = self._state.ledger.shard(event.pool_id)

@@ -44,6 +44,13 @@ class CostModel(ABC):
         """Time to compute `tokens` prompt tokens after `cached_tokens` with cached KV."""
 
     @abstractmethod
+    def predict_prompt_s(self, tokens: int, cached_tokens: int) -> float:
+        """Time to compute the last `tokens` tokens of one prompt, whose first `cached_tokens` have cached KV.
+
+        Each pass reads the KV of those before it, so long prompts take more than in proportion.
+        """
+
+    @abstractmethod
     def predict_iteration_s(self, lengths: Sequence[int]) -> float:
         """Time of one decode iteration of requests with these prefix lengths."""
 
@@ -140,6 +147,11 @@ class LinearCostModel(CostModel):
 
     def predict_prefill_s(self, tokens: int, cached_tokens: int = 0) -> float:
         return self._chunk.predict((-(-tokens // self._chunk_tokens), tokens, cached_tokens))
+
+    def predict_prompt_s(self, tokens: int, cached_tokens: int) -> float:
+        passes = -(-tokens // self._chunk_tokens)
+        read = passes * cached_tokens + self._chunk_tokens * passes * (passes - 1) // 2
+        return self._chunk.predict((passes, tokens, read))
 
     def predict_iteration_s(self, lengths: Sequence[int]) -> float:
         return self._iteration.predict((1.0, len(lengths), sum(lengths)))

@@ -53,6 +53,17 @@ class PriorCostModel(CostModel):
             seconds += full * self._full_s[cached_tokens]
         return self._chunk.value * seconds
 
+    def predict_prompt_s(self, tokens: int, cached_tokens: int) -> float:
+        """Full passes as of the mean number of tokens before them, and a last one."""
+        full, rest = divmod(tokens, self._chunk_tokens)
+        seconds = 0.0
+        if full:
+            before = cached_tokens + self._chunk_tokens * (full - 1) // 2
+            seconds += full * self._cost.step_s((ChunkShape(self._chunk_tokens, before),), ())
+        if rest:
+            seconds += self._cost.step_s((ChunkShape(rest, cached_tokens + tokens - rest),), ())
+        return self._chunk.value * seconds
+
     def predict_iteration_s(self, lengths: Sequence[int]) -> float:
         return self._iteration.value * self._cost.step_s((), lengths)
 

@@ -25,7 +25,6 @@ from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.host import OnHardware
 from alignedserve.simulator.pool import Pool
 from alignedserve.simulator.prefill import SimulatedPrefill
-from alignedserve.simulator.prefixes import SimulatedPrefixes
 from alignedserve.simulator.ranks.instance import RankedInstance
 from alignedserve.simulator.report.results import RequestResult
 from alignedserve.simulator.requests import Replayed
@@ -41,6 +40,7 @@ class RankCell(OnHardware):
     """
 
     decodes: Mapping[str, SimulatedDecode] = {}
+    cache_answers = False
 
     def __init__(
         self,
@@ -61,8 +61,9 @@ class RankCell(OnHardware):
         self.counters: Counter[str] = Counter()
         self.requests: dict[str, Replayed] = {}
         self.last_join_s = 0.0  # when a request last began to decode for the first time
-        self.pool = Pool(self, self.sizes.pool)
-        self.prefixes: SimulatedPrefixes | None = None  # placements on ranks have no prefix cache
+        self.pool = Pool(self, self.sizes.pool)  # one, without a prefix cache
+        self.pools: Mapping[str, Pool] = {self.pool.name: self.pool}
+        self.occupancy: list[tuple[float, int]] = [(0.0, 0)]
         self.prefills = {
             name: SimulatedPrefill(self, name, costs[0])
             for name in (f"prefill-{number}" for number in range(config.cluster.prefill))
@@ -94,6 +95,9 @@ class RankCell(OnHardware):
 
     # what instances and the pool use
 
+    def pool_at(self, instance: str) -> Pool:
+        return self.pool
+
     def neighbour(self, prefill_id: str) -> SimulatedDecode | None:
         """None: ranks and prefill instances share no machine."""
         return None
@@ -115,7 +119,7 @@ class RankCell(OnHardware):
     def send_core(self, event: events.Event) -> None:
         self.send(self.tell, event)
 
-    def send_returned(self, key: RequestKey, kv_tokens: int) -> None:
+    def send_returned(self, key: RequestKey, kv_tokens: int, pool_id: str) -> None:
         raise AccountingError(f"{key} was returned, but no candidate is prefetched", request_id=key.request_id)
 
     def tell(self, event: events.Event) -> None:

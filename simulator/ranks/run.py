@@ -51,7 +51,7 @@ def simulate_ranks(
         steps=merge([instance.steps for instance in instances], [instance.gap_s for instance in instances]),
         instances=tuple(instance.name for instance in instances),
         end_s=max((request.token_s[-1] for request in results if request.token_s), default=0.0),
-        pool_blocks=cell.pool.occupancy,
+        pool_blocks=cell.occupancy,
         counters=_counters(cell),
         configuration={
             "config": asdict(config),

@@ -29,6 +29,8 @@ _SHOWN = {
     "goodput_requests_per_s": "goodput, requests/s",
     "slo_attainment": "objectives met",
     "switch_iteration_share": "iterations in a switch",
+    "prefix_hit_share": "prompt tokens cached",
+    "prefix_ideal_share": "of an endless cache",
     "preemptions": "preemptions",
     "refused": "refused",
     "makespan_s": "makespan, s",

@@ -18,6 +18,7 @@ from alignedserve.simulator.report.tokens import Floats, TokenTimes, token_times
 Metric = float | int | None
 _PERCENTILES = (50, 90, 99)
 WAITS_MET = "wait_objective_attainment"
+PREFIXES = {"prefix_hit_share": "prefix_hit_tokens", "prefix_ideal_share": "prefix_ideal_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,17 @@ def measure(run: RunResult, objectives: Objectives, warmup_s: float = 0.0) -> Me
         **_attainment(tokens, objectives, len(counted), span_s),
         **({"batch_requests": len(behind), "batch_completed": batch_completed} if behind else {}),
         WAITS_MET: _per(sum(one.objective_waits_met for one in counted), sum(one.objective_waits for one in counted)),
+        **_prefixes(run),
         **({} if run.barriers is None else _barriers(run.barriers, passes, warmup_s)),
     }
     return Measured(metrics, tokens, passes)
+
+
+def _prefixes(run: RunResult) -> dict[str, Metric]:
+    """Shares of all prompt tokens of the run, the warm-up included; None without a prefix cache."""
+    queried = run.counters.get("prefix_queried_tokens", 0)
+    found = {share: run.counters.get(counter, 0) for share, counter in PREFIXES.items()}
+    return {share: tokens / queried if queried else None for share, tokens in found.items()}
 
 
 def _latencies(tokens: TokenTimes) -> dict[str, Metric]:

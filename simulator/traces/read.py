@@ -7,6 +7,7 @@ from pathlib import Path
 
 from alignedserve.errors import TraceError
 from alignedserve.simulator.traces import records, tables
+from alignedserve.simulator.traces.answers import with_answers
 from alignedserve.simulator.traces.mix import Mix, is_mix
 from alignedserve.simulator.traces.trace import LengthsTrace, TimedTrace, Trace, in_order
 
@@ -39,6 +40,10 @@ def read_trace(source: str) -> Trace:
     notes = tuple(found.notes)
     if not ordered and not found.any_order:
         notes += ("the trace is not ordered by time; it was sorted",)
+    if found.format == "mooncake" and found.block_tokens:
+        rows, continued = with_answers(rows, found.block_tokens)
+        if continued:
+            notes += (f"{continued} answers fill blocks that a later prompt goes on with; they are taken to be these",)
     return TimedTrace(source, found.format, digest, rows, notes, found.measured, found.block_tokens)
 
 

@@ -89,7 +89,7 @@ class _Mooncake:
             share = self._hits / self._blocks
             self._found.notes.append(
                 f"{self._hits} of {self._blocks} prompt blocks of the whole trace ({share:.1%}) repeat an earlier "
-                "request's prefix; every prompt is computed in full unless kv_pool.prefix_cache is set"
+                "request's prefix; every prompt is computed in full without kv_pool.prefix_cache"
             )
         self._found.block_tokens = _MOONCAKE_BLOCK if self._blocks else 0
         return self._found
@@ -115,7 +115,14 @@ class _RequestLog:
         inputs = tokens_of(*record.get("input_tokens"), least=min(outputs, 1))
         objective_s = objective_of(record.values.get("wait_objective_s"), record.place("wait_objective_s"))
         priority = priority_of(record.values.get("priority"), record.place("priority"))
-        row = Row(inputs, outputs, arrival_s, request_id, objective_s, priority)
+        named, size = _blocks_of(record)
+        if named:
+            if self._found.block_tokens not in (0, size):
+                record.place("block_tokens").fail(f"must be {self._found.block_tokens}, as in earlier lines")
+            self._found.block_tokens = size
+        whole = inputs // size if size else 0
+        of_prompt, of_answer = named[:whole], named[whole:]
+        row = Row(inputs, outputs, arrival_s, request_id, objective_s, priority, of_prompt, of_answer)
         if outputs == 0:
             self._empty += 1
         else:
@@ -127,6 +134,14 @@ class _RequestLog:
         if self._empty:
             self._found.notes.append(f"{self._empty} requests of the log ended without a token and were left out")
         return self._found
+
+
+def _blocks_of(record: _Record) -> tuple[tuple[int, ...], int]:
+    """The names of the blocks of prompt and answer, and the tokens of one."""
+    named = record.values.get("blocks", [])
+    if not isinstance(named, list) or not all(type(block) is int for block in named):
+        record.place("blocks").fail("must be a list of whole numbers")
+    return tuple(named), tokens_of(*record.get("block_tokens")) if named else 0
 
 
 _Reader = _Mooncake | _RequestLog

@@ -17,7 +17,7 @@ from alignedserve.simulator.workload import Arrival, Workload
 class Row:
     """A request of the file. `arrival_s`: on the file's own clock. `request_id`: "" if the file names none.
 
-    `wait_objective_s`: 0 if it has none. `blocks`: as in `Arrival`.
+    `wait_objective_s`: 0 if it has none. `blocks`, `answer_blocks`: as in `Arrival`.
     """
 
     input_tokens: int
@@ -27,6 +27,7 @@ class Row:
     wait_objective_s: float = 0.0
     priority: int = 0
     blocks: tuple[int, ...] = ()
+    answer_blocks: tuple[int, ...] = ()
 
 
 class Trace(ABC):
@@ -112,10 +113,12 @@ def _arrivals(rows: Iterable[Row], times: Iterable[float]) -> tuple[Arrival, ...
     rows = tuple(rows)
     taken = {row.request_id for row in rows}
     names = (row.request_id or _made_up(number, taken) for number, row in enumerate(rows))
-    return tuple(
-        Arrival(name, time, row.input_tokens, row.output_tokens, row.wait_objective_s, row.priority, row.blocks)
-        for name, row, time in zip(names, rows, times, strict=True)
-    )
+    return tuple(_arrival(name, row, time) for name, row, time in zip(names, rows, times, strict=True))
+
+
+def _arrival(name: str, row: Row, time_s: float) -> Arrival:
+    named = row.blocks, row.answer_blocks
+    return Arrival(name, time_s, row.input_tokens, row.output_tokens, row.wait_objective_s, row.priority, *named)
 
 
 def _made_up(number: int, taken: set[str]) -> str:

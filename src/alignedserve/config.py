@@ -196,6 +196,17 @@ class SchedulerConfig:
     flush_after_s: float = _key(
         0.0, "seconds that a busy instance with room waits for N requests before it takes fewer", low=0.0
     )
+    routing: str = _key(
+        "least-ttft",
+        "prefill instance of a prompt: least predicted TTFT, least tokens ahead, random, longest cached prefix unless "
+        "its instance is busy, Mooncake's Conductor",
+        choices=("least-ttft", "least-loaded", "random", "prefix", "conductor"),
+    )
+    copy_threshold: float = _key(
+        1.0,
+        "conductor: a cached prefix more than this many times as long as the instance's own may be copied to it",
+        low=1.0,
+    )
     sharing: str = _key(
         "auto",
         "lengths among decode instances: ranges of equal cost, the nearest mean, or none; auto: as the policy wants",
@@ -260,7 +271,7 @@ class GatewayConfig:
     max_prompts: int = _key(256, "maximum prompts in one completion call", low=1)
     route_prefix: str = _key("/", "URL path prefix of the application")
     api_key_file: str = _key("", "file with one API key per line, private to its owner; empty: no key needed")
-    request_log: str = _key("", "file for one JSON line per request: lengths and timestamps, no text; empty: none")
+    request_log: str = _key("", "file for one JSON line per request: lengths, timestamps, hashes of blocks; empty: none")
     drain_s: float = _key(25.0, "seconds that open requests get to finish when a gateway drains", low=0.0, high=3600.0)
     cors_origins: str = _key("", "web pages that may call, by origin, separated by commas; *: all; empty: none")
     cors_methods: str = _key("GET, POST", "HTTP methods that these pages may use")

@@ -19,8 +19,10 @@ from alignedserve.control.samples import value
 from alignedserve.errors import ConfigError
 from alignedserve.gateway import request_log
 from alignedserve.gateway.metrics import GatewayMetrics
+from alignedserve.gateway.prompt_blocks import block_names
 from alignedserve.gateway.request_log import RequestLog
 from alignedserve.request import FinishReason, Stage, Stopwatch
+from alignedserve.simulator.traces import Load, read_trace
 from support.fake_cluster import FakeCluster, silent_script
 from support.gateway import running_gateway
 
@@ -40,6 +42,7 @@ def answer(number: int, tokens: int = 3) -> Any:
             sent_id="mine",
             plan=SimpleNamespace(resume=(), wait_objective_s=None, priority=0),
             error=None,
+            salt=b"",
         ),
         prompt=SimpleNamespace(token_ids=[1] * 7),
         tokens=[5] * tokens,
@@ -224,3 +227,25 @@ def test_half_a_line_that_another_replica_has_written_after_stays_a_line_of_its_
 
 def unlogged(metrics: GatewayMetrics) -> float:
     return value(metrics.text(), "alignedserve_gateway_unlogged_requests_total")
+
+
+def test_blocks_of_equal_beginnings_have_equal_names_which_the_key_alone_explains(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    first, second, salted = answer(0), answer(1), answer(2)
+    first.prompt.token_ids, first.tokens = list(range(130)), list(range(130, 193))
+    second.prompt.token_ids = list(range(200))  # the next turn: it goes on from the answer
+    salted.prompt.token_ids, salted.call.salt = list(range(130)), b"tenant"
+    for number, one in enumerate((first, second, salted)):
+        log = RequestLog(file, f"gateway-{number}", GatewayMetrics(f"names-{number}"))  # another process: the same key
+        log.note(one)
+        log.close()
+    found = [entry["blocks"] for entry in lines(file)]
+    assert [len(names) for names in found] == [3, 3, 2]
+    assert found[0] == found[1]
+    assert not set(found[0]) & set(found[2])
+    key = file.with_name("log.key")
+    assert (key.stat().st_mode & 0o777, len(key.read_bytes())) == (0o600, 32)
+    assert found[0] == block_names(key.read_bytes(), b"", list(range(192)))
+    trace = read_trace(str(file)).workload(Load(), 0)
+    assert trace.block_tokens == 64
+    assert [(len(one.blocks), len(one.answer_blocks)) for one in trace.arrivals] == [(2, 1), (3, 0), (2, 0)]

@@ -4,13 +4,16 @@ import random
 
 import pytest
 
+from alignedserve.config import SchedulerConfig
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.core import events as ev
 from alignedserve.scheduler.core.actions import StartPrefill
 from alignedserve.scheduler.core.pool_shard import PoolShard
 from alignedserve.scheduler.core.prefill_queue import PrefillQueue, QueuedGroup
-from alignedserve.scheduler.core.routing import PrefillLoad, able_to_prefill, choose_prefill
+from alignedserve.scheduler.core.routing.base import PrefixCopies
+from alignedserve.scheduler.core.routing.load import PrefillLoad, able_to_prefill, choose_prefill
+from alignedserve.scheduler.core.routing.names import make_routing
 from alignedserve.scheduler.cost.pass_model import LinearCostModel, LinearFit, Passes
 from support.core_cell import CoreCell, key, only
 
@@ -234,3 +237,46 @@ def test_while_the_pool_has_no_room_nothing_is_predicted(monkeypatch):
     assert not asked
     assert only(cell.do(ev.Finished((key(0),))), StartPrefill)
     assert len(asked) == 8
+
+
+def prefix_loads(*ahead_s: float) -> list[PrefillLoad]:
+    """Instances of shards k0, k1 and so on, of 0.1 ms a token, with that much to do."""
+    loads = []
+    for number, seconds in enumerate(ahead_s):
+        load = PrefillLoad(f"p{number}", cache_tokens=100_000, cost=LinearCostModel(1e-4), home=PoolShard(f"k{number}"))
+        load.begin(round(seconds * 1e4), seconds=seconds)
+        loads.append(load)
+    return loads
+
+
+def prompt(tokens: int, *cached: int) -> QueuedGroup:
+    found = tuple((f"k{number}", there) for number, there in enumerate(cached) if there)
+    return QueuedGroup([], tokens, cached=found)
+
+
+def test_the_longest_prefix_wins_unless_its_instance_is_busier_than_a_prefix_is_worth() -> None:
+    routing = make_routing(SchedulerConfig(routing="prefix"))
+    route = routing.choose(prefix_loads(0.4, 0.0), prompt(5000, 4000, 1000))
+    assert (route.load.prefill_id, route.tokens, route.copy_from) == ("p0", 1000, "")
+    route = routing.choose(prefix_loads(0.6, 0.0), prompt(5000, 4000, 1000))
+    assert (route.load.prefill_id, route.tokens) == ("p1", 4000)
+
+
+def test_conductor_copies_a_prefix_that_is_longer_and_quicker_to_copy() -> None:
+    routing = make_routing(SchedulerConfig(routing="conductor", copy_threshold=2.0))
+    loads, asked = prefix_loads(0.4, 0.0), prompt(5000, 4000, 1000)
+    route = routing.choose(loads, asked)
+    assert (route.load.prefill_id, route.tokens, route.copy_from) == ("p1", 4000, ""), "shards that copy nothing"
+    routing.copies = PrefixCopies(1e-6)
+    route = routing.choose(loads, asked)
+    assert (route.load.prefill_id, route.tokens, route.copy_from) == ("p1", 1000, "k0")
+    assert routing.choose(loads, prompt(5000, 4000, 2500)).tokens == 2500, "less than twice as long as its own"
+    routing.copies = PrefixCopies(2e-4)
+    assert routing.choose(loads, asked).copy_from == "", "computing is quicker"
+
+
+def test_baselines_do_not_look_at_the_caches() -> None:
+    loads, asked = prefix_loads(0.3, 0.1, 0.2), prompt(5000, 4999)
+    assert make_routing(SchedulerConfig(routing="least-loaded")).choose(loads, asked).load.prefill_id == "p1"
+    chosen = make_routing(SchedulerConfig(routing="random"))
+    assert {chosen.choose(loads, asked).load.prefill_id for _ in range(50)} == {"p0", "p1", "p2"}

@@ -36,9 +36,10 @@ class Watched:
 
 def read_by_runs() -> set[str]:
     read: set[str] = set()
-    for policy in "aligned", "aligned-cost", "fcfs":
+    for policy, routing in ("aligned", "least-ttft"), ("aligned-cost", "least-ttft"), ("fcfs", "conductor"):
+        objectives = {"ttft_objective_s": 1e6, "tpot_objective_s": 1e6}
         scheduler = SchedulerConfig(
-            policy, "a100-opt-13b", "no_split", min_batch_requests=4, ttft_objective_s=1e6, tpot_objective_s=1e6
+            policy, "a100-opt-13b", "no_split", min_batch_requests=4, routing=routing, **objectives
         )
         asked = Config(cluster=ClusterConfig(decode=2), scheduler=scheduler, kv_pool=KvPoolConfig(prefix_cache=True))
         config: Any = Watched(asked, read)

@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 
 from alignedserve.config import Config, KvPoolConfig
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.systems import System, Topology
-from alignedserve.simulator.disaggregated import simulate
+from alignedserve.scheduler.systems import SYSTEMS, System, Topology
+from alignedserve.simulator.colocated import simulate_colocated
+from alignedserve.simulator.disaggregated import as_run, simulate
 from alignedserve.simulator.hardware import Hardware
-from alignedserve.simulator.prefixes import SimulatedPrefixes
+from alignedserve.simulator.prefix.cache import Found, SimulatedPrefixes
 from alignedserve.simulator.report.results import RunResult
+from alignedserve.simulator.traces.answers import with_answers
+from alignedserve.simulator.traces.trace import Row
 from alignedserve.simulator.workload import Arrival, Workload
 from alignedserve.testing.linear_cost import LinearStepCost
 
@@ -35,15 +38,15 @@ def prefixes(pool_blocks: int = 64, policy: str = "lru") -> SimulatedPrefixes:
 def test_a_prompt_finds_what_an_earlier_one_left() -> None:
     found = prefixes()
     first, longer, other = arrival("a", 1, 2, 3), arrival("b", 1, 2, 9, 8), arrival("c", 5, 6)
-    assert found.hold(RequestKey("a"), first) == 0
-    found.commit(RequestKey("a"), first)
+    assert found.hold(RequestKey("a"), first) == Found(0)
+    found.commit(RequestKey("a"), first, first.input_tokens)
     assert found.match(longer) == 2 * BLOCK, "it is there while its request still has it"
     assert found.match(arrival("d", 1, 2, 3)) == 3 * BLOCK - 1, "the last token is always computed"
     assert found.match(arrival("e", 1, 2, 3, tokens=2 * BLOCK + 5)) == 2 * BLOCK, "only full blocks"
     assert found.match(other) == 0
     found.release(RequestKey("a"))
-    assert found.hold(RequestKey("b"), longer) == 2 * BLOCK
-    assert (found.queried_tokens, found.hit_tokens) == (7 * BLOCK, 2 * BLOCK)
+    assert found.hold(RequestKey("b"), longer) == Found(2 * BLOCK)
+    assert found.hit_tokens == 2 * BLOCK
     found.check_integrity()
 
 
@@ -51,10 +54,10 @@ def test_what_is_used_least_recently_goes_first_and_never_what_is_held() -> None
     found = prefixes(pool_blocks=16)  # four blocks of the trace
     for name, blocks in ("a", (1, 2)), ("b", (3, 4)):
         found.hold(RequestKey(name), arrival(name, *blocks))
-        found.commit(RequestKey(name), arrival(name, *blocks))
+        found.commit(RequestKey(name), arrival(name, *blocks), BLOCK * len(blocks))
     found.release(RequestKey("a"))
     found.release(RequestKey("b"))
-    assert found.hold(RequestKey("c"), arrival("c", 1, 2, 7)) == 2 * BLOCK  # now 3 and 4 are older
+    assert found.hold(RequestKey("c"), arrival("c", 1, 2, 7)) == Found(2 * BLOCK)  # now 3 and 4 are older
     found.release(RequestKey("c"))
     found.trim(8)
     assert [found.match(arrival("x", *ids, 99)) // BLOCK for ids in ((1, 2), (3, 4))] == [2, 0]
@@ -77,9 +80,9 @@ def test_books_are_right_whatever_happens(seed: int, policy: str) -> None:
             while draw.random() < 0.7:
                 chain.append(chain[-1] * 3 + 3 + draw.randrange(3))  # a tree: an id has one parent
             one = arrival(str(number), *chain)
-            assert found.hold(key, one) <= one.input_tokens - 1
+            assert found.hold(key, one).tokens <= one.input_tokens - 1
             if draw.random() < 0.8:
-                found.commit(key, one)
+                found.commit(key, one, one.input_tokens)
             held[str(number)] = key
         found.trim(draw.randrange(49))
         found.check_integrity()
@@ -130,3 +133,96 @@ def test_a_small_pool_serves_all_and_hits_less(pool_tokens: int) -> None:
 def test_without_names_of_blocks_nothing_changes() -> None:
     asked = Workload(tuple(Arrival(f"r{n}", 0.1 * n, 300, 5) for n in range(20)))
     assert run(asked, True).requests == run(asked, False).requests
+
+
+def test_what_is_given_up_goes_to_disk_and_comes_back() -> None:
+    found = SimulatedPrefixes("lru", lambda tokens: 1e-3 * tokens, BLOCK, 32, 16, disk_blocks=8)  # 8 and 2 blocks
+    first = arrival("a", 1, 2, 3)
+    found.commit(RequestKey("a"), first, first.input_tokens)
+    found.release(RequestKey("a"))
+    found.trim(4)
+    assert found.disk_written_tokens == 2 * BLOCK
+    assert found.hold(RequestKey("b"), arrival("b", 1, 2, 3, 4)) == Found(3 * BLOCK, 2 * BLOCK)
+    found.check_integrity()
+    found.release(RequestKey("b"))
+    found.trim(0)
+    assert found.match(arrival("c", 1, 2, 3, 9)) == 2 * BLOCK, "the disk has room for two; the deepest came first"
+    found.check_nothing_is_held()
+
+
+def test_answers_are_found_by_the_next_turn() -> None:
+    found = prefixes()
+    first = Arrival("a", 0.0, 2 * BLOCK + 10, 2 * BLOCK, blocks=(1, 2, 90), answer_blocks=(3, 4))
+    found.keep(first, first.input_tokens + first.output_tokens - 1)
+    assert found.match(arrival("b", 1, 2, 3, 4, 5)) == 4 * BLOCK
+    found.check_nothing_is_held()
+
+
+def test_the_answers_blocks_are_those_that_all_later_prompts_go_on_with() -> None:
+    rows = (
+        Row(2 * BLOCK + 10, BLOCK, 0.0, blocks=(1, 2, 90)),  # the next turn goes on with 3
+        Row(BLOCK, BLOCK + 1, 1.0, blocks=(7,)),  # two prompts go on from it, so neither is its next turn
+        Row(4 * BLOCK, BLOCK, 2.0, blocks=(1, 2, 3, 4)),
+        *(Row(2 * BLOCK, 1, 3.0, blocks=(7, block)) for block in (8, 9)),
+    )
+    found, continued = with_answers(rows, BLOCK)
+    assert continued == 1
+    assert [row.answer_blocks for row in found[:3]] == [(3,), (-1,), ()]
+    assert found[3:] == rows[3:]
+
+
+@pytest.mark.parametrize("name", [name for name, one in SYSTEMS.items() if "kv_pool.prefix_cache" in one.settings])
+@pytest.mark.parametrize("pool_tokens", [1200, 40_000])
+def test_nodes_share_what_they_cache_and_nothing_is_lost(name: str, pool_tokens: int) -> None:
+    """`Cell.check_nothing_is_left` recounts all stores at the end."""
+    asked = conversations(8, 4)
+    hardware = Hardware(8000, 1 << 12, pool_tokens, 16, nodes=2, disk_tokens=600)
+    system = SYSTEMS[name]
+    config = as_run(Config(), system, 2, 2, False)
+    found = simulate(
+        asked, system, config, hardware, COST, COST, prefill_instances=2, decode_instances=2, options=system.options
+    )
+    assert all(len(one.token_s) == one.arrival.output_tokens for one in found.requests)
+    counters = found.counters
+    assert 0 < counters["prefix_hit_tokens"] <= counters["prefix_ideal_tokens"] < counters["prefix_queried_tokens"]
+    assert (counters.get("prefix_copied_tokens", 0) > 0) == (name == "mooncake")
+    if pool_tokens > 2000 and name == "mooncake":
+        assert counters["prefix_hit_tokens"] > 0.95 * counters["prefix_ideal_tokens"]
+
+
+def test_prompts_of_one_prefix_at_once_compute_it_once() -> None:
+    asked = Workload(tuple(arrival(f"r{n}", *range(20), 100 + n) for n in range(6)), block_tokens=BLOCK)
+    found = run(asked, True).counters
+    assert found["prefix_waited_prompts"] == 5
+    assert found["prefix_hit_tokens"] == 5 * 20 * BLOCK == found["prefix_ideal_tokens"]
+
+
+def test_batchllm_computes_a_shared_prefix_once_and_shorter_groups_first() -> None:
+    asked = [arrival(f"long-{n}", *range(40), 100 + n) for n in range(4)]
+    asked += [arrival(f"short-{n}", 50, 51, 200 + n) for n in range(4)]
+    hardware = Hardware(kv_tokens=8000, kv_bytes_per_token=1 << 12, pool_tokens=1600, block_size=16)
+    workload = Workload(tuple(asked), block_tokens=BLOCK)
+    found = simulate_colocated(workload, SYSTEMS["batchllm"], {"token_budget": 256}, hardware, COST)
+    hits = found.counters["prefix_hit_tokens"]
+    assert hits == 3 * 40 * BLOCK + 3 * 2 * BLOCK == found.counters["prefix_ideal_tokens"]
+    first_s = {one.arrival.request_id: one.token_s[0] for one in found.requests}
+    assert max(first_s[f"short-{n}"] for n in range(4)) < min(first_s[f"long-{n}"] for n in range(4))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([640, 960, 4000]))
+def test_batchllm_loses_nothing_where_memory_is_short(seed: int, kv_tokens: int) -> None:
+    draw = random.Random(seed)
+    asked = []
+    for number in range(draw.randrange(1, 16)):
+        blocks = [draw.randrange(2)]
+        while draw.random() < 0.6 and len(blocks) < 4:
+            blocks.append(blocks[-1] * 2 + 2 + draw.randrange(2))
+        tokens = len(blocks) * BLOCK + draw.randrange(BLOCK)
+        asked.append(arrival(str(number), *blocks, tokens=tokens, at_s=0.0, outputs=draw.randrange(1, 200)))
+    hardware = Hardware(kv_tokens=kv_tokens, kv_bytes_per_token=1 << 12, pool_tokens=1600, block_size=16)
+    workload = Workload(tuple(asked), block_tokens=BLOCK)
+    leapt = simulate_colocated(workload, SYSTEMS["batchllm"], {}, hardware, COST)
+    assert all(len(one.token_s) == one.arrival.output_tokens for one in leapt.requests)
+    stepped = simulate_colocated(workload, SYSTEMS["batchllm"], {}, hardware, COST, leap=False)
+    assert stepped.requests == leapt.requests

@@ -1,0 +1,1 @@
+"""Which prefill instance computes a prompt: `scheduler.routing`."""

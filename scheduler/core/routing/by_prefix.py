@@ -1,0 +1,62 @@
+"""Routings by cached prefixes: MemServe's global scheduler, and Mooncake's Conductor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from alignedserve.config import SchedulerConfig
+from alignedserve.scheduler.core.prefill_queue import QueuedGroup
+from alignedserve.scheduler.core.routing.base import Route, Routing
+from alignedserve.scheduler.core.routing.load import PrefillLoad
+
+
+class LongestPrefix(Routing):
+    """The longest cached prefix, weighed with load (MemServe, section 6).
+
+    An instance is passed over if waiting for it takes longer, by more than the time to compute the whole prompt anew,
+    than waiting for the instance that is free first: then no prefix is worth it.
+    """
+
+    KNOWS_COMING = True
+
+    def choose(self, able: Sequence[PrefillLoad], group: QueuedGroup, background: bool = False) -> Route:
+        waits_s = [load.ahead_s(background) for load in able]
+        first_s = min(waits_s)
+        worth_it = [
+            (load.work(group), wait_s, load)
+            for load, wait_s in zip(able, waits_s, strict=True)
+            if wait_s - first_s <= load.cost.predict_prompt_s(group.tokens, 0)
+        ]
+        tokens, _, load = min(worth_it, key=lambda found: found[:2])
+        return Route(load, tokens, load.cost.predict_prompt_s(tokens, group.tokens - tokens))
+
+
+class Conductor(Routing):
+    """The least predicted time to first token, copies of prefixes counted (Mooncake, algorithm 1).
+
+    Where the best cached prefix is more than `scheduler.copy_threshold` times as long as the instance's own, what the
+    own one lacks is copied from there, if that is quicker than to compute it. The instance's shard has it from then on:
+    so prefixes that many prompts ask for get to several shards. Otherwise the own prefix is used.
+    """
+
+    KNOWS_COMING = True
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self._threshold = config.copy_threshold
+
+    def choose(self, able: Sequence[PrefillLoad], group: QueuedGroup, background: bool = False) -> Route:
+        pool_id, best = max(group.cached, key=lambda found: found[1], default=("", 0))
+        routes = [self._route(load, group, pool_id, best) for load in able]
+        return min(routes, key=lambda found: found[0] + found[1].load.ahead_s(background))[1]
+
+    def _route(self, load: PrefillLoad, group: QueuedGroup, pool_id: str, best: int) -> tuple[float, Route]:
+        """Seconds to copy and to compute the prompt there, without the wait."""
+        own = group.tokens - load.work(group)
+        computed_s = load.cost.predict_prompt_s(group.tokens - own, own)
+        if self.copies is not None and best > own * self._threshold:
+            left_s = load.cost.predict_prompt_s(group.tokens - best, best)
+            copied_s = self.copies.seconds(best - own) + left_s
+            if copied_s < computed_s:
+                return copied_s, Route(load, group.tokens - best, left_s, pool_id)
+        return computed_s, Route(load, group.tokens - own, computed_s)

@@ -1,0 +1,1 @@
+"""Prefix caches of a simulated cell."""
