@@ -20,6 +20,8 @@ DECODES = [(1, 70, 3), (1, 50, 3), (1, 48, 3), (1, 20, 0), (1, 40, 2), (1, 90, 5
 """Requests of (new tokens, cached tokens, blocks of 16 shared with the others that share as many or more)."""
 MIXED = [(1, 70, 3), (20, 48, 3), (1, 50, 0), (3, 40, 2), (5, 0, 0), (7, 52, 3)]
 
+FEW = [(1, 20, 1), (1, 30, 1), (5, 16, 1), (1, 3, 0)]  # for Triton's interpreter
+
 
 def groups_of(rows: list[list[int]], least_saved: float) -> list[SharedGroup]:
     firsts = np.array([row[0] if row else -1 for row in rows], dtype=np.int64)
@@ -83,14 +85,17 @@ def attended(backend: AttentionBackend, case: Any, options: Any, least_saved_byt
 
 
 @pytest.mark.filterwarnings(*INTERPRETER_WARNINGS)
-@pytest.mark.parametrize("spans", [DECODES, MIXED], ids=["decodes", "mixed"])
 @pytest.mark.parametrize(
-    ("name", "option", "dtype"),
+    ("name", "option", "dtype", "spans"),
     [
-        ("torch", "plain", torch.float32),
-        ("torch", "window", torch.float32),
-        ("torch", "sinks", torch.bfloat16),
-        ("torch", "softcap", torch.float32),
+        ("torch", "plain", torch.float32, DECODES),
+        ("torch", "plain", torch.float32, MIXED),
+        ("torch", "window", torch.float32, MIXED),
+        ("torch", "sinks", torch.bfloat16, MIXED),
+        ("torch", "softcap", torch.float32, DECODES),
+        ("triton", "sinks", torch.bfloat16, FEW),
+        ("triton", "softcap", torch.float32, FEW),
+        ("triton_no_split", "plain", torch.float32, FEW[:2]),
     ],
 )
 def test_shared_blocks_give_the_result_of_the_plain_path(
