@@ -84,6 +84,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         """`chain_of`: the blocks of a candidate that requests share in the cache."""
         super().__init__("decode")
         self._chain_of = chain_of
+        self._shared_blocks = 0  # that joining requests found in the cache
         self._endings = endings
         self._engine = engine
         self._overlap = overlap
@@ -128,6 +129,8 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         page.counter("decode_seconds_total", "seconds in iterations", self.pass_meter.total_s)
         meaning = "requests evicted to the candidate request buffer or the pool"
         page.counter("decode_evictions_total", meaning, status.evictions)
+        meaning = "blocks of joining requests that the cache had already, as another request's"
+        page.counter("decode_shared_blocks_total", meaning, self._shared_blocks)
         page.gauge("decode_shortest_tokens", "shortest prefix of the running batch", status.shortest_tokens)
         page.gauge("decode_longest_tokens", "longest prefix of the running batch", status.longest_tokens)
         self.iterations.show_metrics(page)
@@ -367,6 +370,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
     def _join(self, join: Join, now_ns: int) -> None:
         """Start to copy a request in. It joins when the copy has ended and its grammar is compiled."""
         held = self._held[join.key]
+        self._shared_blocks += join.resident_blocks
         if held.live is None:
             enter_stage(held.stored.spec.timings, Stage.HANDOVER, now_ns)
         else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -58,6 +58,26 @@ class RunningRequest(RunItem):
         """
         candidate = self.candidate
         return candidate.rank, self.batch_id != batch_id, candidate.evictions < MOST_EVICTIONS, self.kv_tokens
+
+
+class Leaving:
+    """`blocks` become free when these members leave: not those that others hold, too."""
+
+    def __init__(self, allocator: BlockAllocator, members: Iterable[RunningRequest]) -> None:
+        self.blocks = 0
+        self._allocator = allocator
+        self._shared: dict[int, int] = {}  # block -> number of members that hold it
+        for member in members:
+            self.add(member)
+
+    def add(self, member: RunningRequest) -> None:
+        count = self._allocator.holder_count
+        if count(member.block_ids[0]) == 1:  # then it shares no other either
+            self.blocks += len(member.block_ids)
+            return
+        for block in member.block_ids:
+            holders = self._shared[block] = self._shared.get(block, 0) + 1
+            self.blocks += holders == count(block)
 
 
 class RunningBatch:
@@ -172,24 +192,9 @@ class RunningBatch:
         if member.resident is not None:
             self._prefixes.leave(member.resident)
 
-    def own_blocks(self, member: RunningRequest) -> int:
-        """Blocks that become free when the member is removed."""
-        if self._is_alone(member):
-            return len(member.block_ids)
-        return sum(1 for block in member.block_ids if self.allocator.holder_count(block) == 1)
-
     def leaving_blocks(self) -> int:
-        """Blocks that become free when every copy out has completed, without blocks that other members still hold."""
-        if not self.leaving:
-            return 0
-        if all(self._is_alone(member) for member in self.leaving.values()):
-            return sum(len(member.block_ids) for member in self.leaving.values())
-        count = self.allocator.holder_count
-        leaving: dict[int, int] = {}
-        for member in self.leaving.values():
-            for block in member.block_ids:
-                leaving[block] = leaving.get(block, 0) + 1
-        return sum(1 for block, holders in leaving.items() if holders == count(block))
+        """Blocks that become free when every copy out has completed."""
+        return Leaving(self.allocator, self.leaving.values()).blocks if self.leaving else 0
 
     def _count(self, member: RunningRequest, change: int) -> None:
         if member.phase is Phase.LEAVING:
@@ -201,9 +206,6 @@ class RunningBatch:
             self._of_batch[member.batch_id] = count
         else:
             self._of_batch.pop(member.batch_id, None)
-
-    def _is_alone(self, member: RunningRequest) -> bool:
-        return self.allocator.holder_count(member.block_ids[0]) == 1
 
     def check_integrity(self) -> None:
         """Raises AccountingError if members and blocks do not match."""
