@@ -204,7 +204,7 @@ def time_scan(entries: list[Entry], limits: BatchLimits, clock: Callable[[], int
 
 
 def candidate(number: int, tokens: int, batch_id: int, kind: BufferKind = BufferKind.BATCH) -> Candidate:
-    return Candidate(RequestKey(f"request-{number}"), tokens, tokens + 512, "", 0, kind, batch_id)
+    return Candidate(RequestKey(f"request-{number}"), tokens, tokens + 512, None, kind, batch_id)
 
 
 def measure_plan(cache_blocks: int, name: str, seed: int, clock: Callable[[], int], rounds: int = 3000) -> list[Figure]:

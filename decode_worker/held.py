@@ -13,17 +13,19 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.instance.resident import BlockChain
 
 
 @dataclass(slots=True)
 class Held:
     """A candidate or a running request. `stored` names the last place of its KV; `resident`: it is in the cache now.
 
-    `compiling`: of its grammar; None without one.
+    `compiling`: of its grammar; None without one. `chain`: of its KV when it was offered.
     """
 
     stored: pb.StoredRequest
     compiling: Future[Grammar] | None = None
+    chain: BlockChain | None = None
     live: LiveRequest | None = None
     resident: bool = False
     cancelled: bool = False  # cancelled during a copy: the request ends with the copy

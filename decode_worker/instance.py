@@ -14,6 +14,7 @@ from alignedserve.control.runtime import RoleSettings
 from alignedserve.decode_worker.buffer_access import BufferReach
 from alignedserve.decode_worker.buffer_link import BufferLink
 from alignedserve.decode_worker.capture_progress import CaptureProgress
+from alignedserve.decode_worker.chains import chain_of
 from alignedserve.decode_worker.endings import Endings
 from alignedserve.decode_worker.handover import Handover
 from alignedserve.decode_worker.held import Outcome
@@ -150,6 +151,7 @@ class DecodeInstance:
             overlap=overlap,
             grammars=grammars,
             endings=endings,
+            chain_of=partial(chain_of, block_size=size, caches=cached is not None),
         )
         await asyncio.to_thread(compute.warm_up)
         self.memory.note_graphs(engine.graph_memory_bytes)

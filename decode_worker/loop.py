@@ -38,6 +38,7 @@ from alignedserve.scheduler.instance.plan import (
     IterationStatus,
     Join,
 )
+from alignedserve.scheduler.instance.resident import BlockChain
 from alignedserve.scheduler.priorities import rank_of
 from alignedserve.text import Tokenizer
 from alignedserve.transfer.completion import Completion
@@ -78,8 +79,12 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         overlap: bool | None = None,
         grammars: Grammars | None = None,
         endings: Endings | None = None,
+        chain_of: Callable[[pb.StoredRequest], BlockChain | None] = lambda stored: None,
     ) -> None:
+        """`chain_of`: the blocks of a candidate that requests share in the cache."""
         super().__init__("decode")
+        self._chain_of = chain_of
+        self._shared_blocks = 0  # that joining requests found in the cache
         self._endings = endings
         self._engine = engine
         self._overlap = overlap
@@ -124,6 +129,8 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         page.counter("decode_seconds_total", "seconds in iterations", self.pass_meter.total_s)
         meaning = "requests evicted to the candidate request buffer or the pool"
         page.counter("decode_evictions_total", meaning, status.evictions)
+        meaning = "blocks of joining requests that the cache had already, as another request's"
+        page.counter("decode_shared_blocks_total", meaning, self._shared_blocks)
         page.gauge("decode_shortest_tokens", "shortest prefix of the running batch", status.shortest_tokens)
         page.gauge("decode_longest_tokens", "longest prefix of the running batch", status.longest_tokens)
         self.iterations.show_metrics(page)
@@ -132,7 +139,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
 
     def offer(self, buffer: BufferKind, batch_id: int, requests: Iterable[pb.StoredRequest]) -> None:
         """Offer candidates whose KV is complete at its source."""
-        found = [Held(stored, self._compiling(stored)) for stored in requests]
+        found = [Held(stored, self._compiling(stored), self._chain_of(stored)) for stored in requests]
         self.tell(lambda outcome: self._offer(buffer, batch_id, found, outcome))
 
     def cancel(self, keys: Sequence[RequestKey]) -> None:
@@ -300,8 +307,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
                     key=key,
                     kv_tokens=stored.kv_tokens,
                     max_total_tokens=prompt + spec.sampling.max_tokens,
-                    group_id=spec.group_id,
-                    shared_tokens=prompt if spec.group_size > 1 else 0,
+                    chain=held.chain,
                     buffer=buffer,
                     batch_id=batch_id,
                     wait_objective_s=spec.wait_objective_s,
@@ -364,6 +370,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
     def _join(self, join: Join, now_ns: int) -> None:
         """Start to copy a request in. It joins when the copy has ended and its grammar is compiled."""
         held = self._held[join.key]
+        self._shared_blocks += join.resident_blocks
         if held.live is None:
             enter_stage(held.stored.spec.timings, Stage.HANDOVER, now_ns)
         else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
+import numpy as np
 import torch
 
 from alignedserve.errors import AccountingError
@@ -33,12 +34,14 @@ class Span:
     """A prefill chunk inside the packed batch: rows `begin .. end - 1`, after `start` cached tokens.
 
     `blocks` are the ids of the blocks that hold its `start + end - begin` tokens (int64, on the cache's device).
+    `limit`: if given, no row sees a key from this position on, and `blocks` end there.
     """
 
     begin: int
     end: int
     start: int
     blocks: torch.Tensor
+    limit: int | None = None
 
     @property
     def query_tokens(self) -> int:
@@ -74,6 +77,16 @@ class DecodeRows:
 
 
 @dataclass(frozen=True, slots=True)
+class HostTables:
+    """The block tables of a batch in the host's memory, from which passes are planned."""
+
+    spans: tuple[np.ndarray, ...]  # int64 blocks of each span
+    packed: list[int]  # packed position of each decode row
+    lengths: np.ndarray  # int32 [rows] of the decode table
+    table: np.ndarray  # int32 [rows, width] 0 after those that the length covers
+
+
+@dataclass(frozen=True, slots=True)
 class PackedBatch:
     """Packed inputs of one forward pass, built once and shared by all layers."""
 
@@ -84,6 +97,7 @@ class PackedBatch:
     slot_offset: torch.Tensor  # [tokens] and its place inside the block
     spans: tuple[Span, ...]
     decode: DecodeRows | None
+    host: HostTables
 
     @property
     def tokens(self) -> int:
@@ -97,6 +111,7 @@ def build_batch(items: Sequence[ForwardItem], block_size: int, num_blocks: int, 
     slot_block: list[int] = []
     logit_rows: list[int] = []
     spans: list[Span] = []
+    span_blocks: list[np.ndarray] = []
     single: list[tuple[int, ForwardItem]] = []
     for item in items:
         begin, count, start = len(token_ids), len(item.token_ids), item.start
@@ -111,6 +126,7 @@ def build_batch(items: Sequence[ForwardItem], block_size: int, num_blocks: int, 
             slot_block += [item.block_ids[position // block_size] for position in range(start, start + count)]
             used = -(-(start + count) // block_size)
             blocks = _block_tensor(item.block_ids[:used], num_blocks)
+            span_blocks.append(blocks.numpy())
             spans.append(Span(begin, begin + count, start, blocks.to(device, non_blocking=True)))
         if item.logits == "last":
             logit_rows.append(begin + count - 1)
@@ -118,6 +134,8 @@ def build_batch(items: Sequence[ForwardItem], block_size: int, num_blocks: int, 
             logit_rows += range(begin, begin + count)
     offsets = [position % block_size for position in positions]
     packed = torch.tensor([token_ids, positions, slot_block, offsets], dtype=torch.int64).to(device, non_blocking=True)
+    lengths, table = _decode_table(single, block_size, num_blocks)
+    host = HostTables(tuple(span_blocks), [row for row, _ in single], lengths.numpy(), table.numpy())
     return PackedBatch(
         input_ids=packed[0:1],
         position_ids=packed[1:2],
@@ -125,8 +143,19 @@ def build_batch(items: Sequence[ForwardItem], block_size: int, num_blocks: int, 
         slot_block=packed[2],
         slot_offset=packed[3],
         spans=tuple(spans),
-        decode=_decode_rows(single, block_size, num_blocks, not spans, device) if single else None,
+        decode=DecodeRows(_packed_rows(host.packed, device) if spans else None, on_device(lengths, table, device))
+        if single
+        else None,
+        host=host,
     )
+
+
+def on_device(lengths: torch.Tensor, table: torch.Tensor, device: torch.device) -> DecodeTable:
+    """The table on `device`, in one transfer. `lengths` and `table`: int32 on the CPU."""
+    if device.type == "cpu":
+        return DecodeTable(lengths, table)
+    packed = torch.cat((lengths, table.flatten())).to(device, non_blocking=True)
+    return DecodeTable(packed[: len(lengths)], packed[len(lengths) :].view(table.shape))
 
 
 def _check_item(item: ForwardItem, block_size: int) -> None:
@@ -148,18 +177,22 @@ def _block_tensor(block_ids: list[int], num_blocks: int) -> torch.Tensor:
     return blocks
 
 
-def _decode_rows(
-    single: list[tuple[int, ForwardItem]], block_size: int, num_blocks: int, whole: bool, device: torch.device
-) -> DecodeRows:
+def _packed_rows(rows: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def _decode_table(
+    single: list[tuple[int, ForwardItem]], block_size: int, num_blocks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lengths `[rows]` and block ids `[rows, width]`, both int32."""
+    if not single:
+        return torch.empty(0, dtype=torch.int32), torch.empty(0, 0, dtype=torch.int32)
     lengths = [item.start + 1 for _, item in single]
     counts = [-(-length // block_size) for length in lengths]
     ids = list(chain.from_iterable(item.block_ids[:n] for (_, item), n in zip(single, counts, strict=True)))
     blocks = _block_tensor(ids, num_blocks)
     width = max(counts)
     covered = torch.arange(width) < torch.tensor(counts)[:, None]
-    packed = torch.zeros(len(single) * (1 + width), dtype=torch.int32)  # lengths and table, in one transfer
-    packed[: len(single)] = torch.tensor(lengths, dtype=torch.int32)
-    packed[len(single) :].view(-1, width).masked_scatter_(covered, blocks.to(torch.int32))
-    packed = packed.to(device, non_blocking=True)
-    rows = None if whole else torch.tensor([row for row, _ in single], dtype=torch.int64).to(device, non_blocking=True)
-    return DecodeRows(rows, DecodeTable(packed[: len(single)], packed[len(single) :].view(-1, width)))
+    table = torch.zeros(len(single), width, dtype=torch.int32)
+    table.masked_scatter_(covered, blocks.to(torch.int32))
+    return torch.tensor(lengths, dtype=torch.int32), table

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from alignedserve.engine.runner import ForwardItem, ModelRunner
 from alignedserve.engine.sampling.sampler import SampledToken, Sampler
 from alignedserve.errors import AlignedServeError, CancelledError, TransferError
 from alignedserve.grammar.compiled import Grammars
+from alignedserve.kv_pool.prefix_chain import block_chain
 from alignedserve.metrics import Page
 from alignedserve.prefill_worker.layerwise import Ahead, Layerwise, PassCopies
 from alignedserve.proto import gateway_pb2 as gw
@@ -53,6 +54,10 @@ class Base:
     pool_id: str
     here: bool
     cached: bool = False
+
+    def after(self, blocks: int) -> Base:
+        """What of it lies after the first `blocks` blocks, to be fetched."""
+        return replace(self, block_ids=self.block_ids[blocks:], checksums=self.checksums[blocks:])
 
     def kept_blocks(self, block_size: int) -> list[int]:
         """The full blocks of this node's shard, which need not be written again."""
@@ -242,9 +247,10 @@ class PrefillLoop(ComputeThread[[]]):
         def ended(completion: Completion) -> None:
             self.tell(lambda: self._on_fetched(job, completion.error))
 
-        blocks = self._chunks.blocks_of(job.lead)[: len(job.base.block_ids)]
+        shared = self._chunks.shared_blocks(job.lead)
+        blocks = self._chunks.blocks_of(job.lead)[shared : len(job.base.block_ids)]
         try:
-            self._fetch(job.lead, job.base, blocks).add_callback(ended)
+            self._fetch(job.lead, job.base.after(shared), blocks).add_callback(ended)
         except TransferError as error:
             failed = Completion("fetch")
             failed.finish(error)
@@ -269,7 +275,10 @@ class PrefillLoop(ComputeThread[[]]):
             if job.logprob_count is None:  # with prompt log-probabilities every row is needed
                 job.base = base
             base_tokens = job.base.tokens if job.base is not None else 0
-            self._chunks.add(lead, len(tokens), base_tokens, rank_of(first.priority))
+            chain = None
+            if self._caches and base_tokens:
+                chain = block_chain(tokens[:base_tokens], first.cache_salt, self._runner.block_size)
+            self._chunks.add(lead, len(tokens), base_tokens, rank_of(first.priority), chain)
         except Exception as error:  # if a request cannot be queued, only that request ends
             logger.warning("a prompt was refused: %s", error, extra={"request_id": lead.request_id})
             outcome = Computed(unpinned=[pin])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -52,6 +53,11 @@ class AttentionBackend(ABC):
 
     captures: ClassVar[bool] = False
     """Whether decode passes can be captured in a CUDA graph, from `begin_table` on."""
+
+    least_saved_bytes: float = math.inf
+    """Attention over blocks that requests of a pass share is computed once for them (`sharing.py`) if that saves
+    reading this much of a layer's KV, which takes as long as the calls that it adds. Infinite: never.
+    """
 
     def __init__(self, cache: torch.Tensor) -> None:
         self.cache = cache

@@ -66,6 +66,12 @@ class DecodeAttention:
 
     def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         """Attend from `query` `[requests, heads, head_dim]`. Returns its shape and dtype."""
+        return self.attend_part(layer, query, options)[0].to(query.dtype)
+
+    def attend_part(
+        self, layer: int, query: torch.Tensor, options: AttentionOptions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same in fp32, and the log-sum-exp of each softmax, sink included, fp32 `[requests, heads]`."""
         requests, heads, head_dim = query.shape
         plan = self._plan(heads, options.sliding_window)
         scores = self._scores(layer, query.float() * options.scaling, plan)
@@ -88,7 +94,8 @@ class DecodeAttention:
             per_sample_weights=weights,
             include_last_offset=True,
         )
-        return (summed.float() / total.unsqueeze(1)).view(requests, heads, head_dim).to(query.dtype)
+        out = (summed.float() / total.unsqueeze(1)).view(requests, heads, head_dim)
+        return out, top.add_(total.log_()).view(requests, heads)
 
     def _scores(self, layer: int, query: torch.Tensor, plan: _Plan) -> torch.Tensor:
         """fp32 `[blocks * kv_heads, group, block_size]`: products of each block's keys with its request's queries."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
 
@@ -57,20 +58,28 @@ class Trial:
 
     @torch.inference_mode()
     def fault(self, backend: type[AttentionBackend]) -> str | None:
-        """What is wrong with the backend on a batch of decode rows and chunks; None if it passes."""
-        items = self._items(RIGHT)
+        """What is wrong with the backend on a batch of decode rows and chunks, or one that shares blocks; else None."""
+        made = backend(self._cache)
+        shares, made.least_saved_bytes = made.least_saved_bytes < math.inf, math.inf
+        fault = self._fault(made, self._items(RIGHT), self.options)
+        if fault is None and shares:
+            made.least_saved_bytes = 0.0
+            fault = self._fault(made, self._sharing(self._items(RIGHT)), replace(self.options, sliding_window=None))
+            return fault and f"over blocks that requests share {fault}"
+        return fault
+
+    def _fault(self, made: AttentionBackend, items: list[ForwardItem], options: AttentionOptions) -> str | None:
         batch = self._batch(items)
         query, key, value = self._rows(batch.tokens)
-        expected = self._expected(items, query, key, value)
+        expected = self._expected(items, query, key, value, options)
         device = self._cache.device
-        made = backend(self._cache)
         made.begin(batch)
-        made.attend(0, query, key, value, self.options)  # compiles, and creates what is kept between passes
+        made.attend(0, query, key, value, options)  # compiles, and creates what is kept between passes
         on_gpu = device.type == "cuda"
         before = torch.cuda.memory_allocated(device) if on_gpu else 0
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
-        found = made.attend(0, query, key, value, self.options)
+        found = made.attend(0, query, key, value, options)
         extra = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
         layer_bytes = self._cache.nbytes // self._cache.shape[1]
         error = float((found.float() - expected).abs().nan_to_num(float("inf")).max())
@@ -79,6 +88,14 @@ class Trial:
         if extra > max(WORKSPACE_BYTES, layer_bytes // 3):
             return f"it uses {extra >> 20} MiB beside the store for {batch.tokens} tokens: it copies the store"
         return None
+
+    def _sharing(self, items: list[ForwardItem]) -> list[ForwardItem]:
+        """The items, with those that have full cached blocks beginning like the first."""
+        first, size = items[0], self._needs.block_size
+        for item in items[1:]:
+            shared = min(item.start, first.start) // size
+            item.block_ids[:shared] = first.block_ids[:shared]
+        return items
 
     @torch.inference_mode()
     def microseconds(self, backend: type[AttentionBackend], shape: TrialShape) -> float:
@@ -138,7 +155,12 @@ class Trial:
         return torch.randn(*shape, generator=self._generator, dtype=self._cache.dtype, device=self._cache.device)
 
     def _expected(
-        self, items: list[ForwardItem], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        items: list[ForwardItem],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """The result of the reference backend in fp32, over a copy of the blocks in use."""
         copied = self._cache[[block for item in items for block in item.block_ids], :1].float()
@@ -148,4 +170,4 @@ class Trial:
             at += len(item.block_ids)
         exact = TorchBackend(copied)
         exact.begin(build_batch(moved, self._needs.block_size, at, copied.device))
-        return exact.attend(0, query.float(), key.float(), value.float(), self.options)
+        return exact.attend(0, query.float(), key.float(), value.float(), options)

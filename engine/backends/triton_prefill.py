@@ -89,7 +89,8 @@ def plan_work(spans: tuple[Span, ...], group: int, window: int | None, tile: Til
             first = span.start + first_row // group
             last = span.start + (min(first_row + tile.rows, rows) - 1) // group
             begin = 0 if window is None else max(0, first - window + 1) // tile.keys * tile.keys
-            lines.append((span.begin, first_row, rows, span.start, begin, last + 1, at))
+            end = last + 1 if span.limit is None else span.limit
+            lines.append((span.begin, first_row, rows, span.start, begin, end, at))
         whole.append((span.kv_tokens, lines[::-1]))
         at += len(span.blocks)
     whole.sort(key=lambda entry: -entry[0])

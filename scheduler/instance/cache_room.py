@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from alignedserve.config import DecodeConfig
 from alignedserve.scheduler.instance.pace import Pace
 from alignedserve.scheduler.instance.plan import Candidate
-from alignedserve.scheduler.instance.running_batch import RunningBatch, RunningRequest
+from alignedserve.scheduler.instance.running_batch import Leaving, RunningBatch, RunningRequest
 
 
 class Shortfall:
@@ -133,23 +134,23 @@ class CacheRoom:
 
     def never_enough(self, candidate: Candidate, victims: Sequence[RunningRequest]) -> bool:
         """Whether the candidate would not fit even without all `victims`; then they need not be sorted."""
-        freed = self._batch.leaving_blocks() + sum(map(self._batch.own_blocks, victims))
-        return self._blocks_for(candidate.kv_tokens + 1) > self._available + freed
+        freed = Leaving(self._batch.allocator, chain(self._batch.leaving.values(), victims))
+        return self._blocks_for(candidate.kv_tokens + 1) > self._available + freed.blocks
 
     def victims_needed(self, candidate: Candidate, victims: Sequence[RunningRequest]) -> int:
         """How many of `victims`, from the front, must go to make room for the candidate; 0 if all are too few."""
         self._measure()
         least = 0 if self._pace is None else self._victims_of(self._pace, candidate, victims)
         missing_slots = 1 - self.slots - len(self._batch.leaving)
-        freed = self._batch.leaving_blocks()
+        freed = Leaving(self._batch.allocator, self._batch.leaving.values())
         for count in range(len(victims) + 1):
             if count:
                 member = victims[count - 1]
-                freed += self._batch.own_blocks(member)
+                freed.add(member)
                 missing_slots -= 1
                 self._size -= 1
                 self._grow(member.kv_tokens, len(member.block_ids), member.max_total_tokens, -1)
-            if count >= least and missing_slots <= 0 and self._missing(candidate, 0) <= freed:
+            if count >= least and missing_slots <= 0 and self._missing(candidate, 0) <= freed.blocks:
                 return count
         return 0
 

@@ -418,7 +418,7 @@ class IterationScheduler:
         misfits = 0
         for candidate in candidates:
             resident = self._batch.resident_blocks(candidate)
-            if resident is None:  # its group's prompt is being copied in: wait for it and share it
+            if resident is None:  # what it begins with is being copied in: wait for it and share it
                 continue
             if not room.take(candidate, len(resident)):
                 misfits += 1

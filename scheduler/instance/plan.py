@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.instance.resident import BlockChain
 from alignedserve.scheduler.priorities import BACKGROUND
 
 
@@ -21,7 +22,7 @@ class BufferKind(enum.IntEnum):
 class Candidate:
     """A request whose copy is complete in a candidate buffer (or in the pool, if buffers are bypassed).
 
-    It has `kv_tokens` tokens of KV; the first `shared_tokens` belong to the prompt that its group shares. `due_s`: past
+    It has `kv_tokens` tokens of KV. `chain`: full blocks of them that others may share; None: none. `due_s`: past
     the starvation threshold, the end of its wait objective; else infinite. Overdue requests take priority over density,
     earliest deadline first. `wait_objective_s`: its own, or 0. `evictions`: how often it was evicted before.
     `rank`: of its priority.
@@ -30,8 +31,7 @@ class Candidate:
     key: RequestKey
     kv_tokens: int
     max_total_tokens: int
-    group_id: str
-    shared_tokens: int
+    chain: BlockChain | None
     buffer: BufferKind
     batch_id: int
     due_s: float = math.inf
@@ -62,7 +62,7 @@ class CancelOutcome(enum.Enum):
 class Join:
     """Copy the candidate's KV into `block_ids` of the decode cache; it enters the iteration after the copy.
 
-    The first `resident_blocks` blocks already hold the KV (shared with a running request of the same group).
+    The first `resident_blocks` blocks already hold the KV, shared with a request that begins alike.
     """
 
     key: RequestKey

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from alignedserve.errors import AccountingError, InvalidRequestError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.resident import BlockChain, Resident, ResidentPrefixes
 from alignedserve.scheduler.priorities import BACKGROUND, Turns
 
 MOST_OVERTAKES = 16
@@ -34,6 +35,8 @@ class _Prompt:
     planned: int  # tokens in chunks handed out, computed or not
     computed: int
     rank: int
+    chain: BlockChain | None = None  # of what is fetched, for others to share
+    shared_tokens: int = 0  # the first of them, whose blocks another prompt had already
     started: bool = False  # holds its blocks
     fetching: bool = False  # the KV of its first tokens is being fetched
     cancelled: bool = False
@@ -49,6 +52,7 @@ class ChunkScheduler:
     A prompt starts only when the cache has room for all of it, so that started prompts always finish. While the first
     in the queue finds no room, no other starts. A prompt's blocks are held by its key in `allocator` from its
     first chunk until `release` (or `cancel`): the worker releases them when their copy has been committed in the pool.
+    Of KV that is fetched, blocks are shared that a prompt here already has; what is being fetched is waited for.
     """
 
     def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
@@ -58,6 +62,8 @@ class ChunkScheduler:
         self._turns = Turns(MOST_OVERTAKES)
         self._pending_tokens = 0
         self._to_fetch: list[RequestKey] = []
+        self._prefixes = ResidentPrefixes()
+        self._residents: dict[RequestKey, Resident] = {}  # of prompts that hold blocks and have a chain
 
     @property
     def pending_tokens(self) -> int:
@@ -68,10 +74,13 @@ class ChunkScheduler:
     def pending_prompts(self) -> int:
         return len(self._prompts)
 
-    def add(self, key: RequestKey, tokens: int, start: int = 0, rank: int = 0) -> None:
+    def add(
+        self, key: RequestKey, tokens: int, start: int = 0, rank: int = 0, chain: BlockChain | None = None
+    ) -> None:
         """Queue a prompt of `tokens` tokens, of which the KV of the first `start` is fetched from elsewhere.
 
-        A prompt with `start` is in `take_fetches` once it has its blocks, and is computed after `fetched`.
+        `chain`: of these first tokens, if other prompts may share their blocks. A prompt with `start` is in
+        `take_fetches` once it has its blocks, unless it shares all of that, and is computed after `fetched`.
 
         Raises InvalidRequestError if the cache could never hold it, AccountingError if it is already here.
         """
@@ -85,7 +94,7 @@ class ChunkScheduler:
                 f"{self._allocator.capacity}",
                 param="prompt",
             )
-        self._prompts[key] = _Prompt(tokens, planned=start, computed=start, rank=rank, fetching=start > 0)
+        self._prompts[key] = _Prompt(tokens, start, start, rank, fetching=start > 0, chain=chain)
         self._pending_tokens += tokens - start
 
     def plan(self, token_budget: int, max_requests: int) -> list[Chunk]:
@@ -108,13 +117,11 @@ class ChunkScheduler:
                 if not most:
                     continue
             if not prompt.started:
-                if full or self._allocator.allocate(self._blocks_for(prompt.tokens), key) is None:
-                    full = True
+                shared = [] if prompt.chain is None else self._prefixes.find(prompt.chain)
+                if shared is None:
                     continue
-                prompt.started = True
-                if prompt.fetching:
-                    self._to_fetch.append(key)
-            if prompt.fetching:
+                full = full or not self._start(key, prompt, shared)
+            if not prompt.started or prompt.fetching:
                 continue
             count = min(most, prompt.tokens - prompt.planned)
             last = prompt.planned + count == prompt.tokens
@@ -129,10 +136,39 @@ class ChunkScheduler:
                 self._turns.had(rank)
         return chunks
 
+    def _start(self, key: RequestKey, prompt: _Prompt, shared: list[int]) -> bool:
+        """Give a prompt its blocks, after those that it shares. Returns False, and nothing changes, without room."""
+        own = self._blocks_for(prompt.tokens) - len(shared)
+        if self._allocator.available_blocks < own:
+            return False
+        self._allocator.retain(shared, key)
+        self._allocator.allocate(own, key)
+        prompt.started = True
+        prompt.shared_tokens = len(shared) * self._block_size
+        prompt.fetching = prompt.computed > prompt.shared_tokens
+        if prompt.fetching:
+            self._to_fetch.append(key)
+        if prompt.chain is not None:
+            self._residents[key] = self._prefixes.enter(prompt.chain, self.blocks_of(key), filled=not prompt.fetching)
+        return True
+
+    def _free(self, key: RequestKey) -> None:
+        self._unshare(key)
+        self._allocator.release_all(key)
+
+    def _unshare(self, key: RequestKey) -> None:
+        resident = self._residents.pop(key, None)
+        if resident is not None:
+            self._prefixes.leave(resident)
+
     def take_fetches(self) -> list[RequestKey]:
         """Prompts that got their blocks since the last call and wait for the KV of their first tokens."""
         fetches, self._to_fetch = self._to_fetch, []
         return fetches
+
+    def shared_blocks(self, key: RequestKey) -> int:
+        """How many of a started prompt's first blocks have their KV already, as another prompt's."""
+        return self._prompts[key].shared_tokens // self._block_size
 
     def start_of(self, key: RequestKey) -> int:
         """Tokens of a prompt under way whose KV is there or being fetched."""
@@ -147,11 +183,14 @@ class ChunkScheduler:
         prompt.fetching = False
         if prompt.cancelled:
             del self._prompts[key]
-            self._allocator.release_all(key)
+            self._free(key)
             return False
-        if failed:
-            self._pending_tokens += prompt.computed
-            prompt.planned = prompt.computed = 0
+        if failed:  # what others may hold is not written to
+            self._unshare(key)
+            self._pending_tokens += prompt.computed - prompt.shared_tokens
+            prompt.planned = prompt.computed = prompt.shared_tokens
+        elif key in self._residents:
+            self._residents[key].filled = True
         return True
 
     def done(self, chunk: Chunk) -> bool:
@@ -171,7 +210,7 @@ class ChunkScheduler:
             return True
         if not prompt.in_flight:
             del self._prompts[chunk.key]
-            self._allocator.release_all(chunk.key)
+            self._free(chunk.key)
         return False
 
     def cancel(self, key: RequestKey) -> bool:
@@ -190,7 +229,7 @@ class ChunkScheduler:
         if key in self._to_fetch:
             self._to_fetch.remove(key)
         del self._prompts[key]
-        self._allocator.release_all(key)
+        self._free(key)
         return True
 
     def blocks_of(self, key: RequestKey) -> list[int]:
@@ -201,7 +240,7 @@ class ChunkScheduler:
         """Free the blocks of a completed prompt. Idempotent."""
         if key in self._prompts:
             raise AccountingError(f"{key} is still being prefilled", request_id=key.request_id)
-        self._allocator.release_all(key)
+        self._free(key)
 
     def check_integrity(self) -> None:
         """Raises AccountingError if prompts, blocks and counters do not match."""
@@ -212,6 +251,7 @@ class ChunkScheduler:
             held = len(self._allocator.blocks_of(key))
             if held != (self._blocks_for(prompt.tokens) if prompt.started else 0):
                 raise AccountingError(f"{key} holds {held} blocks for {prompt.tokens} tokens, started {prompt.started}")
+        self._prefixes.check_integrity(list(self._residents.values()))
         self._allocator.check_integrity()
 
     def _blocks_for(self, tokens: int) -> int:

@@ -3,15 +3,15 @@
     entering ──copy completed──► running ──evicted──► leaving ──copy completed──► (gone)
         └──copy failed──► (gone)    └──finished, cancelled──► (gone)   └──copy failed──► running
 
-Full blocks of a prompt that several answers share are counted once: a joining request shares the blocks that a member
-of its group already holds.
+Leading blocks that several requests share are counted once: a joining request holds those that a member already has of
+its chain (`resident.py`), together with it. What a request shares begins with its first block.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -19,6 +19,7 @@ from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Join, RunItem
+from alignedserve.scheduler.instance.resident import Resident, ResidentPrefixes
 from alignedserve.scheduler.priorities import BACKGROUND
 
 MOST_EVICTIONS = 2  # of a request, as long as others can be evicted that had fewer
@@ -42,6 +43,7 @@ class RunningRequest(RunItem):
     left_s: float = 0.0  # when it was evicted
     to_pool: bool = False  # evicted to the pool, not to the candidate request buffer
     cancelled: bool = False  # its blocks are freed when the copy in flight has ended
+    resident: Resident | None = None  # its blocks that others may share
 
     @property
     def background(self) -> bool:
@@ -58,6 +60,26 @@ class RunningRequest(RunItem):
         return candidate.rank, self.batch_id != batch_id, candidate.evictions < MOST_EVICTIONS, self.kv_tokens
 
 
+class Leaving:
+    """`blocks` become free when these members leave: not those that others hold, too."""
+
+    def __init__(self, allocator: BlockAllocator, members: Iterable[RunningRequest]) -> None:
+        self.blocks = 0
+        self._allocator = allocator
+        self._shared: dict[int, int] = {}  # block -> number of members that hold it
+        for member in members:
+            self.add(member)
+
+    def add(self, member: RunningRequest) -> None:
+        count = self._allocator.holder_count
+        if count(member.block_ids[0]) == 1:  # then it shares no other either
+            self.blocks += len(member.block_ids)
+            return
+        for block in member.block_ids:
+            holders = self._shared[block] = self._shared.get(block, 0) + 1
+            self.blocks += holders == count(block)
+
+
 class RunningBatch:
     """Members by phase, their blocks, and their future needs. Takes blocks from `allocator`, under their keys."""
 
@@ -68,7 +90,7 @@ class RunningBatch:
         self.running: dict[RequestKey, RunningRequest] = {}
         self.leaving: dict[RequestKey, RunningRequest] = {}
         self._by_phase = (self.entering, self.running, self.leaving)
-        self._groups: dict[str, dict[RequestKey, RunningRequest]] = {}
+        self._prefixes = ResidentPrefixes()
         self.background = 0  # members that run or are entering and only take what others leave
         self._of_batch: dict[int, int] = {}  # candidate batch -> number of its members that run or are entering
 
@@ -120,15 +142,8 @@ class RunningBatch:
         return -(-tokens // self.block_size)
 
     def resident_blocks(self, candidate: Candidate) -> list[int] | None:
-        """Leading blocks of the candidate's prompt that are already in the cache; None: they are being copied in."""
-        group = self._groups.get(candidate.group_id)
-        if not group:
-            return []
-        for member in group.values():
-            if member.phase is not Phase.ENTERING:
-                shared_tokens = min(candidate.shared_tokens, member.candidate.shared_tokens, candidate.kv_tokens)
-                return member.block_ids[: shared_tokens // self.block_size]
-        return None
+        """Leading blocks of the candidate that are already in the cache; None: they are being copied in."""
+        return [] if candidate.chain is None else self._prefixes.find(candidate.chain)
 
     def join(self, candidate: Candidate, batch_id: int, resident: list[int]) -> Join:
         """Allocate blocks for the candidate's KV and one more token. The caller has checked that they are available."""
@@ -143,8 +158,8 @@ class RunningBatch:
         member = RunningRequest(key, kv_tokens, block_ids, most, candidate, batch_id, Phase.ENTERING)
         self.entering[key] = member
         self._count(member, 1)
-        if candidate.group_id:
-            self._groups.setdefault(candidate.group_id, {})[key] = member
+        if candidate.chain is not None:
+            member.resident = self._prefixes.enter(candidate.chain, block_ids)
         copied = self.blocks_for(kv_tokens)
         return Join(key, tuple(block_ids[:copied]), min(len(resident), copied))
 
@@ -161,6 +176,8 @@ class RunningBatch:
         return True
 
     def move(self, member: RunningRequest, phase: Phase) -> None:
+        if member.resident is not None:
+            member.resident.filled = True  # only a request that enters is not
         del self._by_phase[member.phase][member.key]
         self._count(member, -1)
         member.phase = phase
@@ -168,36 +185,16 @@ class RunningBatch:
         self._count(member, 1)
 
     def remove(self, member: RunningRequest) -> None:
-        """The member ends here. Its blocks become free, except those that its group shares."""
-        key = member.key
-        del self._by_phase[member.phase][key]
+        """The member ends here. Its blocks become free, except those that others share."""
+        del self._by_phase[member.phase][member.key]
         self._count(member, -1)
-        self.allocator.release_all(key)
-        group = self._groups.get(member.candidate.group_id)
-        if group is not None:
-            del group[key]
-            if not group:
-                del self._groups[member.candidate.group_id]
-
-    def own_blocks(self, member: RunningRequest) -> int:
-        """Blocks that become free when the member is removed."""
-        group = self._groups.get(member.candidate.group_id)
-        if group is None or len(group) == 1:
-            return len(member.block_ids)
-        return sum(1 for block in member.block_ids if self.allocator.holder_count(block) == 1)
+        self.allocator.release_all(member.key)
+        if member.resident is not None:
+            self._prefixes.leave(member.resident)
 
     def leaving_blocks(self) -> int:
-        """Blocks that become free when every copy out has completed, without blocks that other members still hold."""
-        if not self.leaving:
-            return 0
-        if all(self._is_alone(member) for member in self.leaving.values()):
-            return sum(len(member.block_ids) for member in self.leaving.values())
-        count = self.allocator.holder_count
-        leaving: dict[int, int] = {}
-        for member in self.leaving.values():
-            for block in member.block_ids:
-                leaving[block] = leaving.get(block, 0) + 1
-        return sum(1 for block, holders in leaving.items() if holders == count(block))
+        """Blocks that become free when every copy out has completed."""
+        return Leaving(self.allocator, self.leaving.values()).blocks if self.leaving else 0
 
     def _count(self, member: RunningRequest, change: int) -> None:
         if member.phase is Phase.LEAVING:
@@ -209,9 +206,6 @@ class RunningBatch:
             self._of_batch[member.batch_id] = count
         else:
             self._of_batch.pop(member.batch_id, None)
-
-    def _is_alone(self, member: RunningRequest) -> bool:
-        return len(self._groups.get(member.candidate.group_id, ())) <= 1
 
     def check_integrity(self) -> None:
         """Raises AccountingError if members and blocks do not match."""
@@ -225,12 +219,10 @@ class RunningBatch:
                     )
                 if len(member.block_ids) < self.blocks_for(member.kv_tokens):
                     raise AccountingError(f"{key}: {len(member.block_ids)} blocks for {member.kv_tokens} tokens")
-        grouped = {key for group in self._groups.values() for key in group}
         members = [member for phase in self._by_phase for member in phase.values()]
         if Counter(member.batch_id for member in self.present()) != self._of_batch:
             raise AccountingError("the member counts by batch do not match a recount")
         if sum(member.background for member in self.present()) != self.background:
             raise AccountingError(f"{self.background} members only take what others leave; a recount differs")
-        if grouped != {member.key for member in members if member.candidate.group_id} or not all(self._groups.values()):
-            raise AccountingError("groups do not match the members")
+        self._prefixes.check_integrity([member.resident for member in members if member.resident is not None])
         self.allocator.check_integrity()

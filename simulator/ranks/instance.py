@@ -261,7 +261,7 @@ class RankedInstance(Members):
         self._prepare(rank)
         rank.offered.append(request)
         most = self._cell.max_total_tokens(self._cell.request(request.key))
-        candidate = Candidate(request.key, request.tokens, most, "", 0, BufferKind.REQUESTS, 0)
+        candidate = Candidate(request.key, request.tokens, most, None, BufferKind.REQUESTS, 0)
         rank.scheduler.offer(candidate, self._clock.now_s)
 
     def _take_back(self, request: Ready, rank: SimulatedRank) -> None:

@@ -11,6 +11,7 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.instance.pace import Pace
 from alignedserve.scheduler.instance.plan import BufferKind, Candidate, IterationPlan
+from support.chains import chain_of
 from support.core_cell import key
 
 
@@ -37,7 +38,7 @@ class Worker:
         pace: Pace | None = None,
         **config: Any,
     ) -> None:
-        self.allocator = BlockAllocator(capacity, "decode-0")
+        self.allocator, self.block_size = BlockAllocator(capacity, "decode-0"), block_size
         self.config = DecodeConfig(**{"join_iterations": 2, **config})
         self.scheduler = IterationScheduler(
             self.config,
@@ -67,7 +68,8 @@ class Worker:
     ) -> None:
         most = most or kv_tokens + 8
         of_buffer = buffer, batch_id, due_s
-        candidate = Candidate(key(name), kv_tokens, most, group, shared, *of_buffer, evictions=evictions, rank=rank)
+        chain = chain_of([group] * shared, self.block_size)
+        candidate = Candidate(key(name), kv_tokens, most, chain, *of_buffer, evictions=evictions, rank=rank)
         self.scheduler.offer(candidate, self.now_s)
 
     def plan(self) -> IterationPlan:

@@ -104,12 +104,41 @@ def paged_case(
         block = torch.tensor(items[-1].block_ids, device=device)[position // block_size]
         for kind, past in enumerate((keys[-1], values[-1])):
             cache[block, layer, :, kind, position % block_size] = past[:start]
-    batch = build_batch(items, block_size, num_blocks, torch.device(device))
-    query = draw(batch.tokens, heads, head_dim)
+    return _packed(items, keys, values, cache, draw(sum(new for new, _ in spans), heads, head_dim))
+
+
+def _packed(
+    items: list[ForwardItem],
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    cache: torch.Tensor,
+    query: torch.Tensor,
+) -> PagedCase:
+    batch = build_batch(items, cache.shape[4], cache.shape[0], cache.device)
     key, value = (
         torch.cat([past[item.start :] for item, past in zip(items, pasts, strict=True)]) for pasts in (keys, values)
     )
     return PagedCase(cache, batch, query, key, value, keys, values, items)
+
+
+def shared_case(
+    spans: Sequence[tuple[int, int, int]],
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+) -> PagedCase:
+    """`paged_case` of requests of `(new tokens, cached tokens, blocks shared)`: that many are those of the longest."""
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
+    case = paged_case([(new, start) for new, start, _ in spans], **shape, dtype=dtype)
+    longest = max(range(len(spans)), key=lambda index: spans[index][2])
+    for (_, _, blocks), item, key, value in zip(spans, case.items, case.keys, case.values, strict=True):
+        item.block_ids[:blocks] = case.items[longest].block_ids[:blocks]
+        tokens = blocks * block_size
+        key[:tokens], value[:tokens] = case.keys[longest][:tokens], case.values[longest][:tokens]
+    return _packed(case.items, case.keys, case.values, case.cache, case.query)
 
 
 def attend_exactly(

@@ -25,6 +25,7 @@ from alignedserve.scheduler.instance.plan import (
 from alignedserve.scheduler.priorities import rank_of
 from alignedserve.scheduler.systems import default_objective_s
 from alignedserve.simulator.buffers import decode_report
+from support.chains import chain_of
 from support.small_cell import times
 from support.small_cell.pool import Write
 from support.small_cell.requests import Service
@@ -71,7 +72,7 @@ class Decode:
             self.cell.stopped(self, key)
             return
         request = self.cell.request(key)
-        shared = request.prompt if request.group_size > 1 else 0
+        chain = None if request.group_size < 2 else chain_of([request.group_id] * request.prompt, self.cell.shape.block_size)
         self.source[key], self.length[key] = source, kv_tokens
         most = request.prompt + request.most
         objective_s = request.wait_objective_s
@@ -79,8 +80,7 @@ class Decode:
             key,
             kv_tokens,
             most,
-            request.group_id,
-            shared,
+            chain,
             kind,
             batch_id,
             wait_objective_s=objective_s,

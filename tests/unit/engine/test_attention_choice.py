@@ -39,6 +39,13 @@ class Wrong(TorchBackend):
         return super().attend(layer, query, key, value, replace(options, sliding_window=None, sinks=None))
 
 
+class Unmerged(TorchBackend):
+    """Attends to what requests share as if it were all."""
+
+    def _attend_shared(self, *args: Any) -> torch.Tensor:
+        return super()._attend_shared(*args) * 1.1
+
+
 class Broken(TorchBackend):
     def begin(self, batch: Any) -> None:
         raise RuntimeError("no kernel image is available")
@@ -105,6 +112,11 @@ def test_a_backend_that_ignores_an_option_is_found_out(option: str, registry: Re
         assert "its result has an error of" in str(measure("wrong", trial, time=False).refusal)
     with Trial(store(), NEEDS) as trial:
         assert measure("wrong", trial, time=False).refusal is None
+
+
+def test_a_backend_that_is_wrong_over_shared_blocks_is_found_out() -> None:
+    with Trial(store(), NEEDS) as trial:
+        assert "over blocks that requests share its result has an error of" in str(trial.fault(Unmerged))
 
 
 def test_a_backend_that_fails_is_left_out_with_its_reason(registry: Registry[Any]) -> None:

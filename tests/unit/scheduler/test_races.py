@@ -134,7 +134,7 @@ def test_a_candidate_that_is_announced_again_with_more_than_the_cache_can_hold_i
     scheduler = IterationScheduler(DecodeConfig(), BlockAllocator(4, "decode-0"), 4)
     name = RequestKey("a")
     for most in 12, 20:
-        scheduler.offer(Candidate(name, 8, most, "", 0, BufferKind.BATCH, 1), 0.0)
+        scheduler.offer(Candidate(name, 8, most, None, BufferKind.BATCH, 1), 0.0)
         scheduler.check_integrity()
     plan = scheduler.plan(0.0)
     assert (plan.joins, plan.give_back.keys) == ((), (name,))

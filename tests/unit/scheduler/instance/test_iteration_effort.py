@@ -11,6 +11,7 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.cache_room import Shortfall
 from alignedserve.scheduler.instance.plan import BufferKind, Candidate
 from alignedserve.scheduler.instance.running_batch import Phase, RunningBatch, RunningRequest
+from support.chains import chain_of
 from support.core_cell import key
 from support.iterations import Worker
 
@@ -68,9 +69,8 @@ def test_what_is_missing_is_kept_up_as_members_leave(seed: int) -> None:
         tokens = rng.randint(1, 4 * block_size)
         most = tokens + rng.randint(1, 3 * block_size)
         grouped = number and rng.random() < 0.4
-        candidate = Candidate(
-            RequestKey(str(number)), tokens, most, f"g{number // 3}" if grouped else "", tokens, BufferKind.BATCH, 1
-        )
+        chain = chain_of([f"g{number // 3}"] * tokens, block_size) if grouped else None
+        candidate = Candidate(RequestKey(str(number)), tokens, most, chain, BufferKind.BATCH, 1)
         if batch.allocator.free_blocks > 5:
             batch.join(candidate, 1, batch.resident_blocks(candidate) or [])
     for member in list(batch.entering.values()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -10,21 +11,28 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from alignedserve.config import DecodeConfig
 from alignedserve.errors import AccountingError
+from alignedserve.kv_pool.prefix_chain import digest
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.instance.pace import Pace
 from alignedserve.scheduler.instance.plan import BufferKind, CancelOutcome, Candidate, Evict, IterationPlan, Join
+from support.chains import chain_of, weak_digest
 from support.machines import machine_settings
 
 NUMBERS = st.integers(0, 9)
 MANY = st.lists(NUMBERS, max_size=4)
 KINDS = st.sampled_from(BufferKind)
 GROUP_SIZE = 3  # requests 0 to 2, 3 to 5 and 6 to 8 answer one prompt each; 9 is alone
+COMMON = 6  # tokens that all prompts begin with
 
 
 def key_of(number: int) -> RequestKey:
     return RequestKey(str(number))
+
+
+def salt_of(key: RequestKey) -> bytes:
+    return b"other" if int(key.request_id) == 8 else b""
 
 
 @dataclass
@@ -53,6 +61,7 @@ class IterationMachine(RuleBasedStateMachine):
         join_window=st.sampled_from((None, 0.0, 0.25)),
         prompts=st.lists(st.integers(1, 30), min_size=4, max_size=4),
         objective_s=st.sampled_from((None, None, 1.0, 150.0, 300.0)),
+        digest=st.sampled_from((digest, digest, weak_digest)),
     )
     def start(
         self,
@@ -65,6 +74,7 @@ class IterationMachine(RuleBasedStateMachine):
         join_window: float | None,
         prompts: list[int],
         objective_s: float | None,
+        digest: Callable[[bytes], bytes],
     ) -> None:
         """With an objective a token takes a second in an iteration; joins count each member with all its growth."""
         self.allocator = BlockAllocator(capacity, "decode-0")
@@ -80,8 +90,26 @@ class IterationMachine(RuleBasedStateMachine):
             pace=None if objective_s is None else Pace(objective_s, sum),
         )
         self.known: dict[RequestKey, Known] = {}
+        self.digest = digest
+        self.content: dict[int, tuple[object, ...]] = {}  # block -> salt, and the tokens up to its end
         self.failed_out = 0  # failed copies out: as many requests may run beyond `max_running`
         self.now_s = 0.0
+
+    def words(self, key: RequestKey, count: int) -> list[str]:
+        """The first tokens of a request: some are everybody's, some its group's, and the rest its own."""
+        number = int(key.request_id)
+        group = number // GROUP_SIZE
+        ends = min(COMMON, self.prompts[group]), self.prompts[group] + 2
+        return ["all" if at < ends[0] else f"g{group}" if at < ends[1] else f"r{number}" for at in range(count)]
+
+    def note_content(self, join: Join) -> None:
+        """What a join shares is the KV of its own tokens."""
+        words = self.words(join.key, self.known[join.key].tokens)
+        for index, block in enumerate(join.block_ids):
+            content = (salt_of(join.key), *words[: (index + 1) * self.block_size])
+            if index < join.resident_blocks:
+                assert self.content[block] == content
+            self.content[block] = content
 
     def where(self, *places: str) -> list[Known]:
         return [known for known in self.known.values() if known.where in places]
@@ -92,8 +120,8 @@ class IterationMachine(RuleBasedStateMachine):
     def offer(self, number: int, more: int, most: int, kind: BufferKind, batch_id: int) -> None:
         key = key_of(number)
         prompt = self.prompts[number // GROUP_SIZE]
-        group, shared = (f"g{number // GROUP_SIZE}", prompt) if number < 9 else ("", 0)
-        candidate = Candidate(key, prompt + more, prompt + more + most, group, shared, kind, batch_id)
+        chain = chain_of(self.words(key, prompt + more), self.block_size, salt_of(key), self.digest)
+        candidate = Candidate(key, prompt + more, prompt + more + most, chain, kind, batch_id)
         self.scheduler.offer(candidate, self.now_s)
         known = self.known.get(key)
         if known is not None and known.where != "candidate":
@@ -212,6 +240,7 @@ class IterationMachine(RuleBasedStateMachine):
             assert len(join.block_ids) == -(-known.tokens // self.block_size)
             for block in join.block_ids[join.resident_blocks :]:
                 assert self.allocator.holders(block) == (join.key,)  # no other request's KV is overwritten
+            self.note_content(join)
             known.where, known.copy = "entering", join
         if plan.joins and self.objective_s is not None:
             members = self.where("running", "entering")
@@ -220,7 +249,9 @@ class IterationMachine(RuleBasedStateMachine):
             known = self.known[item.key]
             assert (known.where, known.tokens) == ("running", item.kv_tokens)  # its copy has completed
             assert len(item.block_ids) * self.block_size > item.kv_tokens
-            assert self.allocator.holders(item.block_ids[item.kv_tokens // self.block_size]) == (item.key,)
+            written = item.block_ids[item.kv_tokens // self.block_size]
+            assert self.allocator.holders(written) == (item.key,)
+            self.content.pop(written, None)
         assert len({item.key for item in plan.run}) == len(plan.run)
         assert len(plan.run) + plan.stalled <= len(self.where("running"))
         assert len(self.where("running", "entering")) <= self.max_running + self.failed_out

@@ -9,6 +9,7 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.instance.plan import BufferKind, CancelOutcome, Candidate
+from support.chains import chain_of
 
 
 class World:
@@ -52,8 +53,9 @@ class World:
         buffer = self.rng.choice(list(BufferKind))
         for name in self.rng.sample(list(self.pool), min(len(self.pool), self.rng.randint(1, 6))):
             group, shared = self.group[name] = self.pool.pop(name)
+            chain = chain_of([group] * shared, self.block_size) if group else None
             self.scheduler.offer(
-                Candidate(name, self.length[name], self.target[name], group, shared, buffer, self.batch_id), self.now_s
+                Candidate(name, self.length[name], self.target[name], chain, buffer, self.batch_id), self.now_s
             )
 
     def interfere(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,13 +10,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from alignedserve.errors import AccountingError, InvalidRequestError
+from alignedserve.kv_pool.prefix_chain import digest
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.prefill_chunks import Chunk, ChunkScheduler
+from support.chains import chain_of, weak_digest
 from support.machines import machine_settings
 
 KEYS = st.integers(0, 5).map(lambda number: RequestKey(str(number)))
 CAPACITY, BLOCK = 8, 4
+
+
+def words(key: RequestKey, count: int) -> list[str]:
+    """The first tokens of a prompt: some are everybody's, some those of every other prompt."""
+    number = int(key.request_id)
+    return ["all" if at < 4 else f"half {number % 2}" if at < 10 else f"own {number}" for at in range(count)]
 
 
 @dataclass
@@ -28,6 +37,7 @@ class Prompt:
     started: bool = False
     to_fetch: bool = False  # the KV of its first tokens must be fetched, or is being fetched
     fetching: bool = False
+    shared: int = 0  # tokens in blocks of others
 
 
 @dataclass
@@ -46,9 +56,26 @@ class ChunksMachine(RuleBasedStateMachine):
         self.chunks = ChunkScheduler(self.allocator, BLOCK)
         self.model = Model()
 
-    @initialize()
-    def start(self) -> None:
-        pass
+    @initialize(digest=st.sampled_from((digest, digest, weak_digest)))
+    def start(self, digest: Callable[[bytes], bytes]) -> None:
+        self.digest = digest
+        self.content: dict[int, list[str]] = {}  # block -> the tokens up to its end, of blocks that were fetched
+
+    def note_starts(self) -> None:
+        """What a prompt shares is the KV of its own tokens, and has been fetched."""
+        for key, prompt in self.model.prompts.items():
+            if prompt.started or not (blocks := self.chunks.blocks_of(key)):
+                continue
+            prompt.started = True
+            shared = self.chunks.shared_blocks(key)
+            prompt.shared = shared * BLOCK
+            prompt.to_fetch = prompt.planned > prompt.shared
+            assert prompt.shared <= prompt.planned
+            for index, block in enumerate(blocks):
+                if index < shared:
+                    assert self.content[block] == words(key, (index + 1) * BLOCK)
+                else:
+                    self.content.pop(block, None)
 
     @rule(key=KEYS, tokens=st.integers(0, 40), start=st.integers(-1, 12))
     def add(self, key: RequestKey, tokens: int, start: int) -> None:
@@ -59,12 +86,13 @@ class ChunksMachine(RuleBasedStateMachine):
             with pytest.raises(InvalidRequestError):
                 self.chunks.add(key, tokens, start)
         elif key not in self.model.prompts:
-            self.chunks.add(key, tokens, start)
+            self.chunks.add(key, tokens, start, chain=chain_of(words(key, start), BLOCK, digest=self.digest))
             self.model.prompts[key] = Prompt(tokens, start, start, to_fetch=start > 0)
 
     @rule(budget=st.integers(0, 20), most=st.integers(0, 4))
     def plan(self, budget: int, most: int) -> None:
         chunks = self.chunks.plan(budget, most)
+        self.note_starts()
         assert sum(chunk.count for chunk in chunks) <= budget
         assert len(chunks) <= most
         for chunk in chunks:
@@ -74,16 +102,21 @@ class ChunksMachine(RuleBasedStateMachine):
             assert chunk.start == prompt.planned
             assert chunk.count > 0
             prompt.planned += chunk.count
-            prompt.started = True
+            assert prompt.started
             assert chunk.last == (prompt.planned == prompt.tokens) == (prompt.planned >= prompt.tokens)
         self.model.in_flight += chunks
         for key in self.chunks.take_fetches():
             prompt = self.model.prompts[key]
             assert prompt.to_fetch
-            prompt.started = prompt.fetching = True
+            prompt.fetching = True
         wanted = [k for k, p in self.model.prompts.items() if not (p.cancelled or p.done) and p.planned < p.tokens]
+        wanted = [k for k in wanted if self.model.prompts[k].started or not self.may_wait(k)]
         started = [key for key in wanted if self.model.prompts[key].started]
         assert wanted[: len(started)] == started  # first come, first served: no prompt overtakes
+
+    def may_wait(self, key: RequestKey) -> bool:
+        """Whether others are fetching, so that the prompt may wait for what both begin with."""
+        return self.model.prompts[key].to_fetch and any(other.fetching for other in self.model.prompts.values())
 
     @precondition(lambda self: self.model.in_flight)
     @rule()
@@ -109,7 +142,10 @@ class ChunksMachine(RuleBasedStateMachine):
         if prompt.cancelled:
             del self.model.prompts[key]
         elif failed:
-            prompt.planned = prompt.computed = 0
+            prompt.planned = prompt.computed = prompt.shared
+        else:
+            blocks = self.chunks.blocks_of(key)[: prompt.planned // BLOCK]
+            self.content |= {block: words(key, (index + 1) * BLOCK) for index, block in enumerate(blocks)}
 
     @rule(key=KEYS)
     def done_out_of_turn(self, key: RequestKey) -> None:
@@ -146,7 +182,7 @@ class ChunksMachine(RuleBasedStateMachine):
         assert self.chunks.pending_tokens == sum(p.tokens - p.computed for p in prompts.values() if not p.cancelled)
         held = {key: -(-p.tokens // BLOCK) for key, p in prompts.items() if p.started}
         assert {key: len(self.chunks.blocks_of(key)) for key in held} == held
-        assert self.allocator.owned_blocks == sum(held.values())
+        assert self.allocator.owned_blocks == len({block for key in held for block in self.chunks.blocks_of(key)})
 
     def teardown(self) -> None:
         """Every remaining prompt is computed once the blocks of the completed ones are released."""

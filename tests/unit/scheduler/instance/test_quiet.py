@@ -27,7 +27,7 @@ def scheduler(blocks: int, config: DecodeConfig, objective_s: float | None = Non
 
 
 def candidate(number: int, tokens: int, most: int, kind: BufferKind, batch_id: int, due_s: float) -> Candidate:
-    return Candidate(RequestKey(f"r{number}"), tokens, most, "", 0, kind, batch_id, due_s)
+    return Candidate(RequestKey(f"r{number}"), tokens, most, None, kind, batch_id, due_s)
 
 
 class Pair:
