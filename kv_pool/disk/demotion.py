@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -84,6 +84,17 @@ class Demotion:
         """Returns whether no call is under way, after waiting a little. `run` must have ended."""
         self._threads.close()
         return await self._threads.ended()
+
+    async def erase(self, slots: Sequence[int]) -> None:
+        """Write that these slots, which are indexed no more, have no entry."""
+        gone = [slot for slot in slots if self._on_disk[slot]]
+        try:
+            await self._result(self._save_entries(gone))
+        except OSError as error:
+            self.breaker.failed(error)
+            return
+        for slot in gone:
+            self._on_disk[slot] = self._disk.index.indexed[slot]  # it may have been written to again
 
     async def run(self) -> None:
         while True:

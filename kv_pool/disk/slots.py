@@ -80,6 +80,23 @@ class DiskSlots:
             self.index.remove(ids)
             self.blocks.uncache([each for each in ids if self.blocks.cached[each]])
 
+    def forget(self, root: bytes, token_ids: Sequence[int]) -> list[int]:
+        """Forget a prefix of full blocks and all that continues it; without tokens, all of the root. Returns the slots.
+
+        Raises TransferError if `root` is not a digest.
+        """
+        if token_ids:
+            chain = self.index.chain(root, token_ids)
+            found = self.index.match(chain, chain.blocks)
+            if len(found) < chain.blocks:
+                return []
+            slots = self.index.continued_by(found)
+        else:
+            slots = self.index.under(root)
+        self.index.remove(slots)
+        self.blocks.uncache([slot for slot in slots if self.blocks.cached[slot]])
+        return slots
+
     def proofs(self, slots: Sequence[int]) -> list[int]:
         found: list[int] = self.entries.words[np.array(slots, np.int32), CHECKSUM].tolist()
         return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +71,7 @@ class DiskTier:
         self._opened: _Opened | None = None
         self._opening: asyncio.Task[None] | None = None
         self._tried = asyncio.Event()  # opening has succeeded or failed once
-        self._pinning: set[asyncio.Task[None]] = set()
+        self._working: set[asyncio.Task[None]] = set()  # promotions with what follows them, and erasures
 
     async def start(self, *, required: bool) -> None:
         """Open the file in the background, and wait for it a little.
@@ -156,9 +156,7 @@ class DiskTier:
         if opened is None or opened.promotion.coming(root, token_ids, len(token_ids)) is None:
             then()
             return
-        task = asyncio.get_running_loop().create_task(self._promote(opened.promotion, root, token_ids, then))
-        self._pinning.add(task)
-        task.add_done_callback(self._pinning.discard)
+        self._run(self._promote(opened.promotion, root, token_ids, then))
 
     async def _promote(
         self, promotion: Promotion, root: bytes, token_ids: Sequence[int], then: Callable[[], None]
@@ -185,6 +183,21 @@ class DiskTier:
         if self._opened is None:
             return 0
         return self._opened.copies.first_used(block_ids) * self._shard.index.block_size
+
+    def forget(self, root: bytes, token_ids: Sequence[int]) -> None:
+        """Forget a prefix of full blocks and all that continues it; without tokens, all of the root.
+
+        The file's entries follow soon. Raises TransferError if `root` is not a digest.
+        """
+        if self._opened is None:
+            return
+        if slots := self._opened.disk.forget(root, token_ids):
+            self._run(self._opened.demotion.erase(slots))
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
 
     # ---- what it tells
 
@@ -226,7 +239,7 @@ class DiskTier:
     async def close(self) -> None:
         """End all tasks. What is being written or read is lost. A call that hangs keeps the file open."""
         self._thread.close()
-        await end_tasks([*filter(None, [self._opening]), *self._pinning])
+        await end_tasks([*filter(None, [self._opening]), *self._working])
         if (opened := self._opened) is None:
             return
         self._opened = None

@@ -130,12 +130,18 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
         )
 
     async def Drop(self, request: kp.DropCached, context: Context) -> kp.Dropped:
-        pins = await self._open_pins(context)
+        pool, pins = await self._ready(context), await self._open_pins(context)
         names, grants = pins.let_go(request.names)
         removed = 0
         if request.HasField("prefix"):
             try:
-                more, removed, freed = pins.drop(request.prefix, self.root(request.prefix.salt))
+                root = self.root(request.prefix.salt)
+                more, removed, freed = pins.drop(request.prefix, root)
+                if self.disk is not None:
+                    tokens = prefix_tokens(request.prefix)
+                    whole = len(tokens) // pool.block_size * pool.block_size
+                    if whole or not tokens:
+                        self.disk.forget(root, tokens[:whole])
             except AlignedServeError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
             names, grants = [*names, *more], [*grants, *freed]

@@ -147,6 +147,27 @@ def test_what_is_on_disk_is_not_written_again_and_only_what_is_new_is_read(make:
     assert metric(rig, "disk_tier_written_bytes_total") == 5 * PAGE_BYTES
 
 
+def test_a_prefix_that_is_dropped_is_not_on_disk_after_a_restart_either(make: Make) -> None:
+    async def drop(rig: TierRig, tokens: Sequence[int]) -> None:
+        rig.tier.forget(ROOT, tokens)
+
+    first = opened(make())
+    cache(first, A)
+    cache(first, [*A[:8], *B])
+    first.demote()
+    first.run(drop(first, A[:12]))
+    first.spin()
+    assert (on_disk(first, A), on_disk(first, [*A[:8], *B])) == (2, 7)
+    first.kill()
+    second = opened(make())
+    assert (on_disk(second, A), on_disk(second, [*A[:8], *B])) == (2, 7)
+    second.run(drop(second, []))
+    second.spin()
+    assert second.tier.count().cached == 0
+    second.kill()
+    assert opened(make()).tier.count().cached == 0
+
+
 def test_only_what_goes_next_is_written_and_only_while_few_blocks_are_free(make: Make) -> None:
     rig = opened(make(ahead=2))
     cache(rig, A)
