@@ -217,7 +217,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
             if specs:
                 check_group(list(specs.values()), self._instance.vocab_size)
                 await self._instance.compile_grammars(specs.values())
-                base = base or await self._instance.find_prefix(list(specs.values()))
+                base = base or await self._instance.find_prefix(list(specs.values()), group.copy_from)
         except AlignedServeError as error:
             failure = error
         expected = [key for key in keys if self._expected.get(key) is group]  # others were cancelled
@@ -451,6 +451,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
             cache_blocks=instance.cache.capacity,
             cache_free_blocks=instance.cache.free_blocks,
         )
+        description.copy_s_per_token = instance.loans.copy_s_per_token
         if instance.returns is not None:
             description.pool_wait_blocks = instance.returns.waiting_blocks
         if instance.buffers:  # without prefetch there are no candidate buffers

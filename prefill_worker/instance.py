@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
@@ -23,6 +24,7 @@ from alignedserve.model import ModelInfo
 from alignedserve.prefill_worker.buffers import CandidateBuffer
 from alignedserve.prefill_worker.layerwise import Ahead, Layerwise
 from alignedserve.prefill_worker.layerwise_choice import measure
+from alignedserve.prefill_worker.loans import Loans
 from alignedserve.prefill_worker.loop import Base, Computed, PrefillLoop
 from alignedserve.prefill_worker.offload import Offloader
 from alignedserve.prefill_worker.prefetch import Prefetcher
@@ -85,12 +87,14 @@ class PrefillInstance:
         self.compute: PrefillLoop | None = None  # the compute thread; None until `load` has warmed it up
         self.offloader: Offloader | None = None  # copies computed prompts to the pool; None until `load`
         self.grammars: Grammars | None = None  # None until `load`, or without a tokenizer
+        self.loans = Loans(settings.token)
         self.prefixes: Prefixes | None = None  # None until `load`, or without kv_pool.prefix_cache
         self.layerwise: Layerwise | None = None  # copies during a pass; None until `load`, or if off
         self.prefetcher: Prefetcher | None = None  # fills and empties the buffers; None until `load`
 
     async def on_view(self, view: sv.ClusterView) -> None:
         await self._pool.on_view(view)
+        await self.loans.on_view(view)
 
     async def load(self, report: Callable[[], None]) -> None:
         """Like `_load`. Raises ResourceError, which lists the use of memory, if the device runs out of it."""
@@ -133,7 +137,7 @@ class PrefillInstance:
             settings.id, writers[0], self.copier, offload, self.pool_id, size, committed if self.buffers else None
         )
         if config.kv_pool.prefix_cache:
-            self.prefixes = Prefixes(writers[0], self.pool_id, size)
+            self.prefixes = Prefixes(writers[0], self.pool_id, size, self.loans)
         readers = {kind: self._pool.reader(channel) for kind, channel in from_pool.items()}
         self.prefetcher = Prefetcher(
             self.buffers, self.copier, readers, to_pool, writers[1], self._read, committed, size
@@ -144,7 +148,10 @@ class PrefillInstance:
 
         def bring(key: RequestKey, base: Base, block_ids: Sequence[int]) -> Completion:
             route = Route(reader.channel(base.pool_id), base.block_ids, base.checksums)
-            return self.copier.copy([route, route], block_ids, key.request_id)
+            copy, began_s = self.copier.copy([route, route], block_ids, key.request_id), time.perf_counter()
+            if base.cached and not base.here:
+                copy.add_callback(lambda copied: self._note_loan(copied, len(block_ids) * size, began_s))
+            return copy
 
         cost = configured_cost(config.scheduler)
         self.layerwise = await self._layerwise(runner, cache_store, self.offloader)
@@ -177,13 +184,20 @@ class PrefillInstance:
         if bound and self.grammars is not None:
             await self.grammars.prepare(bound)
 
-    async def find_prefix(self, group: Sequence[pb.RequestSpec]) -> Base | None:
-        """The part of the group's prompt that the prefix cache has, held for its first request until `prefix_ended`."""
+    def _note_loan(self, copied: Completion, tokens: int, began_s: float) -> None:
+        if copied.error is None and tokens:
+            self.loans.copied(tokens, time.perf_counter() - began_s)
+
+    async def find_prefix(self, group: Sequence[pb.RequestSpec], copy_from: str) -> Base | None:
+        """The part of the group's prompt that the prefix cache has, held for its first request until `prefix_ended`.
+
+        `copy_from`: a shard of another node that may have more than this node's.
+        """
         first = group[0]
         if self.prefixes is None or (first.sampling.HasField("prompt_logprobs") and not first.output_token_ids):
             return None
         tokens = [*first.prompt_token_ids, *first.output_token_ids]
-        return await self.prefixes.find(key_from_proto(first.key), tokens, first.cache_salt)
+        return await self.prefixes.find(key_from_proto(first.key), tokens, first.cache_salt, copy_from)
 
     def prefix_ended(self, leads: Iterable[RequestKey], *, committed: bool = False) -> None:
         if self.prefixes is not None:
@@ -283,5 +297,6 @@ class PrefillInstance:
             await asyncio.to_thread(channel.close)
         self.copier.close()
         await self._pool.close()
+        await self.loans.close()
         for buffer in self.buffers.values():
             buffer.store.close()

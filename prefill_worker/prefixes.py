@@ -16,6 +16,7 @@ from alignedserve.errors import AlignedServeError
 from alignedserve.kv_pool.prefix_chain import DIGEST_BYTES, Chain, root_digest
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.metrics import Page
+from alignedserve.prefill_worker.loans import Loans
 from alignedserve.prefill_worker.loop import Base
 from alignedserve.request import RequestKey
 
@@ -29,15 +30,16 @@ again in less time than its copy to the pool takes."""
 class Prefixes:
     """For one event loop. Any failure of the shard costs a match, and never a request."""
 
-    def __init__(self, pool: PoolWriter, pool_id: str, block_size: int) -> None:
+    def __init__(self, pool: PoolWriter, pool_id: str, block_size: int, loans: Loans) -> None:
         self._pool = pool
+        self._loans = loans
         self._pool_id = pool_id
         self._block_size = block_size
         self._pinned: set[RequestKey] = set()
         self._coming: dict[bytes, asyncio.Future[None]] = {}  # digest of a prefix of full blocks -> when it is cached
         self._under_way: dict[RequestKey, tuple[list[bytes], asyncio.Future[None]]] = {}
         self.queried_tokens = 0
-        self.hit_tokens = {"host": 0, "disk": 0}  # by where their KV was
+        self.hit_tokens = {"host": 0, "disk": 0, "other node": 0}  # by where their KV was
         self.waited = 0
 
     def show_metrics(self, page: Page) -> None:
@@ -49,8 +51,13 @@ class Prefixes:
         meaning = "prompts that waited for another prompt to compute what both begin with"
         page.counter("prefix_cache_waited_prompts_total", meaning, self.waited)
 
-    async def find(self, lead: RequestKey, tokens: Sequence[int], salt: bytes) -> Base | None:
-        """Pin what the shard has of the prompt; None if it has nothing. `ended` must follow, whatever happens."""
+    async def find(
+        self, lead: RequestKey, tokens: Sequence[int], salt: bytes, copy_from: str = ""
+    ) -> Base | None:
+        """Pin what the shard has of the prompt; None if it has nothing. `ended` must follow, whatever happens.
+
+        `copy_from`: a shard of another node that may have more.
+        """
         digests = self._digests(tokens[:-1], salt)  # the last token is always computed
         self.queried_tokens += len(tokens)
         base, from_disk = await self._pin(lead, tokens, salt) if digests else (None, 0)
@@ -63,11 +70,25 @@ class Prefixes:
             await asyncio.wait([coming])
             base, more = await self._pin(lead, tokens, salt)
             from_disk += more
+        if copy_from and (lent := await self._borrow(copy_from, lead, tokens, salt, base)) is not None:
+            self.hit_tokens["other node"] += lent.tokens
+            return lent
         if base is not None:
             from_disk = min(from_disk, base.tokens)
             self.hit_tokens["disk"] += from_disk
             self.hit_tokens["host"] += base.tokens - from_disk
         return base
+
+    async def _borrow(
+        self, pool_id: str, lead: RequestKey, tokens: Sequence[int], salt: bytes, own: Base | None
+    ) -> Base | None:
+        """What the shard has of the prompt, if it is at least LEAST_SHARED_BLOCKS more than what this node's has."""
+        lent = await self._loans.borrow(pool_id, lead, cached_prefix(tokens, salt))
+        least = LEAST_SHARED_BLOCKS * self._block_size + (own.tokens if own is not None else 0)
+        if lent is not None and lent.tokens >= least:
+            return lent
+        self._loans.give_back(lead)
+        return None
 
     async def _pin(self, lead: RequestKey, tokens: Sequence[int], salt: bytes) -> tuple[Base | None, int]:
         """What the shard has of the prompt, and how many tokens of it came from disk just now."""
@@ -87,6 +108,7 @@ class Prefixes:
         """These prompts are no longer under way. Without `committed` their pins end too."""
         gone = []
         for lead in leads:
+            self._loans.give_back(lead)
             digests, ready = self._under_way.pop(lead, ((), None))
             for digest in digests:
                 if self._coming.get(digest) is ready:

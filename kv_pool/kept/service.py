@@ -111,6 +111,27 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
             return kp.Kept()
         return kp.Kept(held=True, blocks=len(holding.block_ids), block_bytes=self._block_bytes)
 
+    async def Lend(self, request: kp.Pin, context: Context) -> kp.Holding:
+        pool = await self._ready(context)
+        try:
+            tokens, root = prefix_tokens(request.prefix), self.root(request.prefix.salt)
+            held, grants = pool.pin(key_from_proto(request.key), root, tokens, len(tokens))
+        except AlignedServeError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+        self._changed(grants)
+        return kp.Holding(
+            key=request.key,
+            kv_tokens=held.kv_tokens,
+            block_ids=held.block_ids,
+            checksums=held.checksums,
+            pool_id=self._pool_id,
+        )
+
+    async def TakeBack(self, request: kp.Holding, context: Context) -> pb.Empty:
+        pool = await self._ready(context)
+        self._changed(pool.drop([(key_from_proto(request.key), request.kv_tokens)]))
+        return pb.Empty()
+
     async def List(self, request: kp.CacheQuery, context: Context) -> kp.CacheContents:
         pool, pins = await self._ready(context), await self._open_pins(context)
         counts, sessions = pool.counts(), pool.sessions

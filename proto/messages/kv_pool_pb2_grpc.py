@@ -300,6 +300,16 @@ class PrefixCacheStub(object):
                 request_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.DropCached.SerializeToString,
                 response_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.Dropped.FromString,
                 _registered_method=True)
+        self.Lend = channel.unary_unary(
+                '/alignedserve.v1.PrefixCache/Lend',
+                request_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.Pin.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.Holding.FromString,
+                _registered_method=True)
+        self.TakeBack = channel.unary_unary(
+                '/alignedserve.v1.PrefixCache/TakeBack',
+                request_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.Holding.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
+                _registered_method=True)
         self.NoteEndings = channel.unary_unary(
                 '/alignedserve.v1.PrefixCache/NoteEndings',
                 request_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.Endings.SerializeToString,
@@ -330,6 +340,21 @@ class PrefixCacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Lend(self, request, context):
+        """Hold the cached blocks of a prompt for an instance of another node that copies them, until `TakeBack`. No blocks: none
+        are cached.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeBack(self, request, context):
+        """its key and `kv_tokens`
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def NoteEndings(self, request, context):
         """How requests ended, which only their gateway can tell. The shard may still hold them, or never have had them.
         """
@@ -354,6 +379,16 @@ def add_PrefixCacheServicer_to_server(servicer, server):
                     servicer.Drop,
                     request_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.DropCached.FromString,
                     response_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.Dropped.SerializeToString,
+            ),
+            'Lend': grpc.unary_unary_rpc_method_handler(
+                    servicer.Lend,
+                    request_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.Pin.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.Holding.SerializeToString,
+            ),
+            'TakeBack': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeBack,
+                    request_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.Holding.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
             ),
             'NoteEndings': grpc.unary_unary_rpc_method_handler(
                     servicer.NoteEndings,
@@ -443,6 +478,60 @@ class PrefixCache(object):
             '/alignedserve.v1.PrefixCache/Drop',
             alignedserve_dot_proto_dot_kv__pool__pb2.DropCached.SerializeToString,
             alignedserve_dot_proto_dot_kv__pool__pb2.Dropped.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alignedserve.v1.PrefixCache/Lend',
+            alignedserve_dot_proto_dot_kv__pool__pb2.Pin.SerializeToString,
+            alignedserve_dot_proto_dot_kv__pool__pb2.Holding.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeBack(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alignedserve.v1.PrefixCache/TakeBack',
+            alignedserve_dot_proto_dot_kv__pool__pb2.Holding.SerializeToString,
+            alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,16 +29,18 @@ class PrefillCommand(_message.Message):
     def __init__(self, prefill: _Optional[_Union[PrefillGroup, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
 
 class PrefillGroup(_message.Message):
-    __slots__ = ("keys", "base", "gateway_address", "specs")
+    __slots__ = ("keys", "base", "gateway_address", "specs", "copy_from")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SPECS_FIELD_NUMBER: _ClassVar[int]
+    COPY_FROM_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedCompositeFieldContainer[_common_pb2.RequestKey]
     base: _kv_pool_pb2.Holding
     gateway_address: str
     specs: bytes
-    def __init__(self, keys: _Optional[_Iterable[_Union[_common_pb2.RequestKey, _Mapping]]] = ..., base: _Optional[_Union[_kv_pool_pb2.Holding, _Mapping]] = ..., gateway_address: _Optional[str] = ..., specs: _Optional[bytes] = ...) -> None: ...
+    copy_from: str
+    def __init__(self, keys: _Optional[_Iterable[_Union[_common_pb2.RequestKey, _Mapping]]] = ..., base: _Optional[_Union[_kv_pool_pb2.Holding, _Mapping]] = ..., gateway_address: _Optional[str] = ..., specs: _Optional[bytes] = ..., copy_from: _Optional[str] = ...) -> None: ...
 
 class Prefetch(_message.Message):
     __slots__ = ("decode_id", "buffer", "batch_id", "requests")
@@ -87,7 +89,7 @@ class ReturnedRequests(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[_common_pb2.PooledRequest, _Mapping]]] = ...) -> None: ...
 
 class PrefillDescription(_message.Message):
-    __slots__ = ("process", "pending_tokens", "cache_blocks", "cache_free_blocks", "batch_buffer_blocks", "batch_buffer_free_blocks", "requests_buffer_blocks", "requests_buffer_free_blocks", "pool_wait_blocks", "measured")
+    __slots__ = ("process", "pending_tokens", "cache_blocks", "cache_free_blocks", "batch_buffer_blocks", "batch_buffer_free_blocks", "requests_buffer_blocks", "requests_buffer_free_blocks", "pool_wait_blocks", "copy_s_per_token", "measured")
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +99,7 @@ class PrefillDescription(_message.Message):
     REQUESTS_BUFFER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_BUFFER_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     POOL_WAIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COPY_S_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
     process: _common_pb2.ProcessKey
     pending_tokens: int
@@ -107,8 +110,9 @@ class PrefillDescription(_message.Message):
     requests_buffer_blocks: int
     requests_buffer_free_blocks: int
     pool_wait_blocks: int
+    copy_s_per_token: float
     measured: _common_pb2.Passes
-    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., cache_blocks: _Optional[int] = ..., cache_free_blocks: _Optional[int] = ..., batch_buffer_blocks: _Optional[int] = ..., batch_buffer_free_blocks: _Optional[int] = ..., requests_buffer_blocks: _Optional[int] = ..., requests_buffer_free_blocks: _Optional[int] = ..., pool_wait_blocks: _Optional[int] = ..., measured: _Optional[_Union[_common_pb2.Passes, _Mapping]] = ...) -> None: ...
+    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., cache_blocks: _Optional[int] = ..., cache_free_blocks: _Optional[int] = ..., batch_buffer_blocks: _Optional[int] = ..., batch_buffer_free_blocks: _Optional[int] = ..., requests_buffer_blocks: _Optional[int] = ..., requests_buffer_free_blocks: _Optional[int] = ..., pool_wait_blocks: _Optional[int] = ..., copy_s_per_token: _Optional[float] = ..., measured: _Optional[_Union[_common_pb2.Passes, _Mapping]] = ...) -> None: ...
 
 class BufferEvent(_message.Message):
     __slots__ = ("stores", "announced", "leased")

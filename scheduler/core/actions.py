@@ -14,8 +14,7 @@ class StartPrefill:
     """Send the group (its first request carries the prompt) to the prefill instance.
 
     `base_tokens`: the pool holds the KV of the first `base_tokens` tokens; only the rest is computed. `copy_from`: the
-    shard whose cached prefix of the prompt is copied to the instance's own first; "" in a cluster, whose routings have
-    no `copies`.
+    shard whose cached prefix of the prompt is copied to the instance's own first; "" if none is.
     """
 
     prefill_id: str

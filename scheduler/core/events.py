@@ -116,7 +116,8 @@ class PrefillReported:
     """Free blocks are those that a prefetch could take now, without those leased for evictions.
 
     `pool_wait_blocks`: pool blocks that returns of its candidates wait for, because the pool has none free. `measured`:
-    chunks that it has computed since its last report of them.
+    chunks that it has computed since its last report of them. `copy_s_per_token`: of cached prefixes that it has copied
+    from other shards; 0: there were none.
     """
 
     prefill_id: str
@@ -128,6 +129,7 @@ class PrefillReported:
     requests_buffer_free_blocks: int
     pool_wait_blocks: int = 0
     measured: Passes | None = None
+    copy_s_per_token: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ class PrefillView:
 
     def report(self, event: PrefillReported, block_size: int) -> None:
         self.load.cache_tokens = event.cache_blocks * block_size
+        self.load.copy_s_per_token = event.copy_s_per_token
         if event.measured is not None:
             self.load.cost.observe_chunks(event.measured)
         self.pool_wait_blocks = event.pool_wait_blocks

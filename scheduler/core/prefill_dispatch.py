@@ -109,6 +109,5 @@ class PrefillDispatch:
             self._state.begin_prefill(record, load.prefill_id, needed, now_s)
         first.prefill_tokens, first.prefill_s = route.tokens, route.seconds
         load.begin(route.tokens, first.background, route.seconds)
-        pool_id = "" if load.home is None else load.home.pool_id
-        self._state.recent.sent(first.key, first.meta.marks, load.prefill_id, pool_id)
+        self._state.recent.sent(first.key, first.meta.marks, load.prefill_id, load.pool_id)
         self._state.actions.append(StartPrefill(load.prefill_id, tuple(group.keys), first.kv_tokens, route.copy_from))

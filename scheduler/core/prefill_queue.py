@@ -41,6 +41,14 @@ class QueuedGroup:
         """Tokens to be computed where least must be."""
         return self.tokens - max(self.kept_tokens, self.coming, max((tokens for _, tokens in self.cached), default=0))
 
+    @property
+    def best(self) -> tuple[str, int]:
+        """The shard that has most of the prompt, and how many tokens; ("", 0) if none has any, or its KV is kept."""
+        if self.kept_tokens:
+            return "", 0
+        stored = ((place.pool_id, tokens) for tokens, place in self.recent if place.pool_id)
+        return max(itertools.chain(self.cached, stored), key=lambda found: found[1], default=("", 0))
+
     def work_at(self, pool_id: str, prefill_id: str = "") -> int:
         """Tokens to be computed by this instance, which writes to this shard."""
         here = next((tokens for shard, tokens in self.cached if shard == pool_id), 0) if self.cached else 0

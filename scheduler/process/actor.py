@@ -43,6 +43,7 @@ from alignedserve.scheduler.process.messaging import (
     WorkerLinks,
     decode_reported,
     held_requests,
+    new_core,
     pairs_changed,
     prefill_reported,
     request_meta,
@@ -52,7 +53,6 @@ from alignedserve.scheduler.process.owners import Owners
 from alignedserve.scheduler.process.pool_audit import LeftBehind, PoolAudit
 from alignedserve.scheduler.process.succession import Succession
 from alignedserve.scheduler.systems import decides, default_objective_s
-from alignedserve.sizing import StorePlan
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
 
     async def on_view(self, view: sv.ClusterView) -> None:
         if self._core is None and view.store_plan:
-            self._core = SchedulerCore(self.config, StorePlan.from_json(view.store_plan).block_size)
+            self._core = new_core(self.config, view)
             self.set_state("ready")
         self._living_gateways = {peer.process.id for peer in view.peers if peer.process.role == "gateway"}
         if self._core is None:

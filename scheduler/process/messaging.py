@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from alignedserve.config import Config
 from alignedserve.control.convert import failure_to_proto, key_from_proto, key_to_proto, keys_to_proto
 from alignedserve.control.link import DuplexLink, Outbox
 from alignedserve.control.role import SERVING_STATES
 from alignedserve.control.rpc import TokenChannel, open_channel
 from alignedserve.errors import AlignedServeError
+from alignedserve.model import ModelInfo
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import decode_worker_pb2_grpc as dw_grpc
@@ -36,11 +38,17 @@ from alignedserve.scheduler.core.events import (
     RequestMeta,
     ShardsChanged,
 )
+from alignedserve.scheduler.core.routing.base import PrefixCopies
+from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 from alignedserve.scheduler.cost.pass_model import Passes
 from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.scheduler.process.adoption import Adoption
 from alignedserve.scheduler.process.owners import Owners
 from alignedserve.scheduler.process.pool_audit import LeftBehind
+from alignedserve.sizing import StorePlan
+
+ASSUMED_BYTES_S = 1e9  # between nodes, of a connection of 10 Gbit/s
+ASSUMED_LATENCY_S = 0.005  # both until an instance has measured its copies
 
 
 def request_meta(key: RequestKey, head: pb.RequestHead) -> RequestMeta:
@@ -66,6 +74,16 @@ def pairs_changed(view: sv.ClusterView) -> PairsChanged:
         pairs.setdefault(pair.decode_id, []).append(pair.prefill_id)
     ranks = sorted((pair.decode_id, pair.prefill_id, pair.link_rank) for pair in view.pairs if pair.link_rank)
     return PairsChanged(tuple((name, tuple(paired)) for name, paired in sorted(pairs.items())), tuple(ranks))
+
+
+def new_core(config: Config, view: sv.ClusterView) -> SchedulerCore:
+    """The core for the stores that the view plans."""
+    plan = StorePlan.from_json(view.store_plan)
+    core = SchedulerCore(config, plan.block_size)
+    if config.kv_pool.prefix_cache and view.model_info:
+        token_bytes = ModelInfo.from_json(view.model_info).geometry(plan.block_size).block_bytes / plan.block_size
+        core.routing.copies = PrefixCopies(token_bytes / ASSUMED_BYTES_S, ASSUMED_LATENCY_S)
+    return core
 
 
 def shards_changed(view: sv.ClusterView) -> ShardsChanged:
@@ -129,6 +147,7 @@ def prefill_reported(prefill_id: str, message: pw.PrefillDescription) -> Prefill
         message.requests_buffer_free_blocks,
         message.pool_wait_blocks,
         _passes(message.measured),
+        message.copy_s_per_token,
     )
 
 
@@ -348,6 +367,7 @@ class Outgoing:
         address = self.addresses.get(self._owners.of.get(action.keys[0], ""), "")
         specs = self.at_hand[1] if self.at_hand is not None and self.at_hand[0] == action.keys[0] else b""
         group = pw.PrefillGroup(keys=map(key_to_proto, action.keys), gateway_address=address, specs=specs)
+        group.copy_from = action.copy_from
         if action.base_tokens:
             group.base.CopyFrom(self._adoption.bases[action.keys[0]])
         else:  # its adopted KV was dropped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,12 @@ class Routing(ABC):
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.copies: PrefixCopies | None = None  # None: cached prefixes are not copied between shards
+
+    def copy_s(self, load: PrefillLoad, tokens: int) -> float:
+        """Predicted time to copy a cached prefix to the shard of an instance; infinite if that is not done."""
+        if self.copies is None:
+            return math.inf
+        return load.copy_s_per_token * tokens or self.copies.seconds(tokens)
 
     @abstractmethod
     def choose(self, able: Sequence[PrefillLoad], group: QueuedGroup, background: bool = False) -> Route:

@@ -8,16 +8,33 @@ from collections.abc import Sequence
 from alignedserve.config import SchedulerConfig
 from alignedserve.scheduler.core.prefill_queue import QueuedGroup
 from alignedserve.scheduler.core.routing.base import Route, Routing
-from alignedserve.scheduler.core.routing.load import PrefillLoad, choose_prefill
+from alignedserve.scheduler.core.routing.load import PrefillLoad
 
 
 class LeastTtft(Routing):
-    """The least predicted time to first token, counting only what the instance's shard lacks of the prompt."""
+    """The least predicted time to first token, counting only what the instance's shard lacks of the prompt.
+
+    What another shard has of it is copied, if that is predicted to be quicker. Then both shards have it. Ties go to the
+    least pending, then to the first.
+    """
 
     def choose(self, able: Sequence[PrefillLoad], group: QueuedGroup, background: bool = False) -> Route:
-        load = choose_prefill(able, group, background)
-        assert load is not None
-        return Route(load, load.work(group))
+        best = group.best
+        routes = [self._route(load, group, best, background) for load in able]
+        return min(routes, key=lambda found: (found[0], found[1].load.pending_tokens))[1]
+
+    def _route(
+        self, load: PrefillLoad, group: QueuedGroup, best: tuple[str, int], background: bool
+    ) -> tuple[float, Route]:
+        """The predicted time to first token there, and how."""
+        (pool_id, tokens), computed = best, load.work(group)
+        ttft_s = load.predicted_ttft_s(computed, background)
+        left = group.tokens - tokens
+        if self.copies is not None and left < computed and pool_id != load.pool_id:
+            copied_s = self.copy_s(load, tokens) + load.predicted_ttft_s(left, background)
+            if copied_s < ttft_s:
+                return copied_s, Route(load, left, copy_from=pool_id)
+        return ttft_s, Route(load, computed)
 
 
 class LeastLoaded(Routing):

@@ -46,7 +46,7 @@ class Conductor(Routing):
         self._threshold = config.copy_threshold
 
     def choose(self, able: Sequence[PrefillLoad], group: QueuedGroup, background: bool = False) -> Route:
-        pool_id, best = max(group.cached, key=lambda found: found[1], default=("", 0))
+        pool_id, best = group.best
         routes = [self._route(load, group, pool_id, best) for load in able]
         return min(routes, key=lambda found: found[0] + found[1].load.ahead_s(background))[1]
 
@@ -56,7 +56,7 @@ class Conductor(Routing):
         computed_s = load.cost.predict_prompt_s(group.tokens - own, own)
         if self.copies is not None and best > own * self._threshold:
             left_s = load.cost.predict_prompt_s(group.tokens - best, best)
-            copied_s = self.copies.seconds(best - own) + left_s
+            copied_s = self.copy_s(load, best - own) + left_s
             if copied_s < computed_s:
                 return copied_s, Route(load, group.tokens - best, left_s, pool_id)
         return computed_s, Route(load, group.tokens - own, computed_s)

@@ -20,6 +20,7 @@ class PrefillLoad:
     background_tokens: int = 0  # of those, of prompts that let all others go first
     pending_s: float = 0.0  # predicted time of the pending prompts, where the routing predicts it
     cost: CostModel = field(default_factory=LinearCostModel)
+    copy_s_per_token: float = 0.0  # of cached prefixes from other shards, as measured; 0: not known
     home: PoolShard | None = None  # its shard; set by `CoreState.place`, since each prompt reads it of all instances
 
     def begin(self, tokens: int, background: bool = False, seconds: float = 0.0) -> None:
@@ -44,9 +45,14 @@ class PrefillLoad:
     def predicted_ttft_s(self, tokens: int, background: bool = False) -> float:
         return self.cost.predict_prefill_s(self.ahead_tokens(background) + tokens)
 
+    @property
+    def pool_id(self) -> str:
+        """Of its shard; "" if it has none yet."""
+        return "" if self.home is None else self.home.pool_id
+
     def work(self, group: QueuedGroup) -> int:
         """Tokens of the group's prompt that it would compute."""
-        return group.work_at("" if self.home is None else self.home.pool_id, self.prefill_id)
+        return group.work_at(self.pool_id, self.prefill_id)
 
 
 def able_to_prefill(
@@ -63,15 +69,3 @@ def able_to_prefill(
         if load.cache_tokens >= group.tokens and (not ahead or ahead + load.work(group) <= queue_tokens):
             found.append(load)
     return found
-
-
-def choose_prefill(able: Iterable[PrefillLoad], group: QueuedGroup, background: bool = False) -> PrefillLoad | None:
-    """The instance with the least predicted time to first token; ties go to the least pending, then to the first.
-
-    Returns None if `able` is empty.
-    """
-
-    def rank(load: PrefillLoad) -> tuple[float, int]:
-        return load.predicted_ttft_s(load.work(group), background), load.pending_tokens
-
-    return min(able, key=rank, default=None)

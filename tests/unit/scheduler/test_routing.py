@@ -12,7 +12,7 @@ from alignedserve.scheduler.core.actions import StartPrefill
 from alignedserve.scheduler.core.pool_shard import PoolShard
 from alignedserve.scheduler.core.prefill_queue import PrefillQueue, QueuedGroup
 from alignedserve.scheduler.core.routing.base import PrefixCopies
-from alignedserve.scheduler.core.routing.load import PrefillLoad, able_to_prefill, choose_prefill
+from alignedserve.scheduler.core.routing.load import PrefillLoad, able_to_prefill
 from alignedserve.scheduler.core.routing.names import make_routing
 from alignedserve.scheduler.cost.pass_model import LinearCostModel, LinearFit, Passes
 from support.core_cell import CoreCell, key, only
@@ -21,8 +21,11 @@ A, B, C = (RequestKey(name) for name in "abc")
 
 
 def choose(loads, tokens, queue_tokens):
-    group = QueuedGroup([], tokens)
-    return choose_prefill(able_to_prefill(loads, group, queue_tokens), group)
+    return chosen(able_to_prefill(loads, group := QueuedGroup([], tokens), queue_tokens), group)
+
+
+def chosen(able, group):
+    return make_routing(SchedulerConfig()).choose(able, group).load if able else None
 
 
 def load(name, pending=0, cache=10_000):
@@ -67,11 +70,34 @@ def test_a_prompt_goes_where_the_least_of_it_is_missing():
     loads = [at("k0", "p0"), at("k1", "p1")]
     group = QueuedGroup([], 1000, cached=(("k1", 960), ("k9", 990)))
     assert (group.work_at("k0"), group.work_at("k1"), group.work_tokens) == (1000, 40, 10)
-    assert choose_prefill(able_to_prefill(loads, group, 8192), group).prefill_id == "p1"
+    assert chosen(able_to_prefill(loads, group, 8192), group).prefill_id == "p1"
     loads[1].begin(900)  # still less than computing everything
-    assert choose_prefill(able_to_prefill(loads, group, 8192), group).prefill_id == "p1"
+    assert chosen(able_to_prefill(loads, group, 8192), group).prefill_id == "p1"
     loads[1].begin(200)
-    assert choose_prefill(able_to_prefill(loads, group, 8192), group).prefill_id == "p0"
+    assert chosen(able_to_prefill(loads, group, 8192), group).prefill_id == "p0"
+
+
+def test_a_cached_prefix_is_copied_to_another_shard_where_that_is_quickest():
+    routing = make_routing(SchedulerConfig())
+    loads = [at("k0", "p0"), at("k1", "p1", 2000)]
+    group = QueuedGroup([], 1000, cached=(("k1", 960),))
+
+    def route():
+        found = routing.choose(loads, group)
+        return found.load.prefill_id, found.tokens, found.copy_from
+
+    assert route() == ("p0", 1000, ""), "a cluster of one node copies nothing"
+    second = loads[0].cost.predict_prefill_s(1000)
+    routing.copies = PrefixCopies(second / 10_000)
+    assert route() == ("p0", 40, "k1")
+    loads[0].copy_s_per_token = second / 500  # as measured there
+    assert route() == ("p0", 1000, "")
+    loads[0].copy_s_per_token = 0.0
+    loads[1].drop(2000)
+    assert route() == ("p1", 40, ""), "where it is needs no copy"
+    loads[1].begin(2000)
+    group.kept_tokens = 500
+    assert route() == ("p0", 500, ""), "KV of its own is used"
 
 
 def test_what_is_cached_counts_as_little_ahead_of_a_busy_instance():
