@@ -161,6 +161,29 @@ async def test_a_killed_shard_process_or_worker_of_either_node_costs_no_token(fo
             await wait_nothing_held(cluster)
 
 
+async def test_a_cached_prefix_is_copied_to_a_node_that_is_free_and_given_back(folder: Path) -> None:
+    system, *tails = random_prompts((200, 8, 150, 151, 152, 153), VOCAB_SIZE, seed=23)
+    asked = config(folder, TWICE, kv_pool={"verify": True, "prefix_cache": True}, prefill={"token_budget": 32})
+    async with LocalCluster(asked, nodes=NODES, placed=TWICE) as cluster:
+        await cluster.wait_ready()
+        shards = {f"prefill-{number}": shard_of(cluster, node.node_id) for number, node in enumerate(NODES)}
+        async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
+            answers = await driver.generate([system + tails[0]], GREEDY)
+            hint = {shards[answers[0].prefill_id]: len(system)}
+            for tail in tails[1:]:
+                answers += driver.submit(system + tail, GREEDY, cached=hint)
+            await driver.wait(answers)
+            metrics = await wait_nothing_held(cluster)
+        assert driver.resubmitted == 0
+    reference = load_reference(folder)
+    for answer in answers:
+        assert answer.tokens == greedy(reference, answer.spec.prompt_token_ids, NEW_TOKENS)
+    assert {answer.prefill_id for answer in answers} == set(shards)
+    assert all(answer.cached_tokens >= len(system) for answer in answers[1:])
+    assert value(metrics, "alignedserve_prefix_cache_hit_tokens_total", tier="other node") >= len(system)
+    assert value(metrics, "alignedserve_kv_checksum_mismatches_total") == 0
+
+
 async def test_a_pool_of_one_node_does_without_torch(folder: Path) -> None:
     prompts, expected = truth(folder)
     async with LocalCluster(config(folder, {"prefill-0": "", "decode-0": ""})) as cluster:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
@@ -103,8 +103,12 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
         n: int = 1,
         priority: int = 0,
         cache_salt: bytes = b"",
+        cached: Mapping[str, int] | None = None,
     ) -> list[Answer]:
-        """Submit `n` requests for one prompt, with the seeds `sampling.seed + i`."""
+        """Submit `n` requests for one prompt, with the seeds `sampling.seed + i`.
+
+        `cached`: tokens of it that shards have, as a gateway says that has asked them.
+        """
         group = f"g{next(self._ids)}"
         now_ns = time.time_ns()
         answers = []
@@ -125,11 +129,14 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
             )
             answers.append(Answer(key, spec))
             self.answers[key.request_id] = answers[-1]
-        self._send([answer.spec for answer in answers])
+        self._send([answer.spec for answer in answers], cached or {})
         return answers
 
-    def _send(self, specs: Sequence[RequestSpec]) -> None:
-        self._link.send(sc.GatewayMessage(submit=sc.Submission(requests=map(_head, specs))))
+    def _send(self, specs: Sequence[RequestSpec], cached: Mapping[str, int] | None = None) -> None:
+        heads = [_head(spec) for spec in specs]
+        for head in heads:
+            head.cached.extend(pb.CachedTokens(pool_id=name, tokens=count) for name, count in (cached or {}).items())
+        self._link.send(sc.GatewayMessage(submit=sc.Submission(requests=heads)))
 
     async def ReadSpecs(
         self, request: pb.RequestKeys, context: grpc.aio.ServicerContext[Any, Any]
