@@ -99,7 +99,10 @@ def _absolute(config: Config, folder: Path) -> Config:
     batches = config.batches
     if batches.folder:
         batches = replace(batches, folder=str(Path(batches.folder).expanduser().resolve()))
-    return replace(config, model=model, scheduler=scheduler, log=log, gateway=gateway, batches=batches)
+    pool = config.kv_pool
+    if pool.disk_path:
+        pool = replace(pool, disk_path=str(Path(pool.disk_path).expanduser().resolve()))
+    return replace(config, model=model, kv_pool=pool, scheduler=scheduler, log=log, gateway=gateway, batches=batches)
 
 
 class _ServeCommand:
