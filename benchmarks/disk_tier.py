@@ -123,6 +123,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[f
         await rig.tier.start(required=True)
         rig.fill()
         found["write"].append(await rig.write())
+        for file in folder.glob("fio.*"):  # fio, too, writes to a new file
+            file.unlink()
         found["fio write"].append(fio(folder, "write", WRITERS, size))
         rig.forget()
         found["read"].append(await rig.read())

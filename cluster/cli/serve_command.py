@@ -101,6 +101,8 @@ def _absolute(config: Config, folder: Path) -> Config:
     pool = config.kv_pool
     if pool.pinned_prompts:
         pool = replace(pool, pinned_prompts=str(Path(pool.pinned_prompts).expanduser().resolve()))
+    if pool.disk_path:
+        pool = replace(pool, disk_path=str(Path(pool.disk_path).expanduser().resolve()))
     batches = config.batches
     if batches.folder:
         batches = replace(batches, folder=str(Path(batches.folder).expanduser().resolve()))

@@ -137,7 +137,12 @@ class DiskFile:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder, for this user alone, unless it exists. Raises ConfigError if it cannot be written to."""
+    """Make the folder, for this user alone, unless it exists.
+
+    Raises ConfigError if it is not absolute, or if it cannot be written to.
+    """
+    if not folder.is_absolute():
+        raise ConfigError(f"kv_pool.disk_path: {folder} is relative, but to which folder? give an absolute path")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -174,7 +179,9 @@ def open_own(calls: FileCalls, folder: Path, cluster: str, shard: str, fits: byt
 def _unused(calls: FileCalls, folder: Path, prefix: str, fits: bytes, own: Path) -> int | None:
     """A locked file of another shard of this cluster, now called `own`; None if there is none."""
     spare: tuple[Path, int] | None = None
-    for path in sorted(folder.glob(f"{prefix}.*{SUFFIX}"))[:MOST_FILES]:
+    there = (path for path in folder.iterdir() if path.name.startswith(f"{prefix}.") and path.suffix == SUFFIX)
+    its_own = (path for path in there if "." not in path.stem[len(prefix) + 1 :])  # not of a cluster NAME.OTHER
+    for path in sorted(its_own)[:MOST_FILES]:
         try:
             fd = calls.open(str(path), os.O_RDWR | os.O_NOFOLLOW)
         except OSError:

@@ -36,12 +36,13 @@ MEASURED_BYTES = 1 << 20  # a shorter read says nothing about the bandwidth
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """The slots that continue the blocks `found` of the shard, for a prompt."""
+    """The slots that continue the blocks `found` of the shard, for a prompt, and those with what `found` has."""
 
     root: bytes
     token_ids: Sequence[int]
     chain: Chain
     found: list[int]
+    behind: list[int]
     slots: list[int]
 
 
@@ -104,10 +105,11 @@ class Promotion:
         found = index.match(chain, most)
         if len(found) == most:
             return None
-        slots = self._disk.index.match(chain, most)[len(found) :]
-        if not slots or not self._pays(len(found), len(slots)):
+        slots = self._disk.index.match(chain, most)
+        missing = len(slots) - len(found)
+        if missing <= 0 or not self._pays(len(found), missing):
             return None
-        return Coming(root, token_ids, chain, found, slots)
+        return Coming(root, token_ids, chain, found, slots[: len(found)], slots[len(found) :])
 
     async def promote(self, root: bytes, token_ids: Sequence[int], most_tokens: int) -> None:
         """Have the shard cache what there is on disk of a prompt, as far as that is worth waiting for."""
@@ -136,7 +138,7 @@ class Promotion:
         del slots[len(block_ids) :]
         if not slots:
             return None
-        self._disk.retain(slots, tuple(slots))
+        self._disk.retain([*coming.behind, *slots], ("read", slots[0]))
         self._outstanding_bytes += len(slots) * self._io.layout.slot_bytes
         task = asyncio.get_running_loop().create_task(self._read(coming, slots, sorted(block_ids)))
         self._keep(task)
@@ -175,7 +177,7 @@ class Promotion:
             await self._shard.settled()
             for slot in slots:
                 del self._reading[slot]
-            self._disk.release(slots, tuple(slots), used=done > 0)
+            self._disk.release([*coming.behind, *slots], ("read", slots[0]), used=done > 0)
             self._give_back(pieces, block_ids, done)
         if done == len(slots):
             self.breaker.succeeded()

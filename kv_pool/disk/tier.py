@@ -17,7 +17,7 @@ from alignedserve.cancellation import end_tasks
 from alignedserve.config import Config
 from alignedserve.control.integrity import check_books
 from alignedserve.control.metrics import StoreCount, show_stores
-from alignedserve.errors import ConfigError
+from alignedserve.errors import AlignedServeError, ConfigError
 from alignedserve.kv_pool.disk.breaker import Breaker
 from alignedserve.kv_pool.disk.demotion import Demotion
 from alignedserve.kv_pool.disk.file import DiskFile, FileCalls, make_folder, open_own
@@ -27,6 +27,7 @@ from alignedserve.kv_pool.disk.shard import Shard
 from alignedserve.kv_pool.disk.slot_io import SlotIo
 from alignedserve.kv_pool.disk.slots import Copies, DiskSlots, empty_entries
 from alignedserve.kv_pool.disk.threads import DiskThreads
+from alignedserve.kv_pool.entries import IndexEntries
 from alignedserve.kv_pool.prefix_cache import configured_policy
 from alignedserve.memory import GIB
 from alignedserve.metrics import Page
@@ -86,6 +87,7 @@ class DiskTier:
         if self._opening.done():
             self._opening.result()
         elif not self._tried.is_set():
+            self._tried.set()  # a later error is no longer one of the start
             logger.warning("the disk tier is not open after %.0f s; the shard serves without it", OPEN_WITHIN_S)
 
     async def _open(self, required: bool) -> None:
@@ -93,7 +95,7 @@ class DiskTier:
             try:
                 file, layout, disk, stale = await self._thread.future(self._thread.start(self._load))
                 break
-            except (ConfigError, OSError) as error:
+            except Exception as error:  # whatever it is: the shard must serve
                 if required and not self._tried.is_set():
                     raise ConfigError(f"the disk tier cannot be opened: {error}") from error
                 logger.warning("the disk tier is off: %s", error)
@@ -118,15 +120,7 @@ class DiskTier:
         file = open_own(self._calls, folder, self._config.cluster.name, self._id, layout.header())
         try:
             file.require_room(layout.size)
-            entries, stale = empty_entries(layout), list[int]()
-            if layout.is_of(file):
-                file.extend(layout.size)
-                stale = read_entries(file, layout, entries)
-            else:
-                logger.info("the disk tier begins empty: %s holds no blocks of %s", file.path, geometry.describe())
-                layout.format(file)
-            policy = configured_policy(self._config, geometry.block_size)
-            disk = DiskSlots(f"{self._id}/disk", entries, geometry.block_size, policy)
+            disk, stale = self._take_over(file, layout) or (self._empty(file, layout), [])
         except BaseException:
             file.close()
             raise
@@ -137,7 +131,31 @@ class DiskTier:
             file.path,
             "" if file.direct else "; the file system has no O_DIRECT",
         )
-        return file, layout, disk, [*stale, *disk.dropped]
+        return file, layout, disk, stale
+
+    def _take_over(self, file: DiskFile, layout: DiskLayout) -> tuple[DiskSlots, list[int]] | None:
+        """What is in the file, and the slots that have an entry on disk but not here; None if it is of no use here."""
+        if not layout.is_of(file):
+            logger.info("the disk tier begins empty: %s holds no blocks of %s", file.path, layout.geometry.describe())
+            return None
+        file.extend(layout.size)
+        entries = empty_entries(layout)
+        stale = read_entries(file, layout, entries)
+        try:
+            disk = self._slots(entries)
+            disk.index.check_integrity(disk.blocks.cached)
+        except (AlignedServeError, IndexError) as error:
+            logger.error("the disk tier begins empty: %s contradicts itself: %s", file.path, error)
+            return None
+        return disk, [*stale, *disk.dropped]
+
+    def _empty(self, file: DiskFile, layout: DiskLayout) -> DiskSlots:
+        layout.format(file)
+        return self._slots(empty_entries(layout))
+
+    def _slots(self, entries: IndexEntries) -> DiskSlots:
+        block_size = self._shard.index.block_size
+        return DiskSlots(f"{self._id}/disk", entries, block_size, configured_policy(self._config, block_size))
 
     # ---- what the shard asks for
 

@@ -43,11 +43,13 @@ def test_relative_paths_are_absolute_for_everybody(tmp_path: Path, monkeypatch: 
             "model": {"path": "./my-model", "chat_template": "chat.jinja"},
             "gateway": {"api_key_file": "keys"},
             "log": {"dir": "logs"},
+            "kv_pool": {"prefix_cache": True, "disk_path": "kv", "disk_gib": 1.0},
         }
     )
     assert serve_command.serve(config) == 0
     for got in seen:
         assert got.model.path == str(tmp_path / "my-model")
+        assert got.kv_pool.disk_path == str(tmp_path / "kv")
         assert got.model.chat_template == str(tmp_path / "chat.jinja")
         assert got.gateway.api_key_file == str(keys)
         assert got.log.dir == str(tmp_path / "logs")
