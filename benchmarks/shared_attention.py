@@ -58,11 +58,13 @@ class Result:
 
     def __str__(self) -> str:
         spread = f"{self.ratio_low:.2f} to {self.ratio_high:.2f}"
-        return f"{self.name}: plain {self.plain_ms:.2f} ms, shared {self.shared_ms:.2f} ms: {self.ratio:.2f} x ({spread})"
+        return (
+            f"{self.name}: plain {self.plain_ms:.2f} ms, shared {self.shared_ms:.2f} ms: {self.ratio:.2f} x ({spread})"
+        )
 
 
 def items_of(requests: int, shared: int, own: int, new: int) -> tuple[list[ForwardItem], int]:
-    """Requests of `shared` tokens in common (whole blocks), and `own` in all beside them, `new` of them in this pass."""
+    """Requests of `shared` tokens in common (whole blocks) and `own` beside them, `new` of these in this pass."""
     common = list(range(shared // BLOCK))
     items, used = [], len(common)
     tokens = len(common) * BLOCK + own
@@ -86,7 +88,9 @@ def by_turns(plain: Callable[[], None], shared: Callable[[], None], rounds: int,
     return Result(name, statistics.median(times[0]), statistics.median(times[1]), middle, low, high)
 
 
-def attention(shape: Shape, dtype: torch.dtype, items: list[ForwardItem], blocks: int, rounds: int, name: str) -> Result:
+def attention(
+    shape: Shape, dtype: torch.dtype, items: list[ForwardItem], blocks: int, rounds: int, name: str
+) -> Result:
     cache = torch.randn(blocks, shape.layers, shape.kv_heads, 2, BLOCK, shape.head_dim, dtype=torch.float32).to(dtype)
     batch = build_batch(items, BLOCK, blocks, torch.device("cpu"))
     query = torch.randn(batch.tokens, shape.heads, shape.head_dim).to(dtype)
@@ -129,7 +133,9 @@ def sweep(shape: Shape, dtype: torch.dtype, rounds: int) -> list[Result]:
             items, blocks = items_of(requests, shared, 100, 1)
             found = attention(shape, dtype, items, blocks, rounds, "sweep")
             saved = (requests - 1) * shared * shape.kv_heads * shape.head_dim * 2 * dtype.itemsize
-            print(f"{requests} requests sharing {shared} tokens, saving {saved / 2**20:.2f} MiB a layer: {found.ratio:.2f} x")
+            print(
+                f"{requests} requests sharing {shared} tokens, saving {saved / 2**20:.2f} MiB a layer: {found.ratio:.2f} x"
+            )
             results.append(found)
     return results
 

@@ -22,9 +22,7 @@ class SharedGroup:
     blocks: int
 
 
-def find_groups(
-    firsts: np.ndarray, blocks_of: Callable[[int], np.ndarray], least_saved: float
-) -> list[SharedGroup]:
+def find_groups(firsts: np.ndarray, blocks_of: Callable[[int], np.ndarray], least_saved: float) -> list[SharedGroup]:
     """The groups that save most reads, each at least `least_saved` blocks that are not read again.
 
     `blocks_of`: the blocks of a request that can be shared: full ones, not written in the pass. `firsts` `[requests]`:

@@ -24,7 +24,7 @@ from alignedserve.errors import AlignedServeError
 class TorchBackend(AttentionBackend):
     """See the module and AttentionBackend."""
 
-    least_saved_bytes = 3 << 19  # measured with benchmarks/shared_attention.py --sweep (ADR 69)
+    least_saved_bytes: float = 3 << 19  # measured with benchmarks/shared_attention.py --sweep (ADR 69)
 
     def __init__(self, cache: torch.Tensor) -> None:
         super().__init__(cache)

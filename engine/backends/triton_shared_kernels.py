@@ -7,7 +7,6 @@
 import triton
 import triton.language as tl
 
-
 _HEADS = tl.constexpr(16)  # that a program merges at a time
 
 

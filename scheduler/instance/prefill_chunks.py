@@ -74,9 +74,7 @@ class ChunkScheduler:
     def pending_prompts(self) -> int:
         return len(self._prompts)
 
-    def add(
-        self, key: RequestKey, tokens: int, start: int = 0, rank: int = 0, chain: BlockChain | None = None
-    ) -> None:
+    def add(self, key: RequestKey, tokens: int, start: int = 0, rank: int = 0, chain: BlockChain | None = None) -> None:
         """Queue a prompt of `tokens` tokens, of which the KV of the first `start` is fetched from elsewhere.
 
         `chain`: of these first tokens, if other prompts may share their blocks. A prompt with `start` is in

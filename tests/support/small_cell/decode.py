@@ -72,7 +72,11 @@ class Decode:
             self.cell.stopped(self, key)
             return
         request = self.cell.request(key)
-        chain = None if request.group_size < 2 else chain_of([request.group_id] * request.prompt, self.cell.shape.block_size)
+        chain = (
+            None
+            if request.group_size < 2
+            else chain_of([request.group_id] * request.prompt, self.cell.shape.block_size)
+        )
         self.source[key], self.length[key] = source, kv_tokens
         most = request.prompt + request.most
         objective_s = request.wait_objective_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from alignedserve.engine.backends import torch_shared
 from alignedserve.engine.backends.base import AttentionBackend
 from alignedserve.engine.backends.registry import BACKENDS
 from alignedserve.engine.shared_prefixes import SharedGroup, find_groups
@@ -59,7 +61,7 @@ def best_by_force(rows: list[tuple[int, ...]], least_saved: float) -> float:
     for chosen in range(1, 1 << len(rest)):
         members = [row for bit, row in enumerate(rest) if chosen >> bit & 1]
         others = [row for bit, row in enumerate(rest) if not chosen >> bit & 1]
-        depth = next((d for d in range(99) if any(row[: d + 1] != first[: d + 1] or len(first) <= d for row in members)))
+        depth = len(list(takewhile(lambda column: len(set(column)) == 1, zip(first, *members, strict=False))))
         worth = len(members) * depth - least_saved
         if worth > 0:
             most = max(most, worth + best_by_force(others, least_saved))
@@ -90,6 +92,7 @@ def attended(backend: AttentionBackend, case: Any, options: Any, least_saved_byt
     [
         ("torch", "plain", torch.float32, DECODES),
         ("torch", "plain", torch.float32, MIXED),
+        ("torch", "tiles", torch.float32, DECODES),
         ("torch", "window", torch.float32, MIXED),
         ("torch", "sinks", torch.bfloat16, MIXED),
         ("torch", "softcap", torch.float32, DECODES),
@@ -99,8 +102,15 @@ def attended(backend: AttentionBackend, case: Any, options: Any, least_saved_byt
     ],
 )
 def test_shared_blocks_give_the_result_of_the_plain_path(
-    name: str, option: str, dtype: torch.dtype, spans: list[tuple[int, int, int]]
+    name: str,
+    option: str,
+    dtype: torch.dtype,
+    spans: list[tuple[int, int, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if option == "tiles":
+        monkeypatch.setattr(torch_shared, "_FUSED", None)
+        option = "plain"
     case = shared_case(spans, heads=6, kv_heads=2, head_dim=40, block_size=16, dtype=dtype)
     options = options_of(OPTIONS[option], 6, 40)
     backend = BACKENDS.get(name)(case.cache)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import queue
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 from alignedserve.config import PrefillConfig
-from alignedserve.prefill_worker.loop import Computed, PrefillLoop
+from alignedserve.engine.batch import ForwardItem
+from alignedserve.prefill_worker.loop import Base, Computed, PrefilledJob, PrefillLoop
 from alignedserve.request import RequestKey, RequestSpec, SamplingParams
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.transfer.completion import Completion
@@ -51,3 +54,45 @@ def test_a_failed_pass_ends_its_requests_unless_the_device_is_of_no_more_use(fau
         assert outcome.fatal is fault
         assert not outcome.failed
         assert not outcome.events
+
+
+@dataclass
+class NotingRunner:
+    items: list[ForwardItem] = field(default_factory=list)
+    block_size: int = 4
+
+    def forward(self, items: Sequence[ForwardItem], _: Any) -> torch.Tensor:
+        self.items += items
+        return torch.zeros(len(items), 8)
+
+
+def test_prompts_with_one_cached_beginning_hold_its_blocks_once() -> None:
+    fetched: list[tuple[list[int], list[int], int]] = []
+
+    def fetch(lead: RequestKey, base: Base, block_ids: Sequence[int]) -> Completion:
+        fetched.append((base.block_ids, base.checksums, len(block_ids)))
+        done = Completion("fetch")
+        done.finish()
+        return done
+
+    posted: queue.Queue[Computed] = queue.Queue()
+    runner: Any = NotingRunner()
+    allocator = BlockAllocator(16, "cache")
+    loop = PrefillLoop("prefill-0", runner, allocator, PrefillConfig(), None, fetch, posted.put, caches=True)
+    prompts = {"a": [*range(8), 1], "b": [*range(8), 4, 4, 4, 4, 2], "c": [*range(8), 3]}
+    for name, prompt in prompts.items():
+        blocks = list(range(20, 20 + len(prompt) // 4))
+        base = Base(len(blocks) * 4, blocks, [block * 10 for block in blocks], "pool-0", here=True, cached=True)
+        loop.submit([RequestSpec(RequestKey(name), prompt, SamplingParams(max_tokens=4), [], "gateway")], base)
+    loop.start()
+    try:
+        jobs: list[PrefilledJob] = []
+        while len(jobs) < len(prompts):
+            jobs += posted.get(timeout=10.0).prefilled
+    finally:
+        loop.stop()
+    assert fetched == [([20, 21], [200, 210], 2), ([22], [220], 1)]
+    assert [len(item.token_ids) for item in runner.items] == [1, 1, 1]
+    assert len({tuple(item.block_ids[:2]) for item in runner.items}) == 1
+    assert allocator.owned_blocks == 3 + 2 + 1
+    assert sorted(job.lead.request_id for job in jobs) == ["a", "b", "c"]

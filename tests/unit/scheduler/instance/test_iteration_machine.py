@@ -103,13 +103,15 @@ class IterationMachine(RuleBasedStateMachine):
         return ["all" if at < ends[0] else f"g{group}" if at < ends[1] else f"r{number}" for at in range(count)]
 
     def note_content(self, join: Join) -> None:
-        """What a join shares is the KV of its own tokens."""
-        words = self.words(join.key, self.known[join.key].tokens)
+        """What a join shares is the KV of its own tokens, and has been copied in."""
         for index, block in enumerate(join.block_ids):
-            content = (salt_of(join.key), *words[: (index + 1) * self.block_size])
             if index < join.resident_blocks:
-                assert self.content[block] == content
-            self.content[block] = content
+                assert self.content[block] == self.content_of(join.key, index)
+            else:
+                self.content.pop(block, None)
+
+    def content_of(self, key: RequestKey, index: int) -> tuple[object, ...]:
+        return salt_of(key), *self.words(key, (index + 1) * self.block_size)
 
     def where(self, *places: str) -> list[Known]:
         return [known for known in self.known.values() if known.where in places]
@@ -172,7 +174,7 @@ class IterationMachine(RuleBasedStateMachine):
         copies = self.where("entering", "leaving")
         known = copies[index % len(copies)]
         key, leaving = known.candidate.key, known.where == "leaving"
-        known.copy = None
+        copy, known.copy = known.copy, None
         if fails:
             runs_on = leaving and not known.cancelled
             assert self.scheduler.copy_failed(key) == runs_on
@@ -182,6 +184,8 @@ class IterationMachine(RuleBasedStateMachine):
             runs_on = False
         else:
             runs_on = not known.cancelled
+            assert isinstance(copy, Join)
+            self.content |= {block: self.content_of(key, index) for index, block in enumerate(copy.block_ids)}
             assert self.scheduler.copied_in(key) == runs_on
         if runs_on:
             known.where = "running"

@@ -8,6 +8,7 @@ from alignedserve.errors import AccountingError, InvalidRequestError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.prefill_chunks import Chunk, ChunkScheduler
+from support.chains import chain_of
 
 A, B, C = (RequestKey(name) for name in "abc")
 
@@ -92,6 +93,23 @@ def test_tokens_that_come_from_elsewhere_are_not_computed_but_have_room():
     assert chunks.plan(100, 8) == [Chunk(B, 0, 4, True)]  # others need not wait for a copy
     assert chunks.fetched(A)
     assert chunks.plan(100, 8) == [Chunk(A, 8, 2, True)]
+
+
+def test_a_prompt_fetches_only_what_another_has_not_fetched():
+    chunks, allocator = make()
+    chunks.add(A, 10, start=8, chain=chain_of("abcdefgh", 4))
+    chunks.add(B, 14, start=12, chain=chain_of("abcdefghijkl", 4))
+    chunks.add(C, 10, start=8, chain=chain_of("abcdefgh", 4))
+    assert chunks.plan(100, 8) == []
+    assert chunks.take_fetches() == [A]  # the others wait for it
+    assert chunks.fetched(A)
+    assert [chunk.key for chunk in chunks.plan(100, 8)] == [A, C]  # and need no copy
+    assert chunks.take_fetches() == [B]
+    assert [chunks.shared_blocks(key) for key in (A, B, C)] == [0, 2, 2]
+    assert allocator.owned_blocks == 3 + 2 + 1
+    assert chunks.fetched(B, failed=True)
+    assert chunks.plan(100, 8) == [Chunk(B, 8, 6, True)]  # blocks of others are not written to
+    chunks.check_integrity()
 
 
 def test_what_could_not_be_brought_is_computed():
