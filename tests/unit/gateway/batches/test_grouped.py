@@ -43,7 +43,7 @@ def test_lines_of_one_prefix_are_submitted_together(tmp_path: Path, monkeypatch:
 
 def test_a_file_too_large_to_compare_keeps_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "in.jsonl"
-    write(file, {"prompt": "b" * 99}, {"prompt": "a"})
+    write(file, chat("b" * 99, "c"), {"prompt": "a"})
     assert [line.index for line in read(file)] == [2, 0]
     monkeypatch.setattr(grouped, "MOST_BYTES", 10)
     assert [line.index for line in read(file)] == [0, 2]
