@@ -23,7 +23,7 @@ from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import AlignedServeError, StaleError
 from alignedserve.kv_pool.agent_handover import AgentHandover
 from alignedserve.kv_pool.counts import Grant
-from alignedserve.kv_pool.kept.service import PrefixCacheService
+from alignedserve.kv_pool.kept.prefix_service import PrefixCacheService
 from alignedserve.kv_pool.paired_service import PairedCopiesService
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.prefix_index import PrefixIndex
