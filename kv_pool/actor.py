@@ -26,7 +26,7 @@ from alignedserve.kv_pool.agent_handover import AgentHandover
 from alignedserve.kv_pool.counts import Grant
 from alignedserve.kv_pool.disk.shard import Shard
 from alignedserve.kv_pool.disk.tier import DiskTier
-from alignedserve.kv_pool.kept.service import PrefixCacheService
+from alignedserve.kv_pool.kept.prefix_service import PrefixCacheService
 from alignedserve.kv_pool.paired_service import PairedCopiesService
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.prefix_cache import open_index

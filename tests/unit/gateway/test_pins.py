@@ -19,7 +19,7 @@ from alignedserve.gateway.body.requests import parse_chat
 from alignedserve.gateway.pinning.board import LAST_PRIORITY, PinBoard, Pinned
 from alignedserve.gateway.pinning.boundary import Beginning, parse_beginning, tokens_of
 from alignedserve.gateway.pinning.keeper import PinKeeper, read_beginnings
-from alignedserve.kv_pool.kept.service import PrefixCacheService
+from alignedserve.kv_pool.kept.prefix_service import PrefixCacheService
 from alignedserve.model import resolve_model
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
