@@ -134,7 +134,8 @@ def sweep(shape: Shape, dtype: torch.dtype, rounds: int) -> list[Result]:
             found = attention(shape, dtype, items, blocks, rounds, "sweep")
             saved = (requests - 1) * shared * shape.kv_heads * shape.head_dim * 2 * dtype.itemsize
             print(
-                f"{requests} requests sharing {shared} tokens, saving {saved / 2**20:.2f} MiB a layer: {found.ratio:.2f} x"
+                f"{requests} requests sharing {shared} tokens, "
+                f"saving {saved / 2**20:.2f} MiB a layer: {found.ratio:.2f} x"
             )
             results.append(found)
     return results

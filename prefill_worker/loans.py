@@ -85,7 +85,7 @@ class Loans:
         except grpc.aio.AioRpcError as error:  # the scheduler has the shard drop it with the request
             logger.info("a loan could not be given back: %s", error.code().name)
 
-    def _shard(self, address: str) -> kp_grpc.PrefixCacheAsyncStub:
+    def _shard(self, address: str) -> Any:
         if address not in self._channels:
             self._channels[address] = open_channel(address, self._token)
         return kp_grpc.PrefixCacheStub(self._channels[address])

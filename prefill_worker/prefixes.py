@@ -51,9 +51,7 @@ class Prefixes:
         meaning = "prompts that waited for another prompt to compute what both begin with"
         page.counter("prefix_cache_waited_prompts_total", meaning, self.waited)
 
-    async def find(
-        self, lead: RequestKey, tokens: Sequence[int], salt: bytes, copy_from: str = ""
-    ) -> Base | None:
+    async def find(self, lead: RequestKey, tokens: Sequence[int], salt: bytes, copy_from: str = "") -> Base | None:
         """Pin what the shard has of the prompt; None if it has nothing. `ended` must follow, whatever happens.
 
         `copy_from`: a shard of another node that may have more.

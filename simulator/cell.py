@@ -124,7 +124,8 @@ class Cell(OnHardware):
             for name in names:
                 self.tell(events.InstanceJoined(role, name))
         if len(self.pools) > 1 or self._trace_tokens:  # hints about cached prefixes name shards
-            homes = tuple((one.name, one.pool.name) for one in (*self.prefills.values(), *self.decodes.values()))
+            homes = tuple((one.name, one.pool.name) for one in self.prefills.values())
+            homes += tuple((one.name, one.pool.name) for one in self.decodes.values())
             self.tell(events.ShardsChanged(tuple(self.pools), homes))
         pairs = tuple((name, tuple(prefill.name for prefill in paired)) for name, paired in self._pairs.items())
         ranks = ((name, prefill, self._link_rank(name, prefill)) for name, paired in pairs for prefill in paired)
@@ -329,9 +330,9 @@ class Cell(OnHardware):
     def check_nothing_is_left(self) -> None:
         """Every request has all its tokens or was refused, and no store holds anything. Raises AccountingError."""
         self.core.check_integrity()
-        for one in (*self.pools.values(), *self.decodes.values()):
-            if one.prefixes is not None:
-                one.prefixes.check_nothing_is_held()
+        prefixes = [one.prefixes for one in self.pools.values()] + [one.prefixes for one in self.decodes.values()]
+        for one in filter(None, prefixes):
+            one.check_nothing_is_held()
         for arrival in self._arrivals:
             request = self.requests[arrival.request_id]
             wanted = 0 if request.result.refused else arrival.output_tokens

@@ -87,7 +87,7 @@ class ReturnTimes:
         for number, weight in enumerate(returned):
             so_far += weight
             if so_far >= half:
-                return ENDS_S[number] * MIDDLE
+                return float(ENDS_S[number] * MIDDLE)
         return None
 
     def _of(self, kind: str, turns: int) -> _Endings:

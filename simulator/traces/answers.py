@@ -33,8 +33,8 @@ def with_answers(rows: Sequence[Row], block_tokens: int) -> tuple[tuple[Row, ...
         blocks: list[int] = []
         last = row.blocks[whole - 1] if whole else None
         while last is not None and len(blocks) < missing:
-            after = following.get(last, set())
-            last = next(iter(after)) if len(after) == 1 else None
+            nexts = list(following.get(last, ()))
+            last = nexts[0] if len(nexts) == 1 else None
             if last is None or first[last] <= number:
                 break
             blocks.append(last)

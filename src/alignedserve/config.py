@@ -271,7 +271,9 @@ class GatewayConfig:
     max_prompts: int = _key(256, "maximum prompts in one completion call", low=1)
     route_prefix: str = _key("/", "URL path prefix of the application")
     api_key_file: str = _key("", "file with one API key per line, private to its owner; empty: no key needed")
-    request_log: str = _key("", "file for one JSON line per request: lengths, timestamps, hashes of blocks; empty: none")
+    request_log: str = _key(
+        "", "file for one JSON line per request: lengths, timestamps, hashes of blocks; empty: none"
+    )
     drain_s: float = _key(25.0, "seconds that open requests get to finish when a gateway drains", low=0.0, high=3600.0)
     cors_origins: str = _key("", "web pages that may call, by origin, separated by commas; *: all; empty: none")
     cors_methods: str = _key("GET, POST", "HTTP methods that these pages may use")
@@ -379,6 +381,7 @@ class Config:
             value = getattr(self, section.name)
             for key in fields(value):
                 check_value(f"{section.name}.{key.name}", getattr(value, key.name), key.metadata)
+        self._check_prefix_cache()
         for role in ("prefill", "decode"):
             parse_resources(getattr(self.cluster, f"{role}_resources"), f"cluster.{role}_resources")
         graph_sizes(self.decode.graph_sizes, self.decode.max_running or MOST)
@@ -398,24 +401,25 @@ class Config:
                 f"({gateway.replicas}), or 0 for no autoscaling"
             )
 
-        if self.kv_pool.pinned_prompts and not self.kv_pool.prefix_cache:
-            raise ConfigError("kv_pool.pinned_prompts needs kv_pool.prefix_cache: without it nothing is cached")
-        if self.kv_pool.pinned_prompts and gateway.cache_isolation == "key":
-            raise ConfigError(
-                "kv_pool.pinned_prompts and gateway.cache_isolation: key exclude each other, because a file has no API "
-                "key: pin with `alignedserve cache pin --api-key-file FILE`"
-            )
         if self.kv_pool.copy_timeout_s < 4 * limits.heartbeat_s:
             raise ConfigError(
                 f"kv_pool.copy_timeout_s ({self.kv_pool.copy_timeout_s:g}) must be at least four times "
                 f"supervisor.heartbeat_s ({limits.heartbeat_s:g}), the interval at which copies are checked"
             )
 
-        if self.kv_pool.disk_gib and not self.kv_pool.disk_path:
+    def _check_prefix_cache(self) -> None:
+        pool = self.kv_pool
+        for key in ("pinned_prompts", "disk_gib"):
+            if getattr(pool, key) and not pool.prefix_cache:
+                raise ConfigError(f"kv_pool.{key} needs kv_pool.prefix_cache: without it nothing is cached")
+        if pool.pinned_prompts and self.gateway.cache_isolation == "key":
+            raise ConfigError(
+                "kv_pool.pinned_prompts and gateway.cache_isolation: key exclude each other, because a file has no API "
+                "key: pin with `alignedserve cache pin --api-key-file FILE`"
+            )
+        if pool.disk_gib and not pool.disk_path:
             raise ConfigError("kv_pool.disk_gib needs kv_pool.disk_path, the folder of the file")
-        if self.kv_pool.disk_gib and not self.kv_pool.prefix_cache:
-            raise ConfigError("kv_pool.disk_gib needs kv_pool.prefix_cache: the disk holds what that caches")
-        if self.kv_pool.disk_path and not self.kv_pool.disk_gib:
+        if pool.disk_path and not pool.disk_gib:
             raise ConfigError("kv_pool.disk_path needs kv_pool.disk_gib, how much of the disk may be used")
 
     def on_device(self, device: str) -> Config:

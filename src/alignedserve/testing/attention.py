@@ -131,8 +131,14 @@ def shared_case(
     dtype: torch.dtype,
 ) -> PagedCase:
     """`paged_case` of requests of `(new tokens, cached tokens, blocks shared)`: that many are those of the longest."""
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
-    case = paged_case([(new, start) for new, start, _ in spans], **shape, dtype=dtype)
+    case = paged_case(
+        [(new, start) for new, start, _ in spans],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+    )
     longest = max(range(len(spans)), key=lambda index: spans[index][2])
     for (_, _, blocks), item, key, value in zip(spans, case.items, case.keys, case.values, strict=True):
         item.block_ids[:blocks] = case.items[longest].block_ids[:blocks]

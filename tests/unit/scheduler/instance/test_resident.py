@@ -1,4 +1,4 @@
-"""Prefixes of a cache: found while a request holds them, once they are filled, and only with the same tokens and salt."""
+"""Prefixes of a cache: found while a request holds them, once they are filled, with the same tokens and salt only."""
 
 from __future__ import annotations
 
