@@ -115,6 +115,11 @@ def fio(folder: Path, doing: str, jobs: int, size: int) -> float:
     return float(json.loads(done.stdout)["jobs"][0][doing]["bw_bytes"])
 
 
+def remove_files(folder: Path) -> None:
+    for file in folder.glob("fio.*"):
+        file.unlink()
+
+
 async def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"write": [], "read": [], "fio write": [], "fio read": []}
     size = int(options.gib * GIB)
@@ -123,8 +128,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[f
         await rig.tier.start(required=True)
         rig.fill()
         found["write"].append(await rig.write())
-        for file in folder.glob("fio.*"):  # fio, too, writes to a new file
-            file.unlink()
+        remove_files(folder)  # fio, too, writes to a new file
         found["fio write"].append(fio(folder, "write", WRITERS, size))
         rig.forget()
         found["read"].append(await rig.read())

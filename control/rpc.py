@@ -143,6 +143,14 @@ def open_channel(address: str, token: str) -> TokenChannel:
     return TokenChannel(grpc.aio.secure_channel(address, tls.channel_credentials(), options=options), token)
 
 
+async def one_answer(call: Awaitable[Message]) -> Message:
+    """The message that a server answers with. Raises UnavailableError if there is none, for whatever reason."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise UnavailableError(error.code().name) from error
+
+
 async def whole_answer(call: AsyncIterable[Message]) -> list[Message]:
     """All messages that a server streams. Raises UnavailableError if the stream breaks before its end."""
     try:

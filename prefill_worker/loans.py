@@ -10,11 +10,10 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-import grpc
-
 from alignedserve.cancellation import end_tasks
 from alignedserve.control.convert import key_to_proto
-from alignedserve.control.rpc import TokenChannel, open_channel
+from alignedserve.control.rpc import TokenChannel, one_answer, open_channel
+from alignedserve.errors import UnavailableError
 from alignedserve.prefill_worker.loop import Base
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
@@ -52,9 +51,10 @@ class Loans:
         if address is None:
             return None
         try:
-            held = await self._shard(address).Lend(kp.Pin(key=key_to_proto(key), prefix=prefix), timeout=ANSWER_S)
-        except grpc.aio.AioRpcError as error:
-            logger.info("%s lends nothing: %s", pool_id, error.code().name, extra={"request_id": key.request_id})
+            asked = kp.Pin(key=key_to_proto(key), prefix=prefix)
+            held: kp.Holding = await one_answer(self._shard(address).Lend(asked, timeout=ANSWER_S))
+        except UnavailableError as error:
+            logger.info("%s lends nothing: %s", pool_id, error.message, extra={"request_id": key.request_id})
             return None
         if not held.block_ids:
             return None
@@ -81,9 +81,10 @@ class Loans:
 
     async def _return(self, address: str, held: kp.Holding) -> None:
         try:
-            await self._shard(address).TakeBack(kp.Holding(key=held.key, kv_tokens=held.kv_tokens), timeout=ANSWER_S)
-        except grpc.aio.AioRpcError as error:  # the scheduler has the shard drop it with the request
-            logger.info("a loan could not be given back: %s", error.code().name)
+            loan = kp.Holding(key=held.key, kv_tokens=held.kv_tokens)
+            await one_answer(self._shard(address).TakeBack(loan, timeout=ANSWER_S))
+        except UnavailableError as error:  # the scheduler has the shard drop it with the request
+            logger.info("a loan could not be given back: %s", error.message)
 
     def _shard(self, address: str) -> Any:
         if address not in self._channels:

@@ -19,8 +19,11 @@ from alignedserve.gateway.http.http_app import build_app
 from alignedserve.gateway.ledger.intake import Intake
 from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.metrics import GatewayMetrics
+from alignedserve.gateway.pinning.board import PinBoard
+from alignedserve.gateway.pinning.orders import CacheOrders
 from alignedserve.model import resolve_model
 from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey, RequestSpec
 from alignedserve.text import ChatTemplate, Tokenizer
 from support.fake_cluster import fake_model_info
@@ -70,6 +73,7 @@ class Front:
         self.port = RecordingPort(self.ledger)
         self.intake = Intake(64, metrics)
         self.ledger.attach(self.port)
+        self.cache_orders = CacheOrders(PinBoard(self.ledger, self.model, dict, sv.ClusterView), self.model)
         config = GatewayConfig(max_body_mib=0.25, max_prompts=8)
         off = BatchService(BatchesConfig(), config, "gateway-0", self.ledger, self.intake, self.model, metrics)
         app = build_app(config, self.ledger, self.intake, self, ApiKeys(), off)  # type: ignore[arg-type]

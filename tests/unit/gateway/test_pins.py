@@ -209,9 +209,8 @@ async def test_what_follows_never_changes_the_tokens_of_a_beginning(
             more = [{"role": "assistant", "content": text}, *more]
         _, tokens = await chat_tokens(model, parse_chat({"messages": [*messages, *more]}), 10_000)
         assert tokens[: len(pinned)] == pinned
-    more = [] if messages[-1]["role"] == "user" else [{"role": "user", "content": "x"}]
-    _, whole = await chat_tokens(model, parse_chat({"messages": [*messages, *more]}), 10_000)
-    assert len(pinned) > 0.6 * len(whole), "nearly all of what does not change is pinned"
+    text = tokenizer.decode(pinned, skip_special=False)
+    assert all(message["content"] in text for message in messages), "all of what does not change is pinned"
 
 
 async def test_a_texts_last_token_is_left_out_if_it_may_join_what_follows(tokenizer: Tokenizer) -> None:

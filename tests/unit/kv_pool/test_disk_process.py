@@ -84,7 +84,7 @@ async def test_what_was_cached_comes_from_disk_after_a_restart_of_all(tmp_path: 
         await writer.connect(address)
         for tokens in (PROMPT, range(1000, 1000 + 9 * 16)):  # the shard is nearly full
             blocks = await asyncio.wait_for(writer.take(len(tokens) // 16), 10.0)
-            await writer.cache(cached_prefix(tokens, b""), 0, blocks, [])
+            await writer.cache(RequestKey("r"), cached_prefix(tokens, b""), 0, blocks, [])
         async with asyncio.timeout(10.0):
             while (count := server._disk.count()).cached < 6:  # type: ignore[union-attr]  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -20,7 +20,7 @@ from alignedserve.control.rpc import RpcServer, open_channel
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.control.samples import samples
 from alignedserve.errors import ChecksumError, TransferError
-from alignedserve.kv_pool import actor as pool_actor
+from alignedserve.kv_pool import stored as stored_requests
 from alignedserve.kv_pool.actor import KvPoolServer
 from alignedserve.kv_pool.agent_handover import AgentHandover
 from alignedserve.kv_pool.attachment import PoolAttachment
@@ -435,7 +435,7 @@ async def test_what_is_stored_with_kv_is_read_by_the_worker_that_goes_on_with_it
 async def test_more_than_a_message_holds_comes_in_several(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "abc":
         await store(cell, name)
-    monkeypatch.setattr(pool_actor, "MOST_READ_BYTES", 64)
+    monkeypatch.setattr(stored_requests, "MOST_READ_BYTES", 64)
     keys = [RequestKey(name) for name in "abc"]
     assert list(await cell.attachment.read("kv_pool-0", keys, 64)) == keys
 

@@ -261,6 +261,7 @@ def test_whatever_comes_every_request_ends_and_nothing_is_left(name, moves, bloc
     limits["sarathi"] = {"token_budget": 64, "max_num_seqs": 5, "dynamic": ahead, "chunk_high": 64, "chunk_low": 16}
     limits |= {"fastgen": {"token_budget": 64, "max_num_seqs": 5}, "static": {"max_batch": 5}}
     limits["orca"] = {"max_batch": 5, "n_workers": 1 + ahead}
+    limits["batchllm"] = {"token_budget": 64, "memory_share": 1.0}
     scheduler = make(name, blocks, **limits[name])
     world = World(scheduler, blocks)
     for number, move in enumerate(moves):
