@@ -114,7 +114,7 @@ class DiskMachine(PrefixMachine):
 
     @rule(prompt=PROMPTS, calls=st.sampled_from((0, 1, 99)))
     def give_up_all_and_promote(self, prompt: Prompt, calls: int) -> None:
-        last = WriterKey("decode", "last", 1)
+        last = WriterKey("decode", "all", 1)
         for grant in self.pool.want(last, self.pool.counts().free + self.pool.counts().cached):
             if grant.writer == last:
                 for block in grant.block_ids:

@@ -3,113 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import fcntl
-import itertools
 import logging
 import os
-import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from alignedserve.config import Config, KvPoolConfig
-from alignedserve.errors import ConfigError
 from alignedserve.geometry import KvGeometry
-from alignedserve.kv_pool.disk import file as disk_file
 from alignedserve.kv_pool.disk import promotion
-from alignedserve.kv_pool.disk.breaker import FIRST_PAUSE_S, MOST_FAULTS, Breaker
+from alignedserve.kv_pool.disk.breaker import FIRST_PAUSE_S, MOST_FAULTS
 from alignedserve.kv_pool.disk.layout import PAGE_BYTES
 from alignedserve.kv_pool.disk.shard import DISK
 from alignedserve.kv_pool.disk.threads import DiskThreads
-from alignedserve.kv_pool.prefix_chain import root_digest
-from alignedserve.metrics import Page
-from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.load import load_step_cost
-from support.disk_tier import FaultyCalls, HeldThreads, TierRig, pattern, shard_memory
+from support.disk_cases import (
+    CAPACITY,
+    PAGES,
+    ROOT,
+    A,
+    B,
+    Make,
+    cache,
+    forget,
+    found,
+    metric,
+    on_disk,
+    opened,
+    promote,
+    tiers,
+)
+from support.disk_tier import HeldThreads, TierRig
 from support.kv_pool import PREFILL, leased
 from support.prefix_pool import GEOMETRY
-
-PAGES = KvGeometry("random", "float32", 2, 2, 32, 4)  # blocks of one page
-ROOT = root_digest("model")
-CAPACITY = 16
-A, B = list(range(100, 120)), list(range(200, 220))  # five blocks each
-
-NUMBERS = itertools.count()
-
-Make = Callable[..., TierRig]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Makes tiers over fresh memory; all are ended afterwards, and were consistent."""
-    rigs: list[TierRig] = []
-
-    def new(slots: int = 32, **options: object) -> TierRig:
-        rig = TierRig(*shard_memory(CAPACITY, options.pop("geometry", GEOMETRY)), tmp_path / "kv", slots, **options)  # type: ignore[arg-type]
-        rigs.append(rig)
-        return rig
-
-    yield new
-    HeldThreads.held = False
-    for rig in rigs:
-        if not rig.calls.dead:
-            if (book := rig.tier.check()) is not None:
-                assert book.problem == ""
-            rig.pool.check_integrity()
-            rig.kill()
-
-
-def opened(rig: TierRig) -> TierRig:
-    rig.start()
-    return rig
-
-
-def cache(rig: TierRig, tokens: Sequence[int], checksums: Sequence[int] = ()) -> None:
-    """A request with these tokens was computed, and has ended."""
-    blocks = leased(rig.pool, PREFILL, len(tokens) // 4)
-    for place, block in enumerate(blocks, 1):
-        rig.store.read_block(block)[:] = pattern(ROOT, tokens[: place * 4], rig.store.block_bytes)
-    key = RequestKey(f"r{next(NUMBERS)}")
-    rig.pool.commit(PREFILL, key, len(tokens), blocks, checksums=checksums, token_ids=tokens, root=ROOT)
-    rig.pool.release([key])
-    rig.pool.give_back(PREFILL, rig.pool._blocks.leased_to(PREFILL))
-
-
-def forget(rig: TierRig) -> None:
-    """All of the shard's blocks were needed for something else."""
-    rig.pool.give_back(PREFILL, leased(rig.pool, PREFILL, CAPACITY))
-
-
-def promote(rig: TierRig, tokens: Sequence[int]) -> int:
-    """Blocks of these tokens in the shard after what is on disk was read. They are what was written."""
-    rig.run(rig.tier._opened.promotion.promote(ROOT, [*tokens, 0], 1000))
-    return found(rig, tokens)
-
-
-def found(rig: TierRig, tokens: Sequence[int]) -> int:
-    blocks = rig.index.match(rig.index.chain(ROOT, tokens), 99)
-    for place, block in enumerate(blocks, 1):
-        assert bytes(rig.store.read_block(block)) == pattern(ROOT, tokens[: place * 4], rig.store.block_bytes)
-    return len(blocks)
-
-
-def on_disk(rig: TierRig, tokens: Sequence[int]) -> int:
-    return len(rig.opened.disk.index.match(rig.index.chain(ROOT, tokens), 99))
-
-
-def metric(rig: TierRig, name: str, **labels: str) -> float:
-    page = Page()
-    rig.tier.show(page)
-    families = {
-        sample.name: sample
-        for family in page.collect()
-        for sample in family.samples
-        if labels.items() <= sample.labels.items()
-    }
-    return families[f"alignedserve_{name}"].value
+    with tiers(tmp_path / "kv") as new:
+        yield new
 
 
 @pytest.mark.parametrize("geometry", [GEOMETRY, PAGES], ids=["through a buffer", "straight"])
@@ -435,105 +368,3 @@ def test_blocks_are_verified_on_both_ways_if_their_writers_had_checksums(make: M
     assert promote(rig, B) == 5
     blocks = rig.index.match(rig.index.chain(ROOT, B), 99)
     assert rig.index.checksums(blocks) == tuple(rig.store.checksums(blocks))
-
-
-def test_two_processes_never_have_one_file_and_an_unused_one_is_taken_over(
-    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(disk_file, "LOCK_WITHIN_S", 0.0)
-    rig = opened(make())
-    cache(rig, A)
-    rig.demote()
-    with pytest.raises(ConfigError, match="in use by another process"):
-        make().start()
-    other = opened(make(shard_id="kv_pool-1"))
-    assert other.tier.count().cached == 0
-    assert len(list((tmp_path / "kv").iterdir())) == 2
-    rig.kill()
-    third = opened(make(shard_id="kv_pool-2"))  # after a restart the same node has another shard
-    assert promote(third, A) == 5
-    names = {path.name for path in (tmp_path / "kv").iterdir()}
-    assert names == {"default.kv_pool-1.kv", "default.kv_pool-2.kv"}
-
-
-def test_nobody_else_can_read_the_file(make: Make, tmp_path: Path) -> None:
-    opened(make())
-    (path,) = (tmp_path / "kv").iterdir()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-
-
-def test_what_cannot_be_used_is_refused_at_a_start_and_tried_again_in_a_running_cluster(
-    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    small = make()
-    small.calls.free = 1000
-    with pytest.raises(ConfigError, match="has room for 1000 bytes"):
-        small.start()
-    (tmp_path / "kv" / "default.kv_pool-0.kv").unlink()
-    (tmp_path / "kv").rmdir()
-    (tmp_path / "kv").write_text("not a folder")
-    with pytest.raises(ConfigError, match="cannot be written to"):
-        make().start()
-    later = make()
-    later.start(required=False)
-    assert metric(later, "disk_tier_on", doing="read") == 0
-    assert "the disk tier is off" in caplog.text
-    (tmp_path / "kv").unlink()
-    with pytest.raises(ConfigError, match="set it higher"):
-        make(slots=1).start()
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"disk_gib": 1.0, "prefix_cache": True}, "needs kv_pool.disk_path"),
-        ({"disk_gib": 1.0, "disk_path": "/x"}, "needs kv_pool.prefix_cache"),
-        ({"disk_path": "/x", "prefix_cache": True}, "needs kv_pool.disk_gib"),
-    ],
-)
-def test_a_configuration_that_is_incomplete_is_refused(keys: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Config(kv_pool=KvPoolConfig(**keys))  # type: ignore[arg-type]
-
-
-def test_a_file_system_without_o_direct_is_read_and_written_through_the_page_cache(make: Make) -> None:
-    class Buffered(FaultyCalls):
-        forgotten = 0
-
-        def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-            return super().read(fd, buffers, offset)
-
-        def forget(self, fd: int, offset: int, size: int) -> None:
-            self.forgotten += size
-            super().forget(fd, offset, size)
-
-    rig = make()
-    rig.calls = rig.tier._calls = calls = Buffered()
-    rig.start()
-    assert not rig.opened.file.direct
-    cache(rig, A)
-    rig.demote()
-    forget(rig)
-    assert promote(rig, A) == 5
-    assert calls.forgotten >= 10 * PAGE_BYTES
-
-
-def test_a_breaker_pauses_longer_each_time_until_something_succeeds() -> None:
-    now = 0.0
-    breaker = Breaker("it", lambda: now)
-    for _ in range(MOST_FAULTS):
-        assert not breaker.open
-        breaker.failed("x")
-    assert breaker.open
-    now = FIRST_PAUSE_S + 1
-    assert not breaker.open
-    breaker.failed("x")
-    now += FIRST_PAUSE_S + 1
-    assert breaker.open
-    breaker.succeeded()
-    assert not breaker.open
-    breaker.hung("x")
-    assert breaker.open
