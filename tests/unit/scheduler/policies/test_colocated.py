@@ -282,7 +282,8 @@ def test_whatever_comes_every_request_ends_and_nothing_is_left(name, moves, bloc
     scheduler.check_integrity()
     assert scheduler.load() == (0, 0)
     assert scheduler._allocator.free_blocks == blocks
-    assert world.first_tokens == sorted(world.first_tokens)  # first come, first served
+    if name != "batchllm":  # which orders a file by prefix
+        assert world.first_tokens == sorted(world.first_tokens)  # first come, first served
 
 
 class World:
@@ -338,9 +339,12 @@ class World:
             self.known[one.key] += 1
         held = self.scheduler._allocator
         assert all(len(held.blocks_of(key)) * BLOCK >= self.computed[key] for key in keys)
-        if isinstance(self.scheduler, tuple(scheduler_class(SYSTEMS[name]) for name in ("vllm", "sarathi", "fastgen"))):
+        if isinstance(
+            self.scheduler, tuple(scheduler_class(SYSTEMS[name]) for name in ("vllm", "sarathi", "fastgen", "batchllm"))
+        ):
             assert len(plan.decodes) + sum(one.tokens for one in plan.chunks) <= 64
-        assert len(keys) <= 5
+        if not isinstance(self.scheduler, scheduler_class(SYSTEMS["batchllm"])):  # bounded by tokens and memory only
+            assert len(keys) <= 5
 
     def finish(self, plan):
         finished = set()
