@@ -68,7 +68,7 @@ def forget(rig: TierRig) -> None:
 
 def promote(rig: TierRig, tokens: Sequence[int]) -> int:
     """Blocks of these tokens in the shard after what is on disk was read. They are what was written."""
-    rig.run(rig.tier._opened.promotion.promote(ROOT, [*tokens, 0], 1000))
+    rig.run(rig.opened.promotion.promote(ROOT, [*tokens, 0], 1000))
     return found(rig, tokens)
 
 
