@@ -446,7 +446,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         if self._disk is not None:
             self._disk.wake()
         counts = self._pool.counts()
-        # A cached block is given up for whoever needs room.
+        # A cached block is given up when a request needs room.
         numbers = counts.free + counts.cached, self._prefixes.pinned_blocks
         if numbers != self._announced:
             self._announced = numbers

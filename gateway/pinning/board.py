@@ -105,19 +105,19 @@ class PinBoard:
         """What each shard keeps. Raises UnavailableError if one does not answer."""
         query = kp.CacheQuery(prefixes=prefixes, most_sessions=most_sessions)
         names = sorted(self._channels())
-        return list(await asyncio.gather(*(self._ask(name, lambda stub: stub.List(query)) for name in names)))
+        return list(await asyncio.gather(*(self._ask(name, lambda shard: shard.List(query)) for name in names)))
 
     async def drop(self, order: kp.DropCached) -> dict[str, kp.Dropped]:
         """Carry this out in all shards; again if one does not answer. Raises UnavailableError if it never does."""
         names = sorted(self._channels())
-        done = await asyncio.gather(*(self._ask(name, lambda stub: stub.Drop(order)) for name in names))
+        done = await asyncio.gather(*(self._ask(name, lambda shard: shard.Drop(order)) for name in names))
         return dict(zip(names, done, strict=True))
 
     # ---- internal
 
     async def _pin(self, pin: kp.PinnedPrefix, pool_id: str) -> Pinned:
         query = kp.CacheQuery()
-        block_size = (await self._ask(pool_id, lambda stub: stub.List(query))).block_size
+        block_size = (await self._ask(pool_id, lambda shard: shard.List(query))).block_size
         tokens = prefix_tokens(pin.prefix)
         tokens = tokens[: len(tokens) // block_size * block_size]
         if not tokens:
@@ -137,7 +137,7 @@ class PinBoard:
         """Ask the shard to hold the prefix, again and again for `within_s`: its last blocks may be under way to it."""
         until_s = time.monotonic() + within_s
         while True:
-            kept: kp.Kept = await self._ask(pool_id, lambda stub: stub.Keep(pin))
+            kept: kp.Kept = await self._ask(pool_id, lambda shard: shard.Keep(pin))
             if kept.HasField("refused"):
                 raise failure_from_proto(kept.refused)
             if kept.held or time.monotonic() >= until_s:

@@ -65,7 +65,7 @@ class DiskThreads:
             if done.set_running_or_notify_cancel():
                 try:
                     done.set_result(work())
-                except BaseException as error:  # whoever waits for it has to decide
+                except BaseException as error:  # the waiting task decides what follows
                     done.set_exception(error)
             with self._changed:
                 self._unfinished -= 1

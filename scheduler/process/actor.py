@@ -338,7 +338,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         elif role == "decode":
             self._feed(decode_reported(instance_id, message))
         else:
-            free = message.free_blocks + message.cached_blocks  # a cached one is given up for whoever needs room
+            free = message.free_blocks + message.cached_blocks  # a cached one is given up when needed
             self._feed(ev.PoolReported(instance_id, message.capacity_blocks - message.pinned_blocks, free))
         self._publish_capacity()
 

@@ -54,7 +54,7 @@ def test_two_processes_never_have_one_file_and_an_unused_one_is_taken_over(
     assert names == {"default.kv_pool-1.kv", "default.kv_pool-2.kv"}
 
 
-def test_nobody_else_can_read_the_file(make: Make, tmp_path: Path) -> None:
+def test_other_users_cannot_read_the_file(make: Make, tmp_path: Path) -> None:
     opened(make())
     (path,) = (tmp_path / "kv").iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -135,7 +135,7 @@ def test_what_a_tool_will_answer_outlives_what_ended_after_it(world: World) -> N
     assert world.pool.match(ROOT, list(range(6000, 6016))) <= 4
 
 
-def test_an_ending_that_nobody_tells_of_is_kept_as_unknown_and_all_is_bounded(
+def test_an_ending_that_is_not_reported_is_kept_as_unknown_and_all_is_bounded(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "MOST_SESSIONS", 3)

@@ -101,8 +101,8 @@ def test_a_pin_is_dropped_by_name_and_what_is_cached_with_all(
     assert main(["cache", "drop", "--all", "--cache-salt", "s"]) == 0
     assert [body for _, body in cluster.orders] == [{"name": "system"}, {"all": True, "cache_salt": "s"}]
     cluster.answers["cache/drop"] = {"pins": [], "blocks": 0}
-    assert main(["cache", "drop", "nobody"]) == 1
-    assert "no shard has a pin named 'nobody'" in capsys.readouterr().err
+    assert main(["cache", "drop", "unknown"]) == 1
+    assert "no shard has a pin named 'unknown'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_what_comes_back_after_blocks_are_gone_does_not_count(residence_s: float
 def test_what_people_do_now_replaces_what_they_did() -> None:
     times = lived()
     for _ in range(3000):
-        times.ended(STOP, 2)  # nobody comes back any more
+        times.ended(STOP, 2)  # no conversation goes on any more
     assert times.chance(STOP, 2) == LEAST_CHANCE
     assert times.chance(TOOL_CALLS, 2) > 0.9
 
