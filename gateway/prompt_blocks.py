@@ -1,7 +1,7 @@
 """Names of the blocks of prompts and answers, for the request log: equal names are equal beginnings, and no text.
 
-A name is a keyed, chained hash of the tokens up to the end of its block. Without the key it cannot be tested what a prompt
-was. The key is in a file beside the log, since the gateways that share the log name blocks alike.
+A name is a keyed, chained hash of the tokens up to the end of its block. Without the key a guessed prompt cannot be
+tested. The key is in a file beside the log, since the gateways that share the log name blocks alike.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Copies blocks to disk before they are evicted from host memory.
 
 While fewer than `LOW_SHARE` of the shard's blocks are free, the cached blocks that go next (`AHEAD_SHARE` of all) are
-written, each after what it continues. No request waits for that: a block whose place is wanted meanwhile is given up, and
-its copy is not indexed, since its entry in host memory has gone.
+written, each after what it continues. No request waits for that: a block whose place is wanted meanwhile is given up,
+and its copy is not indexed, since its entry in host memory has gone.
 """
 
 from __future__ import annotations
