@@ -113,7 +113,12 @@ SYSTEMS: Mapping[str, System] = {
             Topology.DISAGGREGATED,
             f"{_POLICIES}.fcfs:FcfsPolicy",
             "MemServe's PD-Basic: separate prefill and decode without a prefix cache, the least load",
-            {**_NO_PREFETCH, "prefill.queue_tokens": UNBOUNDED_QUEUE, "scheduler.routing": "least-loaded"},
+            {
+                **_NO_PREFETCH,
+                "kv_pool.prefix_cache": False,
+                "prefill.queue_tokens": UNBOUNDED_QUEUE,
+                "scheduler.routing": "least-loaded",
+            },
             serves=False,
         ),
         _cached("memserve-1", "prefix", "MemServe's PD-Caching-1: prefill instances keep prompts' KV", answers=False),

@@ -90,7 +90,7 @@ SERVE_SWITCHES: dict[str, tuple[str, bool, str]] = {
         False,
         "no candidate buffers: copy KV from the pool to decode instances directly",
     ),
-    "--prefix-cache": ("kv_pool.prefix_cache", True, "keep the KV of ended requests for prompts that begin alike"),
+    "--no-prefix-cache": ("kv_pool.prefix_cache", False, "do not keep the KV of ended requests"),
     "--verify-kv": ("kv_pool.verify", True, "compare a checksum of every KV block after each copy"),
     "--trust-remote-code": ("model.trust_remote_code", True, "run Python code that comes with the model"),
     "--share-gpu": ("cluster.share_gpu", True, "let several instances share one GPU"),

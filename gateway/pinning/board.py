@@ -78,7 +78,7 @@ class PinBoard:
         Raises NotPossibleError without a prefix cache, NotFoundError for an unknown node, UnavailableError without any.
         """
         if not self.on:
-            raise NotPossibleError("this cluster has no prefix cache: start it with --prefix-cache")
+            raise NotPossibleError("this cluster has no prefix cache: start it without --no-prefix-cache")
         view, known = self._view(), self._channels()
         computing = {peer.node_id for peer in view.peers if peer.process.role == "prefill"}
         nodes = {peer.process.id: peer.node_id for peer in view.peers if peer.process.role == "kv_pool"}

@@ -86,7 +86,7 @@ class KvPoolConfig:
         False, "compare a checksum of every KV block after each copy; a block that differs is never used"
     )
     prefix_cache: bool = _key(
-        False, "keep the KV of ended requests in free blocks, and compute only what a prompt does not share with them"
+        True, "keep the KV of ended requests in free blocks, and compute only what a prompt does not share with them"
     )
     cache_policy: str = _key(
         "value",

@@ -24,7 +24,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "seed": 7},
     {"temperature": 1.0, "seed": 8, "n": 2, "stop": ["zzz"]},
 )
-STREAMS = OPTIONS * 2
+PROMPTS = ("Return a list of", "Return the sum of all numbers of the list. " * 4 + "Return a list of")
+STREAMS = tuple({"prompt": prompt, **options} for prompt in PROMPTS for options in OPTIONS)
 NEW_TOKENS = 150
 STOPPED_BACK_WITHIN_S = 30.0
 BACK_WITHIN_S = 7.5  # 5 on a machine that does nothing else
@@ -43,7 +44,7 @@ def server() -> Iterator[ServeProcess]:
 async def read(client: AsyncClient, options: dict[str, Any], begun: asyncio.Event | None = None) -> Answers:
     """Text and tokens of each answer."""
     answers: Answers = {}
-    async for chunk in client.stream("Return a list of", max_tokens=NEW_TOKENS, ignore_eos=True, **options):
+    async for chunk in client.stream(max_tokens=NEW_TOKENS, ignore_eos=True, **options):
         text, tokens = answers.get(chunk.index, ("", []))
         answers[chunk.index] = (text + chunk.text, [*tokens, *chunk.token_ids])
         if begun is not None and len(tokens) > 5:

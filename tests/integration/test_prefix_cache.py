@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prompts_of(folder: Path, *lengths: int) -> list[list[int]]:
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    return random_prompts(lengths, vocab_size, seed=11)
+    return random_prompts(lengths, vocab_size, seed=11, shared=0)
 
 
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)

@@ -167,7 +167,7 @@ async def test_a_killed_shard_process_or_worker_of_either_node_costs_no_token(fo
 
 
 async def test_a_cached_prefix_is_copied_to_a_node_that_is_free_and_given_back(folder: Path) -> None:
-    system, *tails = random_prompts((200, 8, 150, 151, 152, 153), VOCAB_SIZE, seed=23)
+    system, *tails = random_prompts((200, 8, 150, 151, 152, 153), VOCAB_SIZE, seed=23, shared=0)
     asked = config(
         folder,
         TWICE,

@@ -45,7 +45,12 @@ def logprobs(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
     return torch.log_softmax(logits.float(), dim=-1)
 
 
-def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[list[int]]:
-    """Prompts of these lengths; ids from 2 on."""
+def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int, shared: int = 32) -> list[list[int]]:
+    """Prompts of these lengths; ids from 2 on. Every second one has the same first tokens, at most `shared`."""
     rng = random.Random(seed)
-    return [[rng.randrange(2, vocab_size) for _ in range(length)] for length in lengths]
+    prompts = [[rng.randrange(2, vocab_size) for _ in range(length)] for length in lengths]
+    beginning = [rng.randrange(2, vocab_size) for _ in range(shared)]
+    for prompt in prompts[1::2]:
+        same = max(0, min(shared, len(prompt) - 1))
+        prompt[:same] = beginning[:same]
+    return prompts

@@ -150,7 +150,7 @@ async def test_orders_need_the_admin_key_and_a_prefix_cache(gateway: RunningGate
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_key_required")
     off = await order(gateway, "list")
     assert (off.status_code, off.json()["error"]["code"]) == (409, "not_possible")
-    assert "--prefix-cache" in off.json()["error"]["message"]
+    assert "--no-prefix-cache" in off.json()["error"]["message"]
 
 
 async def test_shards_learn_how_requests_end_and_of_which_conversation(

@@ -65,7 +65,7 @@ def error_line(done: subprocess.CompletedProcess[str], status: int = 2) -> str:
         (("--config", "/no/such/file.yaml"), "cannot read configuration file"),
         (("--chat-template", "/no/such/template"), "file /no/such/template does not exist"),
         (("--tensor-parallel-size", "2"), "tensor parallelism"),
-        (("--enable-prefix-caching",), "use --prefix-cache"),
+        (("--enable-prefix-caching",), "see --no-prefix-cache"),
         (("--quantization=fp8",), "quantised weights"),
         (("--speculative-config", "{}"), "speculative decoding"),
         (("--set", "model.kv_cache_dtype=fp8"), "a quantised KV cache"),
