@@ -17,11 +17,15 @@ class CpuWaits:
     def __init__(self, pids: Iterable[int]) -> None:
         self._before = {pid: thread_waits_s(pid) for pid in pids}
 
-    def total_s(self) -> float:
-        """The longest wait of a thread of each process, summed: one process waits for the other."""
+    def total_s(self, started: Iterable[int] = ()) -> float:
+        """The longest wait of a thread of each process, summed: one process waits for the other.
+
+        `started`: processes that have started since, whose waits count from their start.
+        """
+        before = {pid: dict[str, float]() for pid in started} | self._before
         return sum(
-            max((waited_s - before.get(thread, 0.0) for thread, waited_s in thread_waits_s(pid).items()), default=0.0)
-            for pid, before in self._before.items()
+            max((waited_s - threads.get(name, 0.0) for name, waited_s in thread_waits_s(pid).items()), default=0.0)
+            for pid, threads in before.items()
         )
 
 
