@@ -16,6 +16,7 @@ from alignedserve.request import SamplingParams
 from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 from support.driver import Answer, Driver
+from support.held import wait_nothing_held
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -63,17 +64,6 @@ async def wait_running(cluster: LocalCluster, decode_id: str, timeout_s: float =
         assert time.monotonic() < deadline, f"{decode_id} runs nothing"
 
 
-async def wait_all_free(cluster: LocalCluster, timeout_s: float = 20.0) -> str:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        metrics = (await cluster.status()).metrics
-        capacity = value(metrics, "alignedserve_kv_capacity_blocks")
-        if value(metrics, "alignedserve_kv_blocks", state="free") == capacity > 0:
-            return metrics
-        assert time.monotonic() < deadline, [line for line in metrics.splitlines() if "kv_blocks" in line]
-        await asyncio.sleep(0.1)
-
-
 @pytest.mark.parametrize("prefetch", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_streams_in_flight_do_not_notice_that_the_cluster_grows_and_shrinks(
     tmp_path: Path, prefetch: bool
@@ -103,7 +93,7 @@ async def test_streams_in_flight_do_not_notice_that_the_cluster_grows_and_shrink
                     await asyncio.sleep(0.02)
             await load.until("decode", "decode-0")
             await load.end()
-        await wait_all_free(cluster)
+        await wait_nothing_held(cluster)
 
     assert len(open_before) > STREAMS // 2
     assert [answer.error for answers in load.answers for answer in answers if answer.error is not None] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,12 +13,12 @@ from transformers import PreTrainedModel
 
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
-from alignedserve.control.samples import value
 from alignedserve.errors import InvalidRequestError
 from alignedserve.request import BATCH_PRIORITY, SamplingParams
 from alignedserve.testing.models import make_model, make_tokenizer
 from alignedserve.testing.reference import greedy, load_reference, logprobs, random_prompts
 from support.driver import Driver
+from support.held import wait_nothing_held
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -33,16 +32,6 @@ class Served:
     driver: Driver
     reference: PreTrainedModel
     folder: Path
-
-    async def all_blocks_free(self) -> bool:
-        """Within a second, nothing is held in any store."""
-        for _ in range(10):
-            metrics = (await self.cluster.status()).metrics
-            capacity = value(metrics, "alignedserve_kv_capacity_blocks")
-            if capacity > 0 and value(metrics, "alignedserve_kv_blocks", state="free") == capacity:
-                return True
-            await asyncio.sleep(0.1)
-        return False
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -84,7 +73,7 @@ async def test_answers_to_one_prompt_are_each_their_own(served: Served) -> None:
 
     assert [a.tokens for a in together] == [a.tokens for a in alone]
     assert len({tuple(a.tokens) for a in together}) == 4
-    assert await served.all_blocks_free()
+    await wait_nothing_held(served.cluster, 1.0)
 
 
 async def test_a_seeded_request_does_not_depend_on_its_company(served: Served) -> None:
@@ -108,7 +97,7 @@ async def test_answers_without_hurry_are_exact_although_others_come_between(serv
 
     assert [answer.tokens for answer in backlog] == [answer.tokens for answer in alone]
     assert [answer.tokens for answer in plain] == [answer.tokens[:24] for answer in alone[:3]]
-    assert await served.all_blocks_free()
+    await wait_nothing_held(served.cluster, 1.0)
 
 
 async def test_logprobs_are_the_models(served: Served) -> None:
@@ -176,7 +165,7 @@ async def test_a_cancelled_request_holds_nothing_and_disturbs_no_other(served: S
 
     for prompt, answer in zip(prompts, kept, strict=True):
         assert answer.tokens == greedy(served.reference, prompt, 24, answer.tokens)
-    assert await served.all_blocks_free()
+    await wait_nothing_held(served.cluster, 1.0)
     assert max(len(answer.tokens) for answer in gone) < long.max_tokens
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from alignedserve.errors import ConfigError
+from alignedserve.scheduler import systems
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
 from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.cost.step import StepCost
@@ -74,7 +75,10 @@ class Variant:
     def candidate(self, tpot_objective_s: float | None = None) -> ComparedPolicy:
         """`tpot_objective_s`: the TPOT objective of `aligned-cost`; the others have none, as by default."""
         objective_s = tpot_objective_s if self.policy == "aligned-cost" else None
-        return ComparedPolicy.of(self.policy, dict(self.settings), None, objective_s)
+        settings = dict(self.settings)
+        if systems.resolve(self.policy).topology is systems.Topology.DISAGGREGATED:
+            settings["kv_pool.prefix_cache"] = "false"  # every prompt is computed whole, as in the paper
+        return ComparedPolicy.of(self.policy, settings, None, objective_s)
 
 
 ALIGNED = Variant("aligned", "aligned")

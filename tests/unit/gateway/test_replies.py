@@ -169,7 +169,8 @@ async def test_every_prompts_answers_are_numbered(http: httpx.AsyncClient, clust
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert [choice["token_ids"] for choice in answer["choices"]] == [[300, 100], [300, 101], [400, 102], [400, 103]]
     assert answer["prompt_token_ids"] == [[300], [400]]
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 8, "total_tokens": 10}
+    usage = {"prompt_tokens": 2, "completion_tokens": 8, "total_tokens": 10}
+    assert answer["usage"] == {**usage, "prompt_tokens_details": {"cached_tokens": 0}}
 
 
 async def test_echo_begins_with_the_prompt(http: httpx.AsyncClient, cluster: FakeCluster) -> None:

@@ -85,9 +85,9 @@ def test_what_cannot_be_used_is_refused_at_a_start_and_tried_again_in_a_running_
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"disk_gib": 1.0, "prefix_cache": True}, "needs kv_pool.disk_path"),
-        ({"disk_gib": 1.0, "disk_path": "/x"}, "needs kv_pool.prefix_cache"),
-        ({"disk_path": "/x", "prefix_cache": True}, "needs kv_pool.disk_gib"),
+        ({"disk_gib": 1.0}, "needs kv_pool.disk_path"),
+        ({"disk_gib": 1.0, "disk_path": "/x", "prefix_cache": False}, "needs kv_pool.prefix_cache"),
+        ({"disk_path": "/x"}, "needs kv_pool.disk_gib"),
     ],
 )
 def test_a_configuration_that_is_incomplete_is_refused(keys: dict[str, object], message: str) -> None:
