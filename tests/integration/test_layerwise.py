@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,7 @@ async def test_tokens_are_exact_and_groups_and_cancelled_prompts_leave_nothing_b
     rounds, layers_ahead = 0, 0.0
     while layers_ahead < 6 * 9:  # six layers of each prompt that is long enough and has its lease in time
         assert rounds < 10, layers_ahead
-        layers_ahead = await answer_all(served, model)
+        layers_ahead = await answer_all(served, model, salted=True)
         rounds += 1
     metrics = await wait_nothing_held(served.cluster)
     blocks = [-(-len(prompt) // 4) for prompt in [*model.prompts, model.prompts[3]]]
@@ -103,14 +104,19 @@ async def test_tokens_are_exact_and_groups_and_cancelled_prompts_leave_nothing_b
     assert 0 < ahead <= copied - rounds * short
     assert value(metrics, "alignedserve_kv_checksum_mismatches_total") == 0
     assert value(metrics, "alignedserve_kv_checksum_blocks_total", instance="prefill-0") >= copied
+    await answer_all(served, model, salted=False)
 
 
-async def answer_all(served: Served, model: Model) -> float:
-    """All prompts, a group, and some that are given up. Returns the layers that were copied ahead until now."""
-    asked = [served.ask(prompt) for prompt in model.prompts]
-    group = served.ask(model.prompts[3], n=3)
+async def answer_all(served: Served, model: Model, salted: bool) -> float:
+    """All prompts, a group, and some that are given up. Returns the layers that were copied ahead until now.
+
+    `salted`: no two requests share cached KV.
+    """
+    salts = [{"cache_salt": uuid.uuid4().hex} if salted else {} for _ in range(len(model.prompts) + 6)]
+    asked = [served.ask(prompt, **salts.pop()) for prompt in model.prompts]
+    group = served.ask(model.prompts[3], n=3, **salts.pop())
     cancelled = [
-        asyncio.create_task(served.post(model.prompts[5], timeout_s=after_s))
+        asyncio.create_task(served.post(model.prompts[5], timeout_s=after_s, **salts.pop()))
         for after_s in (0.02, 0.05, 0.1, 0.15, 0.2)
     ]
     together, *answers = await asyncio.gather(group, *asked)
@@ -133,9 +139,9 @@ async def test_a_prefill_instance_that_is_killed_while_it_copies_ahead_costs_no_
     killed = asyncio.Event()
 
     async def ask_until_killed(prompt: Sequence[int]) -> list[list[int]]:
-        answers = await served.ask(prompt)
-        while not killed.is_set():
-            answers += await served.ask(prompt)
+        answers: list[list[int]] = []
+        while not answers or not killed.is_set():
+            answers += await served.ask(prompt, cache_salt=uuid.uuid4().hex)  # so that it is computed
         return answers
 
     asked = [asyncio.create_task(ask_until_killed(prompt)) for prompt in model.prompts * 2]
