@@ -167,6 +167,11 @@ class PoolWriter:
         reply = await self._ask_shard(kp.PoolWriterMessage(pin=kp.Pin(key=key_to_proto(key), prefix=prefix)))
         return reply.pinned
 
+    def unpin(self, key: RequestKey, kv_tokens: int) -> None:
+        """The request no longer holds the `kv_tokens` tokens that it pinned. It may be committed all the same."""
+        if self._link is not None:
+            self._link.send(kp.PoolWriterMessage(unpin=kp.Holding(key=key_to_proto(key), kv_tokens=kv_tokens)))
+
     async def cache(
         self,
         key: RequestKey,

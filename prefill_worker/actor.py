@@ -196,6 +196,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
                 self.spawn(self._prefetch(command.prefetch))
         elif kind == "cancel":
             self._cancel(keys_from_proto(command.cancel))
+        elif kind == "give_up_pins":
+            self._instance.give_up_pins(command.give_up_pins)
 
     def _cancel(self, keys: Sequence[RequestKey]) -> None:
         offloader, compute = self._instance.offloader, self._instance.compute
@@ -375,6 +377,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         if outcome.lost:
             self._report_failure(outcome.lost, UnavailableError("the gateway could not be reached"), retry=True)
         self._instance.prefix_ended(outcome.unpinned)
+        for pin, base in outcome.let_go:
+            self._instance.let_go(pin, base)
         for job in outcome.prefilled:
             self.spawn(self._offload(job) if job.members else self._cache(job))
         self._report_description()

@@ -134,7 +134,14 @@ class PrefillInstance:
         self.pool_id, size = pool_store.store_id, plan.block_size
         committed = LastCommitted()
         self.offloader = Offloader(
-            settings.id, writers[0], self.copier, offload, self.pool_id, size, committed if self.buffers else None
+            settings.id,
+            writers[0],
+            self.copier,
+            offload,
+            self.pool_id,
+            size,
+            committed if self.buffers else None,
+            self.let_go,
         )
         if config.kv_pool.prefix_cache:
             self.prefixes = Prefixes(writers[0], self.pool_id, size, self.loans)
@@ -198,6 +205,18 @@ class PrefillInstance:
             return None
         tokens = [*first.prompt_token_ids, *first.output_token_ids]
         return await self.prefixes.find(key_from_proto(first.key), tokens, first.cache_salt, copy_from)
+
+    def give_up_pins(self, pool_id: str) -> None:
+        """Let go of what prompts hold in this shard, where they can do without. "": the only one of the cluster."""
+        assert self.compute is not None
+        assert self.offloader is not None
+        self.compute.give_up_bases(pool_id or self.pool_id)
+        if pool_id in ("", self.pool_id):
+            self.offloader.give_up_pins()
+
+    def let_go(self, pin: RequestKey, base: Base) -> None:
+        if self.prefixes is not None:
+            self.prefixes.let_go(pin, base)
 
     def prefix_ended(self, leads: Iterable[RequestKey], *, committed: bool = False) -> None:
         if self.prefixes is not None:

@@ -100,6 +100,7 @@ class Computed:
     failed: list[tuple[RequestKey, AlignedServeError]] = field(default_factory=list)
     lost: list[RequestKey] = field(default_factory=list)  # their gateway cannot be reached
     unpinned: list[RequestKey] = field(default_factory=list)  # the pins of jobs that ended here
+    let_go: list[tuple[RequestKey, Base]] = field(default_factory=list)  # pins that are not needed, of jobs that go on
     fatal: BaseException | None = None  # the loop has ended with this
 
 
@@ -187,6 +188,10 @@ class PrefillLoop(ComputeThread[[]]):
 
     def cancel_all(self) -> None:
         self.tell(lambda: self._cancel(list(self._lead_of)))
+
+    def give_up_bases(self, pool_id: str) -> None:
+        """Prompts that have not begun are computed whole if what they would fetch is cached in this shard."""
+        self.tell(lambda: self._give_up_bases(pool_id))
 
     def report_lost(self, gateway_address: str) -> None:
         """Report every request of that gateway lost; the scheduler then has each cancelled here."""
@@ -303,6 +308,16 @@ class PrefillLoop(ComputeThread[[]]):
             if not job.members:
                 self._drop(job, outcome)
         self._post(outcome)
+
+    def _give_up_bases(self, pool_id: str) -> None:
+        outcome = Computed()
+        for job in self._jobs.values():
+            base = job.base
+            if base is not None and base.cached and base.pool_id == pool_id and self._chunks.compute_whole(job.lead):
+                job.base = None
+                outcome.let_go.append((job.pin, base))
+        if outcome.let_go:
+            self._post(outcome)
 
     def _of_gateway(self, address: str) -> list[RequestKey]:
         members = (member for job in self._jobs.values() for member in job.members)

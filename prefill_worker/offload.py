@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from alignedserve.control.convert import key_from_proto, spec_to_proto
 from alignedserve.control.prefixes import cached_prefix
@@ -14,7 +15,7 @@ from alignedserve.kv_pool.stored import LastCommitted, location, pooled
 from alignedserve.kv_pool.writer import Committed, PoolWriter
 from alignedserve.metrics import Page
 from alignedserve.prefill_worker.layerwise import Ahead
-from alignedserve.prefill_worker.loop import PrefilledJob
+from alignedserve.prefill_worker.loop import Base, PrefilledJob
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey
 from alignedserve.transfer.channel import Channel
@@ -34,8 +35,9 @@ class Offloader:
         pool_id: str,
         block_size: int,
         committed: LastCommitted | None = None,
+        let_go: Callable[[RequestKey, Base], None] = lambda pin, base: None,
     ) -> None:
-        """`committed` gets each committed request."""
+        """`committed` gets each committed request. `let_go` unpins a cached base of a prompt that goes on."""
         self._prefill_id = prefill_id
         self._pool = pool
         self._copier = copier
@@ -46,6 +48,8 @@ class Offloader:
         self._cancelled: set[RequestKey] = set()
         self._letting_go: set[asyncio.Task[None]] = set()
         self._committed = committed
+        self._let_go_of = let_go
+        self._full: asyncio.Future[None] | None = None  # set when prompts are to let go of their bases
         self.exposed_s = 0.0  # seconds that copies took after their prompt was computed
         self.blocks = 0  # blocks of prompts copied
         self.blocks_ahead = 0  # of those, blocks whose copies began before the prompt was computed
@@ -101,6 +105,11 @@ class Offloader:
             waiting.cancel()  # all requests of the job are cancelled: it must not wait for blocks
         return True
 
+    def give_up_pins(self) -> None:
+        """Prompts that wait for room let go of their cached bases, which others need; they are written whole."""
+        if self._full is not None and not self._full.done():
+            self._full.set_result(None)
+
     async def offload(self, job: PrefilledJob) -> tuple[list[pb.PooledRequest], list[RequestKey]]:
         """Copy and commit a job. Returns the requests that are in the pool, and the keys that were cancelled meanwhile.
 
@@ -116,6 +125,11 @@ class Offloader:
             taking = asyncio.get_running_loop().create_task(self._pool.take(len(job.block_ids) - len(kept)))
         self._under_way.update(dict.fromkeys(keys, taking))
         try:
+            if kept and job.base is not None and job.base.cached and not await self._granted(taking):
+                if self._cancelled.issuperset(keys):
+                    return [], keys
+                kept, taking = [], self._write_whole(job)
+                self._under_way.update(dict.fromkeys(keys, taking))
             await asyncio.wait([taking])
             if taking.cancelled():
                 return [], keys
@@ -142,6 +156,25 @@ class Offloader:
             for key in keys:
                 del self._under_way[key]
             self._cancelled.difference_update(keys)
+
+    async def _granted(self, taking: asyncio.Task[list[int]]) -> bool:
+        """Wait for a lease. False if it was given up instead, because others need the base that this prompt holds."""
+        if self._full is None or self._full.done():
+            self._full = asyncio.get_running_loop().create_future()
+        either: list[asyncio.Future[Any]] = [taking, self._full]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if taking.done():
+            return True
+        taking.cancel()
+        await asyncio.wait([taking])
+        return not taking.cancelled()
+
+    def _write_whole(self, job: PrefilledJob) -> asyncio.Task[list[int]]:
+        """Let go of the job's base, and lease blocks for all of its KV. No copy has begun: it had no lease."""
+        assert job.base is not None
+        self._let_go_of(job.pin or job.lead, job.base)
+        job.base = job.ahead = None
+        return asyncio.get_running_loop().create_task(self._pool.take(len(job.block_ids)))
 
     async def cache(self, job: PrefilledJob) -> None:
         """Copy the full blocks that the pool lacks to the prefix cache, if it has free blocks at hand.

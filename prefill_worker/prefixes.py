@@ -65,6 +65,8 @@ class Prefixes:
         self._announce(lead, digests)
         if coming is not None and shared >= LEAST_SHARED_BLOCKS:
             self.waited += 1
+            if base is not None:  # nothing is held while something else is waited for
+                self._pool.unpin(lead, base.tokens)
             await asyncio.wait([coming])
             base, more = await self._pin(lead, tokens, salt)
             from_disk += more
@@ -101,6 +103,13 @@ class Prefixes:
         blocks, checksums = list(held.block_ids), list(held.checksums)
         base = Base(held.kv_tokens, blocks, checksums, self._pool_id, here=True, cached=True)
         return base, held.disk_tokens
+
+    def let_go(self, pin: RequestKey, base: Base) -> None:
+        """The prompt does without `base`, which `find` has returned, and is still under way."""
+        if base.here:
+            self._pool.unpin(pin, base.tokens)
+        else:
+            self._loans.give_back(pin)
 
     def ended(self, leads: Iterable[RequestKey], *, committed: bool = False) -> None:
         """These prompts are no longer under way. Without `committed` their pins end too."""

@@ -168,7 +168,7 @@ class CacheBlocks(_message.Message):
     def __init__(self, prefix: _Optional[_Union[CachedPrefix, _Mapping]] = ..., first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ...) -> None: ...
 
 class PoolWriterMessage(_message.Message):
-    __slots__ = ("message_id", "hello", "want_blocks", "give_back", "commit", "release", "pin", "cache")
+    __slots__ = ("message_id", "hello", "want_blocks", "give_back", "commit", "release", "pin", "cache", "unpin")
     MESSAGE_ID_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WANT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +177,7 @@ class PoolWriterMessage(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    UNPIN_FIELD_NUMBER: _ClassVar[int]
     message_id: int
     hello: _common_pb2.ProcessKey
     want_blocks: int
@@ -185,7 +186,8 @@ class PoolWriterMessage(_message.Message):
     release: _common_pb2.RequestKeys
     pin: Pin
     cache: CacheBlocks
-    def __init__(self, message_id: _Optional[int] = ..., hello: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., want_blocks: _Optional[int] = ..., give_back: _Optional[_Union[BlockIds, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., release: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., pin: _Optional[_Union[Pin, _Mapping]] = ..., cache: _Optional[_Union[CacheBlocks, _Mapping]] = ...) -> None: ...
+    unpin: Holding
+    def __init__(self, message_id: _Optional[int] = ..., hello: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., want_blocks: _Optional[int] = ..., give_back: _Optional[_Union[BlockIds, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., release: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., pin: _Optional[_Union[Pin, _Mapping]] = ..., cache: _Optional[_Union[CacheBlocks, _Mapping]] = ..., unpin: _Optional[_Union[Holding, _Mapping]] = ...) -> None: ...
 
 class BlockIds(_message.Message):
     __slots__ = ("ids",)

@@ -26,7 +26,7 @@ from alignedserve.proto import common_pb2 as alignedserve_dot_proto_dot_common__
 from alignedserve.proto import kv_pool_pb2 as alignedserve_dot_proto_dot_kv__pool__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'alignedserve/proto/prefill_worker.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\x1a alignedserve/proto/kv_pool.proto\"\xa9\x01\n\x0ePrefillCommand\x12\x30\n\x07prefill\x18\x01 \x01(\x0b\x32\x1d.alignedserve.v1.PrefillGroupH\x00\x12-\n\x08prefetch\x18\x02 \x01(\x0b\x32\x19.alignedserve.v1.PrefetchH\x00\x12.\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x42\x06\n\x04\x62ody\"\x9c\x01\n\x0cPrefillGroup\x12)\n\x04keys\x18\x01 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12&\n\x04\x62\x61se\x18\x02 \x01(\x0b\x32\x18.alignedserve.v1.Holding\x12\x17\n\x0fgateway_address\x18\x03 \x01(\t\x12\r\n\x05specs\x18\x04 \x01(\x0c\x12\x11\n\tcopy_from\x18\x05 \x01(\t\"\x8a\x01\n\x08Prefetch\x12\x11\n\tdecode_id\x18\x01 \x01(\t\x12\'\n\x06\x62uffer\x18\x02 \x01(\x0e\x32\x17.alignedserve.v1.Buffer\x12\x10\n\x08\x62\x61tch_id\x18\x03 \x01(\x04\x12\x30\n\x08requests\x18\x04 \x03(\x0b\x32\x1e.alignedserve.v1.PooledRequest\"\xd9\x02\n\rPrefillReport\x12:\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32#.alignedserve.v1.PrefillDescriptionH\x00\x12\x33\n\tprefilled\x18\x02 \x01(\x0b\x32\x1e.alignedserve.v1.PooledRequestH\x00\x12\x30\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x32\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32 .alignedserve.v1.RequestFailuresH\x00\x12\x32\n\nprefetched\x18\x05 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x35\n\x08returned\x18\x06 \x01(\x0b\x32!.alignedserve.v1.ReturnedRequestsH\x00\x42\x06\n\x04\x62ody\"\x88\x01\n\x0fRequestFailures\x12)\n\x04keys\x18\x01 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12)\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x18.alignedserve.v1.Failure\x12\r\n\x05retry\x18\x03 \x01(\x08\x12\x10\n\x08\x64istrust\x18\x04 \x01(\x08\"D\n\x10ReturnedRequests\x12\x30\n\x08requests\x18\x01 \x03(\x0b\x32\x1e.alignedserve.v1.PooledRequest\"\xee\x02\n\x12PrefillDescription\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x16\n\x0epending_tokens\x18\x02 \x01(\x04\x12\x14\n\x0c\x63\x61\x63he_blocks\x18\x03 \x01(\x04\x12\x19\n\x11\x63\x61\x63he_free_blocks\x18\x04 \x01(\x04\x12\x1b\n\x13\x62\x61tch_buffer_blocks\x18\x05 \x01(\x04\x12 \n\x18\x62\x61tch_buffer_free_blocks\x18\x06 \x01(\x04\x12\x1e\n\x16requests_buffer_blocks\x18\x07 \x01(\x04\x12#\n\x1brequests_buffer_free_blocks\x18\x08 \x01(\x04\x12\x18\n\x10pool_wait_blocks\x18\t \x01(\x04\x12\x18\n\x10\x63opy_s_per_token\x18\n \x01(\x01\x12)\n\x08measured\x18\x14 \x01(\x0b\x32\x17.alignedserve.v1.Passes\"\xaa\x01\n\x0b\x42ufferEvent\x12/\n\x06stores\x18\x01 \x01(\x0b\x32\x1d.alignedserve.v1.BufferStoresH\x00\x12\x32\n\tannounced\x18\x02 \x01(\x0b\x32\x1d.alignedserve.v1.AnnouncementH\x00\x12.\n\x06leased\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.BufferLeaseH\x00\x42\x06\n\x04\x62ody\"\xaa\x01\n\x0c\x42ufferStores\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12+\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1c.alignedserve.v1.StoreHandle\x12.\n\x08requests\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.StoreHandle\x12\x0f\n\x07no_nccl\x18\x04 \x01(\t\"{\n\x0c\x41nnouncement\x12\'\n\x06\x62uffer\x18\x01 \x01(\x0e\x32\x17.alignedserve.v1.Buffer\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\x04\x12\x30\n\x08requests\x18\x03 \x03(\x0b\x32\x1e.alignedserve.v1.StoredRequest\"$\n\x0b\x42ufferLease\x12\x15\n\tblock_ids\x18\x01 \x03(\rB\x02\x10\x01\"\xac\x02\n\rBufferCommand\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKeyH\x00\x12\x30\n\x08\x63onsumed\x18\x02 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x32\n\x07\x65victed\x18\x03 \x01(\x0b\x32\x1f.alignedserve.v1.EvictedRequestH\x00\x12\x31\n\tgive_back\x18\x04 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x15\n\x0bwant_blocks\x18\x05 \x01(\rH\x00\x12\x35\n\rreturn_blocks\x18\x06 \x01(\x0b\x32\x1c.alignedserve.v1.BufferLeaseH\x00\x42\x06\n\x04\x62ody\"A\n\x0e\x45victedRequest\x12/\n\x07request\x18\x01 \x01(\x0b\x32\x1e.alignedserve.v1.StoredRequest*G\n\x06\x42uffer\x12\x16\n\x12\x42UFFER_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x42UFFER_BATCH\x10\x01\x12\x13\n\x0f\x42UFFER_REQUESTS\x10\x02\x32\xf5\x01\n\rPrefillWorker\x12N\n\x07\x43ontrol\x12\x1f.alignedserve.v1.PrefillCommand\x1a\x1e.alignedserve.v1.PrefillReport(\x01\x30\x01\x12K\n\x07\x42uffers\x12\x1e.alignedserve.v1.BufferCommand\x1a\x1c.alignedserve.v1.BufferEvent(\x01\x30\x01\x12G\n\x08\x44\x65scribe\x12\x16.alignedserve.v1.Empty\x1a#.alignedserve.v1.PrefillDescriptionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'alignedserve/proto/prefill_worker.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\x1a alignedserve/proto/kv_pool.proto\"\xc1\x01\n\x0ePrefillCommand\x12\x30\n\x07prefill\x18\x01 \x01(\x0b\x32\x1d.alignedserve.v1.PrefillGroupH\x00\x12-\n\x08prefetch\x18\x02 \x01(\x0b\x32\x19.alignedserve.v1.PrefetchH\x00\x12.\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x16\n\x0cgive_up_pins\x18\x04 \x01(\tH\x00\x42\x06\n\x04\x62ody\"\x9c\x01\n\x0cPrefillGroup\x12)\n\x04keys\x18\x01 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12&\n\x04\x62\x61se\x18\x02 \x01(\x0b\x32\x18.alignedserve.v1.Holding\x12\x17\n\x0fgateway_address\x18\x03 \x01(\t\x12\r\n\x05specs\x18\x04 \x01(\x0c\x12\x11\n\tcopy_from\x18\x05 \x01(\t\"\x8a\x01\n\x08Prefetch\x12\x11\n\tdecode_id\x18\x01 \x01(\t\x12\'\n\x06\x62uffer\x18\x02 \x01(\x0e\x32\x17.alignedserve.v1.Buffer\x12\x10\n\x08\x62\x61tch_id\x18\x03 \x01(\x04\x12\x30\n\x08requests\x18\x04 \x03(\x0b\x32\x1e.alignedserve.v1.PooledRequest\"\xd9\x02\n\rPrefillReport\x12:\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32#.alignedserve.v1.PrefillDescriptionH\x00\x12\x33\n\tprefilled\x18\x02 \x01(\x0b\x32\x1e.alignedserve.v1.PooledRequestH\x00\x12\x30\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x32\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32 .alignedserve.v1.RequestFailuresH\x00\x12\x32\n\nprefetched\x18\x05 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x35\n\x08returned\x18\x06 \x01(\x0b\x32!.alignedserve.v1.ReturnedRequestsH\x00\x42\x06\n\x04\x62ody\"\x88\x01\n\x0fRequestFailures\x12)\n\x04keys\x18\x01 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12)\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x18.alignedserve.v1.Failure\x12\r\n\x05retry\x18\x03 \x01(\x08\x12\x10\n\x08\x64istrust\x18\x04 \x01(\x08\"D\n\x10ReturnedRequests\x12\x30\n\x08requests\x18\x01 \x03(\x0b\x32\x1e.alignedserve.v1.PooledRequest\"\xee\x02\n\x12PrefillDescription\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x16\n\x0epending_tokens\x18\x02 \x01(\x04\x12\x14\n\x0c\x63\x61\x63he_blocks\x18\x03 \x01(\x04\x12\x19\n\x11\x63\x61\x63he_free_blocks\x18\x04 \x01(\x04\x12\x1b\n\x13\x62\x61tch_buffer_blocks\x18\x05 \x01(\x04\x12 \n\x18\x62\x61tch_buffer_free_blocks\x18\x06 \x01(\x04\x12\x1e\n\x16requests_buffer_blocks\x18\x07 \x01(\x04\x12#\n\x1brequests_buffer_free_blocks\x18\x08 \x01(\x04\x12\x18\n\x10pool_wait_blocks\x18\t \x01(\x04\x12\x18\n\x10\x63opy_s_per_token\x18\n \x01(\x01\x12)\n\x08measured\x18\x14 \x01(\x0b\x32\x17.alignedserve.v1.Passes\"\xaa\x01\n\x0b\x42ufferEvent\x12/\n\x06stores\x18\x01 \x01(\x0b\x32\x1d.alignedserve.v1.BufferStoresH\x00\x12\x32\n\tannounced\x18\x02 \x01(\x0b\x32\x1d.alignedserve.v1.AnnouncementH\x00\x12.\n\x06leased\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.BufferLeaseH\x00\x42\x06\n\x04\x62ody\"\xaa\x01\n\x0c\x42ufferStores\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12+\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1c.alignedserve.v1.StoreHandle\x12.\n\x08requests\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.StoreHandle\x12\x0f\n\x07no_nccl\x18\x04 \x01(\t\"{\n\x0c\x41nnouncement\x12\'\n\x06\x62uffer\x18\x01 \x01(\x0e\x32\x17.alignedserve.v1.Buffer\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\x04\x12\x30\n\x08requests\x18\x03 \x03(\x0b\x32\x1e.alignedserve.v1.StoredRequest\"$\n\x0b\x42ufferLease\x12\x15\n\tblock_ids\x18\x01 \x03(\rB\x02\x10\x01\"\xac\x02\n\rBufferCommand\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKeyH\x00\x12\x30\n\x08\x63onsumed\x18\x02 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x32\n\x07\x65victed\x18\x03 \x01(\x0b\x32\x1f.alignedserve.v1.EvictedRequestH\x00\x12\x31\n\tgive_back\x18\x04 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x15\n\x0bwant_blocks\x18\x05 \x01(\rH\x00\x12\x35\n\rreturn_blocks\x18\x06 \x01(\x0b\x32\x1c.alignedserve.v1.BufferLeaseH\x00\x42\x06\n\x04\x62ody\"A\n\x0e\x45victedRequest\x12/\n\x07request\x18\x01 \x01(\x0b\x32\x1e.alignedserve.v1.StoredRequest*G\n\x06\x42uffer\x12\x16\n\x12\x42UFFER_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x42UFFER_BATCH\x10\x01\x12\x13\n\x0f\x42UFFER_REQUESTS\x10\x02\x32\xf5\x01\n\rPrefillWorker\x12N\n\x07\x43ontrol\x12\x1f.alignedserve.v1.PrefillCommand\x1a\x1e.alignedserve.v1.PrefillReport(\x01\x30\x01\x12K\n\x07\x42uffers\x12\x1e.alignedserve.v1.BufferCommand\x1a\x1c.alignedserve.v1.BufferEvent(\x01\x30\x01\x12G\n\x08\x44\x65scribe\x12\x16.alignedserve.v1.Empty\x1a#.alignedserve.v1.PrefillDescriptionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,34 +35,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_BUFFERLEASE'].fields_by_name['block_ids']._loaded_options = None
   _globals['_BUFFERLEASE'].fields_by_name['block_ids']._serialized_options = b'\020\001'
-  _globals['_BUFFER']._serialized_start=2404
-  _globals['_BUFFER']._serialized_end=2475
+  _globals['_BUFFER']._serialized_start=2428
+  _globals['_BUFFER']._serialized_end=2499
   _globals['_PREFILLCOMMAND']._serialized_start=128
-  _globals['_PREFILLCOMMAND']._serialized_end=297
-  _globals['_PREFILLGROUP']._serialized_start=300
-  _globals['_PREFILLGROUP']._serialized_end=456
-  _globals['_PREFETCH']._serialized_start=459
-  _globals['_PREFETCH']._serialized_end=597
-  _globals['_PREFILLREPORT']._serialized_start=600
-  _globals['_PREFILLREPORT']._serialized_end=945
-  _globals['_REQUESTFAILURES']._serialized_start=948
-  _globals['_REQUESTFAILURES']._serialized_end=1084
-  _globals['_RETURNEDREQUESTS']._serialized_start=1086
-  _globals['_RETURNEDREQUESTS']._serialized_end=1154
-  _globals['_PREFILLDESCRIPTION']._serialized_start=1157
-  _globals['_PREFILLDESCRIPTION']._serialized_end=1523
-  _globals['_BUFFEREVENT']._serialized_start=1526
-  _globals['_BUFFEREVENT']._serialized_end=1696
-  _globals['_BUFFERSTORES']._serialized_start=1699
-  _globals['_BUFFERSTORES']._serialized_end=1869
-  _globals['_ANNOUNCEMENT']._serialized_start=1871
-  _globals['_ANNOUNCEMENT']._serialized_end=1994
-  _globals['_BUFFERLEASE']._serialized_start=1996
-  _globals['_BUFFERLEASE']._serialized_end=2032
-  _globals['_BUFFERCOMMAND']._serialized_start=2035
-  _globals['_BUFFERCOMMAND']._serialized_end=2335
-  _globals['_EVICTEDREQUEST']._serialized_start=2337
-  _globals['_EVICTEDREQUEST']._serialized_end=2402
-  _globals['_PREFILLWORKER']._serialized_start=2478
-  _globals['_PREFILLWORKER']._serialized_end=2723
+  _globals['_PREFILLCOMMAND']._serialized_end=321
+  _globals['_PREFILLGROUP']._serialized_start=324
+  _globals['_PREFILLGROUP']._serialized_end=480
+  _globals['_PREFETCH']._serialized_start=483
+  _globals['_PREFETCH']._serialized_end=621
+  _globals['_PREFILLREPORT']._serialized_start=624
+  _globals['_PREFILLREPORT']._serialized_end=969
+  _globals['_REQUESTFAILURES']._serialized_start=972
+  _globals['_REQUESTFAILURES']._serialized_end=1108
+  _globals['_RETURNEDREQUESTS']._serialized_start=1110
+  _globals['_RETURNEDREQUESTS']._serialized_end=1178
+  _globals['_PREFILLDESCRIPTION']._serialized_start=1181
+  _globals['_PREFILLDESCRIPTION']._serialized_end=1547
+  _globals['_BUFFEREVENT']._serialized_start=1550
+  _globals['_BUFFEREVENT']._serialized_end=1720
+  _globals['_BUFFERSTORES']._serialized_start=1723
+  _globals['_BUFFERSTORES']._serialized_end=1893
+  _globals['_ANNOUNCEMENT']._serialized_start=1895
+  _globals['_ANNOUNCEMENT']._serialized_end=2018
+  _globals['_BUFFERLEASE']._serialized_start=2020
+  _globals['_BUFFERLEASE']._serialized_end=2056
+  _globals['_BUFFERCOMMAND']._serialized_start=2059
+  _globals['_BUFFERCOMMAND']._serialized_end=2359
+  _globals['_EVICTEDREQUEST']._serialized_start=2361
+  _globals['_EVICTEDREQUEST']._serialized_end=2426
+  _globals['_PREFILLWORKER']._serialized_start=2502
+  _globals['_PREFILLWORKER']._serialized_end=2747
 # @@protoc_insertion_point(module_scope)

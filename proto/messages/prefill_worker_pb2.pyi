@@ -19,14 +19,16 @@ BUFFER_BATCH: Buffer
 BUFFER_REQUESTS: Buffer
 
 class PrefillCommand(_message.Message):
-    __slots__ = ("prefill", "prefetch", "cancel")
+    __slots__ = ("prefill", "prefetch", "cancel", "give_up_pins")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    GIVE_UP_PINS_FIELD_NUMBER: _ClassVar[int]
     prefill: PrefillGroup
     prefetch: Prefetch
     cancel: _common_pb2.RequestKeys
-    def __init__(self, prefill: _Optional[_Union[PrefillGroup, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
+    give_up_pins: str
+    def __init__(self, prefill: _Optional[_Union[PrefillGroup, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., give_up_pins: _Optional[str] = ...) -> None: ...
 
 class PrefillGroup(_message.Message):
     __slots__ = ("keys", "base", "gateway_address", "specs", "copy_from")

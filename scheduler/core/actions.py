@@ -78,6 +78,17 @@ class ReleasePool:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUpPins:
+    """Evictions wait for room in the shard: have prefill instances let go of the cached prefixes that they hold there.
+
+    A prompt that has not begun is computed whole; one that waits for room to be written is written whole. `pool_id` "":
+    the cluster's only shard.
+    """
+
+    pool_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class CancelAt:
     """Tell the instance that holds these requests to stop work on them and free what they hold."""
 
@@ -109,4 +120,6 @@ class Forget:
     keys: tuple[RequestKey, ...]
 
 
-Action = StartPrefill | Prefetch | Recall | MarkUrgent | ReleasePool | CancelAt | Reject | ReportLost | Forget
+Action = (
+    StartPrefill | Prefetch | Recall | MarkUrgent | ReleasePool | GiveUpPins | CancelAt | Reject | ReportLost | Forget
+)

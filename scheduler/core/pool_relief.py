@@ -1,11 +1,13 @@
 """Keeps room in the pool for evictions. Otherwise a full pool, full buffers and a full cache would wait for each other.
 
-First, clean copies of running requests are dropped from the full shard. If an eviction still waits after a while, the
-KV of a request that waits in the pool or as a candidate is dropped. That request is prefilled again, and is counted.
+First, clean copies of running requests are dropped from the full shard. If an eviction still waits after a while,
+prompts let go of the cached prefixes that they hold, and the KV of a request that waits in the pool or as a candidate
+is dropped. That request is prefilled again, and is counted.
 """
 
 from __future__ import annotations
 
+from alignedserve.scheduler.core.actions import GiveUpPins
 from alignedserve.scheduler.core.admission import Admission
 from alignedserve.scheduler.core.alarm import LastMinute
 from alignedserve.scheduler.core.pool_shard import PoolShard
@@ -50,6 +52,8 @@ class PoolRelief:
             self._due_s[shard] = now_s + PATIENCE_TICKS * tick_s
         elif now_s >= self._due_s[shard]:
             self._due_s[shard] = now_s + tick_s
+            if state.config.kv_pool.prefix_cache:
+                state.actions.append(GiveUpPins(shard.pool_id))
             self._last_resort(shard, now_s)
 
     def forget(self, shard: PoolShard) -> None:

@@ -191,6 +191,16 @@ class ChunkScheduler:
             self._residents[key].filled = True
         return True
 
+    def compute_whole(self, key: RequestKey) -> bool:
+        """Nothing is fetched for this prompt after all. False, and nothing changes, if it has begun."""
+        prompt = self._prompts.get(key)
+        if prompt is None or prompt.started:
+            return False
+        self._pending_tokens += prompt.computed
+        prompt.planned = prompt.computed = 0
+        prompt.fetching, prompt.chain = False, None
+        return True
+
     def done(self, chunk: Chunk) -> bool:
         """The chunk has been computed. Returns True if that completes the prompt (its blocks stay held).
 

@@ -347,9 +347,8 @@ class Outgoing:
                 self._links.send("decode", action.decode_id, candidates_command(action))
             case act.ReleasePool():
                 self._links.send_pool(release_command(action), action.pool_id)
-            case act.CancelAt():
-                kind = pw.PrefillCommand if action.role == "prefill" else dw.DecodeCommand
-                self._links.send(action.role, action.instance_id, kind(cancel=keys_to_proto(action.keys)))
+            case act.GiveUpPins() | act.CancelAt():
+                self._take_back(action)
             case act.Reject():
                 for gateway_id, theirs in self._owners.by_gateway(action.keys):
                     self.tell(gateway_id, rejected=rejection(theirs, action.error))
@@ -362,6 +361,13 @@ class Outgoing:
                 for key in action.keys:
                     self._owners.of.pop(key, None)
                     self._adoption.forget(key)
+
+    def _take_back(self, action: act.GiveUpPins | act.CancelAt) -> None:
+        if isinstance(action, act.GiveUpPins):
+            self._links.send_all("prefill", pw.PrefillCommand(give_up_pins=action.pool_id))
+            return
+        kind = pw.PrefillCommand if action.role == "prefill" else dw.DecodeCommand
+        self._links.send(action.role, action.instance_id, kind(cancel=keys_to_proto(action.keys)))
 
     def _group(self, action: act.StartPrefill) -> pw.PrefillGroup:
         address = self.addresses.get(self._owners.of.get(action.keys[0], ""), "")

@@ -9,7 +9,7 @@ from alignedserve.gateway.health import judge
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.scheduler.core import events as ev
-from alignedserve.scheduler.core.actions import ReportLost
+from alignedserve.scheduler.core.actions import GiveUpPins, ReportLost
 from alignedserve.scheduler.core.alarm import ALARM_S
 from alignedserve.scheduler.core.pool_relief import PATIENCE_TICKS
 from support.core_cell import CoreCell, decode_report, key, only
@@ -38,7 +38,10 @@ def test_the_last_resort_comes_after_a_while_is_counted_and_alarmed_and_the_alar
     cell = crowded_cell()
     assert not wait_for_blocks(cell, PATIENCE_TICKS)
     assert cell.core.alarm(cell.now_s) == ""
-    (lost,) = wait_for_blocks(cell, 2)
+    report = decode_report("d0", 30, free=0, running=1, shortest=30, longest=30, batch_id=1, waits=8)
+    actions = [action for _ in range(2) for action in cell.do(report, after_s=0.1)]
+    assert set(only(actions, GiveUpPins)) == {GiveUpPins("")}  # the only shard
+    (lost,) = only(actions, ReportLost)
     assert lost.keys == (key("waits"),)
     assert cell.core.dropped_for_room == 1
     alarm = cell.core.alarm(cell.now_s)

@@ -66,6 +66,35 @@ class NotingRunner:
         return torch.zeros(len(items), 8)
 
 
+def test_prompts_that_have_not_begun_let_go_of_what_is_cached_in_a_full_shard() -> None:
+    fetched: list[RequestKey] = []
+
+    def fetch(lead: RequestKey, base: Base, block_ids: Sequence[int]) -> Completion:
+        fetched.append(lead)
+        done = Completion("fetch")
+        done.finish()
+        return done
+
+    posted: queue.Queue[Computed] = queue.Queue()
+    runner: Any = NotingRunner()
+    allocator = BlockAllocator(16, "cache")
+    loop = PrefillLoop("prefill-0", runner, allocator, PrefillConfig(), None, fetch, posted.put, caches=True)
+    full, other = (Base(8, [20, 21], [], pool_id, here=True, cached=True) for pool_id in ("pool-0", "pool-1"))
+    for name, base in (("a", full), ("b", other)):
+        loop.submit([RequestSpec(RequestKey(name), [*range(9)], SamplingParams(max_tokens=4), [], "gateway")], base)
+    loop.give_up_bases("pool-0")
+    loop.start()
+    try:
+        computed: list[Computed] = []
+        while sum(len(one.prefilled) for one in computed) < 2:
+            computed.append(posted.get(timeout=10.0))
+    finally:
+        loop.stop()
+    assert [one for each in computed for one in each.let_go] == [(RequestKey("a"), full)]
+    assert fetched == [RequestKey("b")]
+    assert sorted(len(item.token_ids) for item in runner.items) == [1, 9]
+
+
 def test_prompts_with_one_cached_beginning_hold_its_blocks_once() -> None:
     fetched: list[tuple[list[int], list[int], int]] = []
 

@@ -114,6 +114,15 @@ class ChunksMachine(RuleBasedStateMachine):
         started = [key for key in wanted if self.model.prompts[key].started]
         assert wanted[: len(started)] == started  # first come, first served: no prompt overtakes
 
+    @rule(key=KEYS)
+    def compute_whole(self, key: RequestKey) -> None:
+        prompt = self.model.prompts.get(key)
+        not_begun = prompt is not None and not prompt.started and not prompt.cancelled
+        assert self.chunks.compute_whole(key) == not_begun
+        if prompt is not None and not_begun:
+            prompt.planned = prompt.computed = 0
+            prompt.to_fetch = False
+
     def may_wait(self, key: RequestKey) -> bool:
         """Whether others are fetching, so that the prompt may wait for what both begin with."""
         return self.model.prompts[key].to_fetch and any(other.fetching for other in self.model.prompts.values())
