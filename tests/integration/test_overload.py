@@ -79,14 +79,21 @@ async def test_far_beyond_its_capacity_a_cluster_refuses_with_retry_after_and_en
 async def test_the_kv_of_an_answer_that_no_client_reads_is_free_once_it_is_generated(served: Served) -> None:
     body = {"prompt": [[10, 11, 12]] * 2, "n": 16, "max_tokens": 192, "ignore_eos": True, "stream": True, "logprobs": 5}
     text = json.dumps(body)
-    plain = socket.socket()
-    plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    plain.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(plain, ("127.0.0.1", served.port))
-    reader, writer = await asyncio.open_connection(sock=plain, limit=4096)
     head = f"POST {PATH} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
-    writer.write((head + text).encode())
-    assert (await reader.readuntil(b"\r\n"))[:12] == b"HTTP/1.1 200"  # the rest of the answer is not read
+    status = b"HTTP/1.1 429"
+    async with asyncio.timeout(30.0):
+        while status == b"HTTP/1.1 429":  # what the requests before have taught about TTFT is soon forgotten
+            plain = socket.socket()
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            plain.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(plain, ("127.0.0.1", served.port))
+            reader, writer = await asyncio.open_connection(sock=plain, limit=4096)
+            writer.write((head + text).encode())
+            status = (await reader.readuntil(b"\r\n"))[:12]  # the rest of the answer is not read
+            if status == b"HTTP/1.1 429":
+                writer.close()
+                await asyncio.sleep(1.0)
+    assert status == b"HTTP/1.1 200"
     await served.wait_all_free()
     async with httpx.AsyncClient(base_url=served.gateway.url, timeout=30.0) as http:
         other = await http.post(PATH, json={"prompt": [10, 11], "max_tokens": 8, "ignore_eos": True})
