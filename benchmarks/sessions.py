@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import random
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from engine_cpu import make_checkpoint
 
@@ -46,6 +48,7 @@ class Round:
     gaps_s: list[float] = field(default_factory=list)  # between tokens
     tokens: int = 0
     seconds: float = 0.0
+    cpu_s: float = 0.0  # of the cluster's roles
     hit_tokens: float = 0.0
     ideal_tokens: int = 0
 
@@ -83,7 +86,7 @@ class Conversations:
         return [self._draw.randrange(3, VOCABULARY) for _ in range(count)]
 
     async def run(self, server: ServeProcess) -> Round:
-        before = value(server.metrics(), HITS)
+        before, used_s = value(server.metrics(), HITS), cpu_seconds(server)
         said = [[self._tokens(self._options.message) for _ in range(self._options.turns)]
                 for _ in range(self._options.conversations)]  # fmt: skip
         starts_s = [0.0] * len(said)
@@ -94,6 +97,7 @@ class Conversations:
         async with AsyncClient(server.grpc_address, timeout_s=3600.0) as client:
             await asyncio.gather(*(self._one(client, *all_of) for all_of in zip(starts_s, prefixes, said, strict=True)))
         self.result.seconds = time.perf_counter() - began_s
+        self.result.cpu_s = cpu_seconds(server) - used_s
         self.result.hit_tokens = value(server.metrics(), HITS) - before
         return self.result
 
@@ -122,6 +126,11 @@ class Conversations:
         return answer
 
 
+def cpu_seconds(server: ServeProcess) -> float:
+    times = [psutil.Process(role["pid"]).cpu_times() for role in server.roles()]
+    return sum(one.user + one.system for one in times)
+
+
 def p99(values: list[float]) -> float:
     return statistics.quantiles(values, n=100)[-1]
 
@@ -132,6 +141,7 @@ def ratios(with_cache: Round, without: Round) -> dict[str, float]:
         "first_ttft": statistics.mean(with_cache.first_s) / statistics.mean(without.first_s),
         "tokens_per_s": with_cache.tokens / with_cache.seconds / (without.tokens / without.seconds),
         "gap_p99": p99(with_cache.gaps_s) / p99(without.gaps_s),
+        "cpu": with_cache.cpu_s / without.cpu_s,
     }
     if with_cache.ideal_tokens:
         found["hits"] = with_cache.hit_tokens / with_cache.ideal_tokens
@@ -144,33 +154,34 @@ def shown(one: Round) -> dict[str, float]:
         "first_ttft_s": round(statistics.mean(one.first_s), 4),
         "tokens_per_s": round(one.tokens / one.seconds, 1),
         "gap_p99_s": round(p99(one.gaps_s), 4),
+        "cpu_s": round(one.cpu_s, 2),
     }
 
 
 def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
     common = ("--model", model, "--set", f"kv_pool.size_gib={options.pool_gib}", *options.serve)
+    switches = {"with": (), "without": ("--no-prefix-cache",)}
     found: list[dict[str, Any]] = []
-    with (
-        ServeProcess(*common, "--set", "kv_pool.prefix_cache=true") as cached,
-        ServeProcess(*common, "--set", "kv_pool.prefix_cache=false") as plain,
-    ):
-        for number in range(options.rounds):
-            rounds: dict[str, Round] = {}
-            servers = {"with": cached, "without": plain}
-            for name in sorted(servers, reverse=number % 2 == 1):
-                rounds[name] = asyncio.run(Conversations(options, options.seed + number).run(servers[name]))
-            found.append({**{name: shown(one) for name, one in rounds.items()},
-                          "ratios": {key: round(one, 4) for key, one in ratios(**_named(rounds)).items()}})  # fmt: skip
-            print(json.dumps(found[-1]), flush=True)
+    for start in range(options.starts):
+        with contextlib.ExitStack() as stack:
+            servers = {
+                name: stack.enter_context(ServeProcess(*common, *switches[name]))
+                for name in sorted(switches, reverse=start % 2 == 1)
+            }
+            for number in range(options.rounds):
+                rounds: dict[str, Round] = {}
+                seed = options.seed + start * options.rounds + number
+                for name in sorted(servers, reverse=(start + number) % 2 == 1):
+                    rounds[name] = asyncio.run(Conversations(options, seed).run(servers[name]))
+                compared = ratios(rounds["with"], rounds["without"])
+                found.append({name: shown(one) for name, one in rounds.items()})
+                found[-1]["ratios"] = {key: round(one, 4) for key, one in compared.items()}
+                print(json.dumps(found[-1]), flush=True)
     names = found[0]["ratios"]
     return {
         "rounds": found,
         "median": {name: statistics.median(one["ratios"][name] for one in found) for name in names},
     }
-
-
-def _named(rounds: dict[str, Round]) -> dict[str, Round]:
-    return {"with_cache": rounds["with"], "without": rounds["without"]}
 
 
 def main() -> int:
@@ -184,7 +195,8 @@ def main() -> int:
     parser.add_argument("--system", type=int, default=1000, help="tokens of the shared system prompt")
     parser.add_argument("--message", type=int, default=40, help="new tokens of each turn")
     parser.add_argument("--answer", type=int, default=32, help="tokens generated in each turn")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1, help="of both clusters, in each start")
+    parser.add_argument("--starts", type=int, default=1, help="of both clusters: one may be slower for all of its life")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--pool-gib", type=float, default=2.0)
     parser.add_argument("--unique", action="store_true", help="no two prompts share anything")
