@@ -151,13 +151,14 @@ class PrefillInstance:
         )
         runner = await asyncio.to_thread(make_runner, tensor)
 
-        reader = self._pool.reader(fetch)
+        reader, loop = self._pool.reader(fetch), asyncio.get_running_loop()
 
         def bring(key: RequestKey, base: Base, block_ids: Sequence[int]) -> Completion:
             route = Route(reader.channel(base.pool_id), base.block_ids, base.checksums)
             copy, began_s = self.copier.copy([route, route], block_ids, key.request_id), time.perf_counter()
             if base.cached and not base.here:
                 copy.add_callback(lambda copied: self._note_loan(copied, len(block_ids) * size, began_s))
+                copy.add_callback(lambda _: loop.call_soon_threadsafe(self.loans.give_back, key))
             return copy
 
         cost = configured_cost(config.scheduler)

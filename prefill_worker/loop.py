@@ -255,7 +255,7 @@ class PrefillLoop(ComputeThread[[]]):
         shared = self._chunks.shared_blocks(job.lead)
         blocks = self._chunks.blocks_of(job.lead)[shared : len(job.base.block_ids)]
         try:
-            self._fetch(job.lead, job.base.after(shared), blocks).add_callback(ended)
+            self._fetch(job.pin, job.base.after(shared), blocks).add_callback(ended)
         except TransferError as error:
             failed = Completion("fetch")
             failed.finish(error)
