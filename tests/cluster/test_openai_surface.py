@@ -184,6 +184,7 @@ async def test_three_hundred_streams_at_once_get_their_own_tokens(world: World) 
     assert [tokens for _, tokens in streams] == expected
 
 
+@pytest.mark.slow  # in make test: integration/test_scaling.py
 async def test_requests_go_on_while_the_cluster_grows_and_the_new_instance_serves(
     world: World, server: ServeProcess, disk: SmallDisk
 ) -> None:

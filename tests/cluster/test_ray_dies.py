@@ -54,6 +54,7 @@ def end_by_striking(server: FakeServeProcess, word: str, how: int = signal.SIGKI
     assert haproxy_folders(server.process.pid) == []
 
 
+@pytest.mark.slow
 def test_the_raylet_dies() -> None:
     with FakeServeProcess("--device", "cpu") as server:
         end_by_striking(server, "raylet/raylet")

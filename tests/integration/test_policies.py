@@ -173,6 +173,7 @@ def test_without_prefetching_nothing_goes_through_the_buffers(
     assert through_buffers(served.metrics) == 0
 
 
+@pytest.mark.slow
 def test_where_lengths_decide_an_iterations_time_rounds_lose_less_to_them_than_fcfs(tmp_path: Path) -> None:
     cost = json.loads((SHIPPED / "a100-opt-13b.json").read_text())
     cost["dense"]["us"], cost["dense_decode"]["us"] = [1.0, 2.0], [1.0] * len(cost["dense_decode"]["tokens"])

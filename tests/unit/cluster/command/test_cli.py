@@ -256,17 +256,13 @@ def test_records_of_clusters_that_have_ended_are_removed_with_their_folders(own_
     assert (own_runtime_dir / "abcdef01.json").stat().st_mode & 0o077 == 0
 
 
-def test_doctor_tells_the_channel_of_each_pair_of_stores_as_json() -> None:
+def test_doctor_tells_channels_and_which_attention_backends_serve_the_model_as_json() -> None:
     done = run("doctor", "--json", "--device", "cpu")
     report = json.loads(done.stdout)
     assert done.returncode == (1 if report["missing"] else 0)
     assert {channel["channel"] for channel in report["channels"]} == {"shared-memory"}
     assert all(float(channel[way]) > 0 for channel in report["channels"] for way in ("GB/s", "GB/s back"))
     assert report["cores"] >= 1
-
-
-def test_doctor_tells_which_attention_backends_serve_the_model_and_why_not() -> None:
-    report = json.loads(run("doctor", "--json", "--device", "cpu").stdout)
     refusals = {found["name"]: found["refusal"] for found in report["attention"]}
     assert refusals["torch"] is None
     assert "GPU" in refusals["triton"]
