@@ -99,3 +99,27 @@ async def test_without_a_cache_and_for_shards_that_fail_nothing_is_waited_for() 
     await hints.close()
     for shard in slow, quick:
         await shard.server.stop()
+
+
+async def test_a_shard_that_moves_while_it_is_asked_costs_only_the_hint() -> None:
+    slow = Shard(999, delay_s=30.0)
+    hints, view = await started(slow)
+    asking = asyncio.create_task(hints.add(plan(LONG, cache=CacheUse())))
+    while not slow.asked:
+        await asyncio.sleep(0)
+    await hints.follow(sv.ClusterView())
+    assert (await asking).prompts[0].cached == ()
+    await hints.follow(view)
+    closing = asyncio.create_task(hints.follow(sv.ClusterView()))
+    assert (await hints.add(plan(LONG, cache=CacheUse()))).prompts[0].cached == ()
+    await closing
+    await hints.follow(view)
+    slow.asked.clear()
+    asking = asyncio.create_task(hints.add(plan(LONG, cache=CacheUse())))
+    while not slow.asked:
+        await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await hints.close()
+    await slow.server.stop()
