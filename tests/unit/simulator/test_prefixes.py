@@ -171,7 +171,7 @@ def test_the_answers_blocks_are_those_that_all_later_prompts_go_on_with() -> Non
     assert found[3:] == rows[3:]
 
 
-@pytest.mark.parametrize("name", [name for name, one in SYSTEMS.items() if "kv_pool.prefix_cache" in one.settings])
+@pytest.mark.parametrize("name", [name for name, one in SYSTEMS.items() if one.settings.get("kv_pool.prefix_cache")])
 @pytest.mark.parametrize("pool_tokens", [1200, 40_000])
 def test_nodes_share_what_they_cache_and_nothing_is_lost(name: str, pool_tokens: int) -> None:
     """`Cell.check_nothing_is_left` recounts all stores at the end."""
@@ -224,5 +224,6 @@ def test_batchllm_loses_nothing_where_memory_is_short(seed: int, kv_tokens: int)
     workload = Workload(tuple(asked), block_tokens=BLOCK)
     leapt = simulate_colocated(workload, SYSTEMS["batchllm"], {}, hardware, COST)
     assert all(len(one.token_s) == one.arrival.output_tokens for one in leapt.requests)
+    assert leapt.counters.get("prefix_hit_tokens", 0) <= leapt.counters.get("prefix_ideal_tokens", 0)
     stepped = simulate_colocated(workload, SYSTEMS["batchllm"], {}, hardware, COST, leap=False)
     assert stepped.requests == leapt.requests
