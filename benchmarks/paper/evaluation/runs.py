@@ -15,6 +15,8 @@ from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
 from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.systems import Topology as Kind
+from alignedserve.scheduler.systems import resolve
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.hardware_file import default_hardware
 from alignedserve.simulator.replay import ComparedPolicy, Plan
@@ -26,6 +28,7 @@ from evaluation.workloads import Source
 ROOT = Path(__file__).parents[3]
 # What a run is made by; docs, tests and other components do not change its figures.
 CODE = ("scheduler", "simulator", "src/alignedserve/*.py", "benchmarks/paper/evaluation/runs.py")
+PREFIX_CACHE = "kv_pool.prefix_cache"
 LEVELS = 500  # stored quantiles of the iteration times: every 0.2 %
 GIB = 1 << 30
 
@@ -72,9 +75,15 @@ class Variant:
     settings: tuple[tuple[str, str], ...] = ()
 
     def candidate(self, tpot_objective_s: float | None = None) -> ComparedPolicy:
-        """`tpot_objective_s`: the TPOT objective of `aligned-cost`; the others have none, as by default."""
+        """`tpot_objective_s`: the TPOT objective of `aligned-cost`; the others have none, as by default.
+
+        Without a prefix cache, unless the policy or a setting asks for it: the paper's systems have none.
+        """
         objective_s = tpot_objective_s if self.policy == "aligned-cost" else None
-        return ComparedPolicy.of(self.policy, dict(self.settings), None, objective_s)
+        system, settings = resolve(self.policy), dict(self.settings)
+        if system.topology is Kind.DISAGGREGATED and PREFIX_CACHE not in system.settings:
+            settings.setdefault(PREFIX_CACHE, "false")
+        return ComparedPolicy.of(self.policy, settings, None, objective_s)
 
 
 ALIGNED = Variant("aligned", "aligned")
