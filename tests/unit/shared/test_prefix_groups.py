@@ -57,6 +57,7 @@ def test_every_prompt_is_in_one_group_of_its_prefix(prompts: list[str]) -> None:
 def test_sorting_in_parts_changes_nothing_and_collects_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(3)
     prompts = [bytes(rng.choices(b"ab", k=rng.randrange(12))) for _ in range(2000)]
+    gc.collect()
     collected = gc.get_stats()[2]["collections"]
     found = prefix_groups(prompts, 1)
     assert gc.get_stats()[2]["collections"] == collected, "of the oldest objects, which takes long"
