@@ -91,7 +91,10 @@ class RpcServer:
 
 
 class TokenChannel:
-    """A channel that adds the token to every call. It has the methods of `grpc.aio.Channel` that stubs use."""
+    """A channel that adds the token to every call. It has the methods of `grpc.aio.Channel` that stubs use.
+
+    A call raises UnavailableError once the channel was closed.
+    """
 
     def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
         self._channel = channel
@@ -102,7 +105,10 @@ class TokenChannel:
         own = self._metadata
 
         def with_token(*call_args: Any, metadata: Any = None, **call_kwargs: Any) -> Any:
-            return call(*call_args, metadata=(*own, *(metadata or ())), **call_kwargs)
+            try:
+                return call(*call_args, metadata=(*own, *(metadata or ())), **call_kwargs)
+            except grpc.aio.UsageError as error:
+                raise UnavailableError("its channel was closed") from error
 
         return with_token
 
@@ -149,6 +155,10 @@ async def one_answer(call: Awaitable[Message]) -> Message:
         return await call
     except grpc.aio.AioRpcError as error:
         raise UnavailableError(error.code().name) from error
+    except asyncio.CancelledError as error:
+        if task_is_cancelled():
+            raise
+        raise UnavailableError("its channel was closed") from error
 
 
 async def whole_answer(call: AsyncIterable[Message]) -> list[Message]:

@@ -176,6 +176,12 @@ class BatchStore:
         found = self._db.rows("SELECT key FROM lines WHERE key BETWEEN ? AND ?", base + first, base + last)
         return {row["key"] - base for row in found}
 
+    def answered_among(self, claim: Claim, indices: Sequence[int]) -> set[int]:
+        """Those of these indices, which may lie anywhere in the file, whose lines have an answer."""
+        base = claim.number << LINE_BITS
+        query = f"SELECT key FROM lines WHERE key IN ({in_list(indices)})"
+        return {row["key"] - base for row in self._db.rows(query, *(base + index for index in indices))}
+
     def record(self, claim: Claim, answers: Iterable[LineAnswer]) -> int:
         """Writes answers and counts them. An answer of a line that has one is dropped. Returns how many are new."""
         base = claim.number << LINE_BITS

@@ -69,5 +69,8 @@ class GroupedReader:
 
 
 def prompt_text(body: Mapping[str, Any]) -> bytes:
-    """The fields of a body that its prompt is written from, in that order."""
-    return b"\n".join(orjson.dumps(body[name]) for name in _FIRST if body.get(name) is not None)
+    """The fields of a body that its prompt is written from, in that order; b"" if one is nested too deeply to write."""
+    try:
+        return b"\n".join(orjson.dumps(body[name]) for name in _FIRST if body.get(name) is not None)
+    except orjson.JSONEncodeError:  # it was read: reading goes deeper
+        return b""

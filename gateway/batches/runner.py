@@ -166,8 +166,7 @@ class BatchRunner:
         """Returns when every line without an answer was submitted, or the run ends."""
         with await asyncio.to_thread(lines_in_order, self._path, by_prefix=self._by_prefix) as reader:
             while part := await asyncio.to_thread(reader.part):
-                indices = [line.index for line in part]
-                known = await self._call(self._store.answered, self.claim, min(indices), max(indices))
+                known = await self._call(self._store.answered_among, self.claim, [line.index for line in part])
                 for line in part:
                     if line.index in known:
                         continue

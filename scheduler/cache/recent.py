@@ -27,6 +27,10 @@ class Place:
     prefill_id: str = ""
     pool_id: str = ""
 
+    @property
+    def queued(self) -> bool:
+        return not self.prefill_id and not self.pool_id
+
     def near(self, prefill_id: str, pool_id: str) -> bool:
         """Whether this instance, which writes to this shard, would find it."""
         return self.pool_id == pool_id if self.pool_id else bool(self.prefill_id) and self.prefill_id == prefill_id

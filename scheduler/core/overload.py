@@ -34,7 +34,6 @@ MOST_ROOM = 64  # requests: with room for this many, no request is held back
 GAIN = 0.1
 ROUNDS = 3  # of the search for how many requests decode, and how long
 LEAST_RETRY_S = 0.01
-Cached = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +73,7 @@ class Overload:
         self._times = state.decode_times
         self._late = RunningQuantile()  # by how much first tokens came later than predicted
         self._typical_tokens = 0.0
+        self._typical_work = 0.0  # of them, how many must be computed
         self.refused = 0
 
     def refusal(self, group: Sequence[RequestMeta], now_s: float) -> OverloadedError | None:
@@ -84,7 +84,10 @@ class Overload:
         first = group[0]
         if not len(self._state.table) or not self._predictable or first.priority >= BATCH_PRIORITY:
             return None
-        outlook = self.predict(first.prefix_tokens, len(group), now_s, age_s=first.age_s, cached=first.cached)
+        recent = self._state.recent.find(first.marks)
+        coming = next((tokens for tokens, place in recent if place.queued), 0)
+        prompt = QueuedGroup([], first.prefix_tokens, cached=first.cached, coming=coming, recent=recent)
+        outlook = self.predict(first.prefix_tokens, len(group), now_s, age_s=first.age_s, prompt=prompt)
         why = self._objection(outlook)
         if why is None:
             return None
@@ -95,8 +98,9 @@ class Overload:
         """A group's first request was queued: record its predicted first token, to be compared with the actual one."""
         if record.key.is_probe or record.background:
             return
-        tokens = record.meta.prefix_tokens
-        self._typical_tokens += (GAIN if self._typical_tokens else 1.0) * (tokens - self._typical_tokens)
+        gain = GAIN if self._typical_tokens else 1.0
+        self._typical_tokens += gain * (record.meta.prefix_tokens - self._typical_tokens)
+        self._typical_work += gain * (self._state.queue.work_of(record.key) - self._typical_work)
         if record.meta.key.epoch == 0 and self._predictable:
             record.first_token_due_s = now_s + self._first_s(0, group)[0]  # its tokens are already in the queue
 
@@ -136,12 +140,14 @@ class Overload:
             page.gauge("predicted_ttft_seconds", meaning, outlook.ttft_s)
             page.gauge("predicted_tpot_seconds", "predicted TPOT of such a request", outlook.tpot_s)
 
-    def predict(self, tokens: int, requests: int, now_s: float, *, age_s: float = 0.0, cached: Cached = ()) -> Outlook:
+    def predict(
+        self, tokens: int, requests: int, now_s: float, *, age_s: float = 0.0, prompt: QueuedGroup | None = None
+    ) -> Outlook:
         """For a group of `requests` answers to a prompt of `tokens` that its gateway has had for `age_s` already.
 
-        `cached`: as in `RequestMeta`.
+        `prompt`: what is known of it; None: all of it must be computed.
         """
-        first_s, pool_s = self._first_s(tokens, requests, cached)
+        first_s, pool_s = self._first_s(tokens, requests, prompt)
         iteration_s, wait_s, per_request_s = self._decode(requests, tokens, now_s, first_s)
         gaps = max(1.0, self._times.mean_tokens)
         ttft_s = age_s + first_s + min(self._late.value, MOST_MARGIN * self._config.ttft_objective_s)
@@ -156,10 +162,10 @@ class Overload:
 
     # parts of a prediction
 
-    def _first_s(self, tokens: int, requests: int, cached: Cached = ()) -> tuple[float, float]:
+    def _first_s(self, tokens: int, requests: int, prompt: QueuedGroup | None = None) -> tuple[float, float]:
         """Time until the first token, and the part of it that is the wait for room in the pool."""
         pool_s = self._pool_wait_s(tokens, requests)
-        return self._prefill_s(tokens, cached) + pool_s, pool_s
+        return self._prefill_s(prompt or QueuedGroup([], tokens)) + pool_s, pool_s
 
     @property
     def _predictable(self) -> bool:
@@ -187,14 +193,18 @@ class Overload:
 
     def _typical(self, requests: int, now_s: float) -> Outlook:
         """For the last of `requests` typical requests that arrive together."""
-        return self.predict(int(requests * self._typical_tokens), requests, now_s)
+        tokens, work = int(requests * self._typical_tokens), int(requests * self._typical_work)
+        return self.predict(tokens, requests, now_s, prompt=QueuedGroup([], tokens, coming=tokens - work))
 
-    def _prefill_s(self, tokens: int, cached: Cached) -> float:
-        """Time until the first token of a prompt of `tokens`, after all queued and dispatched prompts."""
+    def _prefill_s(self, prompt: QueuedGroup) -> float:
+        """Time until the first token of a prompt, after all queued and dispatched prompts.
+
+        What a queued one will leave of it is computed wherever this one goes.
+        """
         loads = [view.load for view in self._state.instances.prefill.values()]
         share = -(-self._state.queue.ahead()[1] // len(loads))
-        group = QueuedGroup([], tokens, cached=cached)
-        return min(load.predicted_ttft_s(share + load.work(group)) for load in loads)
+        most = prompt.tokens - prompt.coming
+        return min(load.predicted_ttft_s(share + min(most, load.work(prompt))) for load in loads)
 
     def _pool_wait_s(self, tokens: int, requests: int) -> float:
         """Time until the pool has room for it and all queued before it, at the rate at which requests end."""

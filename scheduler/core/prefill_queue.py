@@ -118,6 +118,11 @@ class PrefillQueue:
         line.tokens += group.work_tokens
         self._place_of.update(dict.fromkeys(keys, (rank, number)))
 
+    def work_of(self, key: RequestKey) -> int:
+        """Tokens to be computed of a queued request's group, where least must be."""
+        rank, number = self._place_of[key]
+        return self._lines[rank].part(number)[number].work_tokens
+
     def head(self) -> QueuedGroup | None:
         """The next group; it stays queued."""
         return next(iter(self._lines[self._next()].first.values())) if self._lines else None

@@ -27,7 +27,7 @@ def with_answers(rows: Sequence[Row], block_tokens: int) -> tuple[tuple[Row, ...
     for number, row in enumerate(rows):
         whole = row.input_tokens // block_tokens
         missing = (row.input_tokens + row.output_tokens - 1) // block_tokens - whole
-        if not row.blocks or missing <= 0 or len(row.blocks) < whole:  # the file may name only the beginning
+        if len(row.blocks) < max(whole, 1) or missing <= 0:  # ids are missing: where its answer begins has none either
             found.append(row)
             continue
         blocks: list[int] = []

@@ -16,6 +16,7 @@ from alignedserve.simulator.traces.trace import Row
 _MOONCAKE_BLOCK = 512  # tokens of each of its hash_ids
 _MOONCAKE = ("timestamp", "input_length", "output_length")
 _REQUEST_LOG = ("arrival_unix_s", "input_tokens", "output_tokens")
+_MOST_ID = (1 << 63) - 1  # of a block
 
 
 def parse(text: str, file: str) -> Found:
@@ -72,11 +73,8 @@ class _Mooncake:
     def add(self, record: _Record) -> None:
         arrival_s = seconds_of(*record.get("timestamp")) / 1e3
         inputs, outputs = tokens_of(*record.get("input_length")), tokens_of(*record.get("output_length"))
-        blocks = record.values.get("hash_ids")
-        blocks = () if blocks is None else blocks
-        if not isinstance(blocks, list | tuple) or not all(type(block) is int for block in blocks):
-            record.place("hash_ids").fail("must be a list of whole numbers")
-        self._found.add(Row(inputs, outputs, arrival_s, blocks=tuple(blocks)), record.place("timestamp"))
+        blocks = _names(record, "hash_ids")
+        self._found.add(Row(inputs, outputs, arrival_s, blocks=blocks), record.place("timestamp"))
         self._blocks += len(blocks)
         for position, block in enumerate(blocks):  # a prefix ends at the first block that no earlier request had
             if block not in self._seen:
@@ -138,10 +136,18 @@ class _RequestLog:
 
 def _blocks_of(record: _Record) -> tuple[tuple[int, ...], int]:
     """The names of the blocks of prompt and answer, and the tokens of one."""
-    named = record.values.get("blocks", [])
-    if not isinstance(named, list) or not all(type(block) is int for block in named):
-        record.place("blocks").fail("must be a list of whole numbers")
-    return tuple(named), tokens_of(*record.get("block_tokens")) if named else 0
+    named = _names(record, "blocks")
+    return named, tokens_of(*record.get("block_tokens")) if named else 0
+
+
+def _names(record: _Record, key: str) -> tuple[int, ...]:
+    """Ids of blocks; none if they are null or missing. Negative ones are left for answers without a name."""
+    found = record.values.get(key)
+    if found is None:
+        return ()
+    if not isinstance(found, list) or not all(type(one) is int and 0 <= one <= _MOST_ID for one in found):
+        record.place(key).fail("must be a list of whole numbers from 0 to 2^63 - 1")
+    return tuple(found)
 
 
 _Reader = _Mooncake | _RequestLog

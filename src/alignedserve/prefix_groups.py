@@ -12,8 +12,13 @@ order of the ratio of answers to prompts, where all answers are taken to be equa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import heapq
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+NONE = -1
+PART = 256  # prompts that are sorted at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +33,55 @@ class PrefixGroup:
         return self.prefix + sum(lengths[member] - self.prefix for member in self.members)
 
 
-@dataclass(slots=True)
-class _Node:
-    """The units `begin` to `end` of the prompts below it. `ending`: prompts that end here."""
+class _Tree:
+    """A radix tree of numbered nodes; 0 is the root. Arrays, since hundreds of thousands of objects would each be seen
+    by the garbage collector, which stops all threads.
 
-    begin: int
-    end: int
-    ending: list[int] = field(default_factory=list)
-    children: list[_Node] = field(default_factory=list)
-    leaves: int = 0
+    Each node has the units `begin` to `end` of the prompts below it, its number of prompts, its first child, and the
+    next child of its parent; NONE: there is none.
+    """
+
+    def __init__(self) -> None:
+        self.begin, self.end, self.leaves = array("q"), array("q"), array("q")
+        self.first, self.next = array("q"), array("q")
+        self.add(0, 0)
+
+    def add(self, begin: int, end: int) -> int:
+        for values, value in (self.begin, begin), (self.end, end), (self.leaves, 0):
+            values.append(value)
+        for values in self.first, self.next:
+            values.append(NONE)
+        return len(self.begin) - 1
+
+    def children(self, node: int) -> Iterator[int]:
+        child = self.first[node]
+        while child != NONE:
+            yield child
+            child = self.next[child]
+
+    def put_first(self, child: int, parent: int) -> None:
+        self.next[child], self.first[parent] = self.first[parent], child
 
 
 def prefix_groups(prompts: Sequence[bytes], unit: int = 4) -> list[PrefixGroup]:
     """The groups in the order in which they should run; each prompt is in one.
 
     `prompts`: the token ids of each prompt, or the ids of its blocks, in `unit` bytes each. Within a group prompts keep
-    their order. O(n log n) comparisons of prompts.
+    their order. O(n log n) comparisons of prompts. It may run in a thread: no step of it holds the interpreter long.
     """
     lengths = [len(prompt) // unit for prompt in prompts]
-    root = _tree(prompts, lengths, unit)
-    _to_one_level(root)
-    groups = [PrefixGroup(0, (member,)) for member in root.ending]
-    for node in root.children:
-        members = tuple(sorted(_below(node)))
-        groups.append(PrefixGroup(node.end if len(members) > 1 else 0, members))
+    tree, node_of = _tree(prompts, lengths, unit)
+    _to_one_level(tree)
+    top = _tops(tree)
+    groups: list[PrefixGroup] = []
+    members: dict[int, list[int]] = {}
+    for number, node in enumerate(node_of):
+        if node:
+            members.setdefault(top[node], []).append(number)
+        else:
+            groups.append(PrefixGroup(0, (number,)))
+    for node, found in members.items():
+        groups.append(PrefixGroup(tree.end[node] if len(found) > 1 else 0, tuple(found)))
     return sorted(groups, key=lambda group: (group.work(lengths), group.members[0]))
 
 
@@ -61,34 +91,45 @@ def shared_share(groups: Sequence[PrefixGroup], lengths: Sequence[int]) -> float
     return 1.0 - sum(group.work(lengths) for group in groups) / total if total else 0.0
 
 
-def _tree(prompts: Sequence[bytes], lengths: Sequence[int], unit: int) -> _Node:
-    """The radix tree, from the prompts in order and what each has in common with the one before."""
-    root = _Node(0, 0)
-    path = [root]
+def _tree(prompts: Sequence[bytes], lengths: Sequence[int], unit: int) -> tuple[_Tree, array[int]]:
+    """The radix tree, from the prompts in order and what each has in common with the one before; and in which of its
+    nodes each prompt ends."""
+    tree = _Tree()
+    end, leaves = tree.end, tree.leaves
+    node_of = array("q", bytes(8 * len(prompts)))
+    path = [0]
     before = b""
-    for number in sorted(range(len(prompts)), key=prompts.__getitem__):
+    for number in _in_order(prompts):
         common = _common_bytes(before, prompts[number]) // unit
         before = prompts[number]
-        last: _Node | None = None
-        while path[-1].end > common:
+        last = NONE
+        while end[path[-1]] > common:
             last = path.pop()
-            path[-1].leaves += last.leaves
-        if last is not None and path[-1].end < common:  # `last` is cut in two
-            upper = _Node(last.begin, common, children=[last], leaves=last.leaves)
-            path[-1].leaves -= last.leaves
-            path[-1].children[-1] = upper
-            last.begin = common
+            leaves[path[-1]] += leaves[last]
+        if last != NONE and end[path[-1]] < common:  # `last`, the newest child there, is cut in two
+            upper = tree.add(tree.begin[last], common)
+            leaves[upper] = leaves[last]
+            leaves[path[-1]] -= leaves[last]
+            tree.first[path[-1]], tree.next[upper] = upper, tree.next[last]
+            tree.begin[last], tree.next[last], tree.first[upper] = common, NONE, last
             path.append(upper)
-        if path[-1].end < lengths[number]:
-            leaf = _Node(common, lengths[number])
-            path[-1].children.append(leaf)
+        if end[path[-1]] < lengths[number]:
+            leaf = tree.add(common, lengths[number])
+            tree.put_first(leaf, path[-1])
             path.append(leaf)
-        path[-1].ending.append(number)
-        path[-1].leaves += 1
+        node_of[number] = path[-1]
+        leaves[path[-1]] += 1
     while len(path) > 1:
         last = path.pop()
-        path[-1].leaves += last.leaves
-    return root
+        leaves[path[-1]] += leaves[last]
+    return tree, node_of
+
+
+def _in_order(prompts: Sequence[bytes]) -> Iterator[int]:
+    """The numbers of the prompts in their order, sorted in parts: a sort of all would hold the interpreter."""
+    parts = range(0, len(prompts), PART)
+    runs = [sorted(range(at, min(at + PART, len(prompts))), key=prompts.__getitem__) for at in parts]
+    return heapq.merge(*runs, key=prompts.__getitem__)
 
 
 def _common_bytes(one: bytes, other: bytes) -> int:
@@ -98,34 +139,36 @@ def _common_bytes(one: bytes, other: bytes) -> int:
     return size - -(-unequal.bit_length() // 8)
 
 
-def _to_one_level(root: _Node) -> None:
+def _to_one_level(tree: _Tree) -> None:
     """Join prefixes with those below them, from the deepest nodes up to the root."""
-    order, todo = [], [root]
+    order, todo = array("q"), [0]
     while todo:
         node = todo.pop()
         order.append(node)
-        todo += node.children
+        todo += tree.children(node)
     for node in reversed(order):
-        children: list[_Node] = []
-        for child in node.children:
-            kept: list[_Node] = []
-            for below in child.children:
-                if (below.leaves - 1) * (below.end - below.begin) > child.end - child.begin:
-                    below.begin = child.begin
-                    child.leaves -= below.leaves
-                    children.append(below)
+        children, tree.first[node] = list(tree.children(node)), NONE
+        for child in children:
+            length = tree.end[child] - tree.begin[child]
+            lower, tree.first[child] = list(tree.children(child)), NONE
+            for below in lower:
+                if (tree.leaves[below] - 1) * (tree.end[below] - tree.begin[below]) > length:
+                    tree.begin[below] = tree.begin[child]
+                    tree.leaves[child] -= tree.leaves[below]
+                    tree.put_first(below, node)
                 else:
-                    kept.append(below)
-            child.children = kept
-            if child.leaves:
-                children.append(child)
-        node.children = children
+                    tree.put_first(below, child)
+            if tree.leaves[child]:
+                tree.put_first(child, node)
 
 
-def _below(node: _Node) -> list[int]:
-    found, todo = [], [node]
+def _tops(tree: _Tree) -> array[int]:
+    """Of each node, the child of the root that it is below, or that it is."""
+    tops = array("q", range(len(tree.begin)))
+    todo = list(tree.children(0))
     while todo:
-        one = todo.pop()
-        found += one.ending
-        todo += one.children
-    return found
+        node = todo.pop()
+        for child in tree.children(node):
+            tops[child] = tops[node]
+            todo.append(child)
+    return tops

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from alignedserve.errors import ConfigError
-from alignedserve.scheduler import systems
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
 from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.systems import Topology as Kind
+from alignedserve.scheduler.systems import resolve
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.hardware_file import default_hardware
 from alignedserve.simulator.replay import ComparedPolicy, Plan
@@ -27,6 +28,7 @@ from evaluation.workloads import Source
 ROOT = Path(__file__).parents[3]
 # What a run is made by; docs, tests and other components do not change its figures.
 CODE = ("scheduler", "simulator", "src/alignedserve/*.py", "benchmarks/paper/evaluation/runs.py")
+PREFIX_CACHE = "kv_pool.prefix_cache"
 LEVELS = 500  # stored quantiles of the iteration times: every 0.2 %
 GIB = 1 << 30
 
@@ -73,11 +75,14 @@ class Variant:
     settings: tuple[tuple[str, str], ...] = ()
 
     def candidate(self, tpot_objective_s: float | None = None) -> ComparedPolicy:
-        """`tpot_objective_s`: the TPOT objective of `aligned-cost`; the others have none, as by default."""
+        """`tpot_objective_s`: the TPOT objective of `aligned-cost`; the others have none, as by default.
+
+        Without a prefix cache, unless the policy or a setting asks for it: the paper's systems have none.
+        """
         objective_s = tpot_objective_s if self.policy == "aligned-cost" else None
-        settings = dict(self.settings)
-        if systems.resolve(self.policy).topology is systems.Topology.DISAGGREGATED:
-            settings["kv_pool.prefix_cache"] = "false"  # every prompt is computed whole, as in the paper
+        system, settings = resolve(self.policy), dict(self.settings)
+        if system.topology is Kind.DISAGGREGATED and PREFIX_CACHE not in system.settings:
+            settings.setdefault(PREFIX_CACHE, "false")
         return ComparedPolicy.of(self.policy, settings, None, objective_s)
 
 

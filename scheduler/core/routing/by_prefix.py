@@ -10,14 +10,34 @@ from alignedserve.scheduler.core.routing.base import Route, Routing
 from alignedserve.scheduler.core.routing.load import PrefillLoad
 
 
-class LongestPrefix(Routing):
-    """The longest cached prefix, weighed with load (MemServe, section 6).
+class _ByPrefix(Routing):
+    KNOWS_COMING = True
+
+    def _route(
+        self, load: PrefillLoad, group: QueuedGroup, best: tuple[str, int], threshold: float = 1.0
+    ) -> tuple[float, Route]:
+        """Seconds to copy and to compute the prompt there, without the wait.
+
+        `best`: of the group. What the instance's own shard lacks of it is copied if it is more than `threshold` times
+        as long as the own prefix, and if that is quicker than to compute it.
+        """
+        pool_id, tokens = best
+        own = group.tokens - load.work(group)
+        computed_s = load.cost.predict_prompt_s(group.tokens - own, own)
+        if self.copies is not None and tokens > own * threshold:
+            left_s = load.cost.predict_prompt_s(group.tokens - tokens, tokens)
+            copied_s = self.copy_s(load, tokens - own) + left_s
+            if copied_s < computed_s:
+                return copied_s, Route(load, group.tokens - tokens, left_s, pool_id)
+        return computed_s, Route(load, group.tokens - own, computed_s)
+
+
+class LongestPrefix(_ByPrefix):
+    """The longest cached prefix, weighed with load; a longer one is copied if that is quicker (MemServe, section 6).
 
     An instance is passed over if waiting for it takes longer, by more than the time to compute the whole prompt anew,
     than waiting for the instance that is free first: then no prefix is worth it.
     """
-
-    KNOWS_COMING = True
 
     def choose(self, able: Sequence[PrefillLoad], group: QueuedGroup, background: bool = False) -> Route:
         waits_s = [load.ahead_s(background) for load in able]
@@ -27,11 +47,11 @@ class LongestPrefix(Routing):
             for load, wait_s in zip(able, waits_s, strict=True)
             if wait_s - first_s <= load.cost.predict_prompt_s(group.tokens, 0)
         ]
-        tokens, _, load = min(worth_it, key=lambda found: found[:2])
-        return Route(load, tokens, load.cost.predict_prompt_s(tokens, group.tokens - tokens))
+        load = min(worth_it, key=lambda found: found[:2])[2]
+        return self._route(load, group, group.best)[1]
 
 
-class Conductor(Routing):
+class Conductor(_ByPrefix):
     """The least predicted time to first token, copies of prefixes counted (Mooncake, algorithm 1).
 
     Where the best cached prefix is more than `scheduler.copy_threshold` times as long as the instance's own, what the
@@ -39,24 +59,11 @@ class Conductor(Routing):
     so prefixes that many prompts ask for get to several shards. Otherwise the own prefix is used.
     """
 
-    KNOWS_COMING = True
-
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
         self._threshold = config.copy_threshold
 
     def choose(self, able: Sequence[PrefillLoad], group: QueuedGroup, background: bool = False) -> Route:
-        pool_id, best = group.best
-        routes = [self._route(load, group, pool_id, best) for load in able]
+        best = group.best
+        routes = [self._route(load, group, best, self._threshold) for load in able]
         return min(routes, key=lambda found: found[0] + found[1].load.ahead_s(background))[1]
-
-    def _route(self, load: PrefillLoad, group: QueuedGroup, pool_id: str, best: int) -> tuple[float, Route]:
-        """Seconds to copy and to compute the prompt there, without the wait."""
-        own = group.tokens - load.work(group)
-        computed_s = load.cost.predict_prompt_s(group.tokens - own, own)
-        if self.copies is not None and best > own * self._threshold:
-            left_s = load.cost.predict_prompt_s(group.tokens - best, best)
-            copied_s = self.copy_s(load, best - own) + left_s
-            if copied_s < computed_s:
-                return copied_s, Route(load, group.tokens - best, left_s, pool_id)
-        return computed_s, Route(load, group.tokens - own, computed_s)

@@ -32,11 +32,13 @@ class Shard(kp_grpc.KvPoolServicer):
     def __init__(self, tokens: int, delay_s: float = 0.0) -> None:
         self.tokens, self.delay_s = tokens, delay_s
         self.asked: list[tuple[int, bytes]] = []
+        self.called = asyncio.Event()
         self.server = RpcServer(TOKEN)
         self.server.add(kp_grpc.add_KvPoolServicer_to_server, self)
 
     async def Match(self, request: kp.CachedPrefix, context: grpc.aio.ServicerContext[Any, Any]) -> kp.PrefixFound:
         self.asked.append((len(prefix_tokens(request)), request.salt))
+        self.called.set()
         await asyncio.sleep(self.delay_s)
         return kp.PrefixFound(tokens=self.tokens)
 
@@ -99,3 +101,33 @@ async def test_without_a_cache_and_for_shards_that_fail_nothing_is_waited_for() 
     await hints.close()
     for shard in slow, quick:
         await shard.server.stop()
+
+
+async def test_a_shard_that_moves_while_it_is_asked_costs_only_the_hint() -> None:
+    slow = Shard(999, delay_s=30.0)
+    hints, view = await started(slow)
+
+    def ask() -> asyncio.Task[CallPlan]:
+        return asyncio.create_task(hints.add(plan(LONG, cache=CacheUse())))
+
+    for steps in range(8):  # its channel is closed before, between and after the steps of the call
+        asking = ask()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await hints.follow(sv.ClusterView())
+        assert (await asking).prompts[0].cached == ()
+        await hints.follow(view)
+    slow.called.clear()
+    asking = ask()
+    await slow.called.wait()
+    await hints.follow(sv.ClusterView())
+    assert (await asking).prompts[0].cached == ()
+    await hints.follow(view)
+    slow.called.clear()
+    asking = ask()
+    await slow.called.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await hints.close()
+    await slow.server.stop()

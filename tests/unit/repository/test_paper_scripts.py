@@ -30,6 +30,7 @@ from evaluation.runs import (
     Outcome,
     Run,
     Topology,
+    Variant,
     code_digest,
     execute,
 )
@@ -114,6 +115,13 @@ def test_the_objective_that_goodput_counts_by_is_the_one_that_aligned_cost_keeps
         (candidate,) = replace(run, variant=variant).plan().candidates
         assert candidate.config.scheduler.tpot_objective_s == 0.0
     assert execute(run).metrics["refused"] == 0
+
+
+def test_no_run_has_a_prefix_cache_unless_it_is_asked_for() -> None:
+    cached = Variant("fcfs, cached", "fcfs", (("kv_pool.prefix_cache", "true"),))
+    variants = (ALIGNED, ALIGNED_COST, FCFS_10_MS, Variant("Mooncake's", "mooncake"), cached)
+    found = [candidate for one in variants for candidate in replace(ONE, variant=one).plan().candidates]
+    assert [candidate.config.kv_pool.prefix_cache for candidate in found] == [False, False, False, True, True]
 
 
 def test_an_interrupted_evaluation_goes_on_and_other_code_or_another_configuration_begins_anew(tmp_path: Path) -> None:

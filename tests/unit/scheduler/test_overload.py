@@ -115,6 +115,38 @@ def test_nothing_is_learnt_from_probes():
     assert cell.core._overload.refused == refused
 
 
+def test_a_prompt_is_judged_by_what_must_be_computed_of_it():
+    cell = CoreCell(
+        pool=5000, cache=1000, most_prompt=2000, queue_tokens=100, ttft_objective_s=0.27, homes={"p0": "k0", "d0": "k0"}
+    )
+    (view,) = cell.core._state.instances.prefill.values()
+    view.load.cost = LinearCostModel(1e-4)
+
+    def refused(name, **more):
+        meta = ev.RequestMeta(key(name), 1000, 1020, f"group-{name}", "gw", **more)
+        return bool(only(cell.do(ev.Submitted((meta,))), Reject))
+
+    assert not refused("a", marks=b"mark-512"), "an empty cluster takes everything"
+    assert not refused("b", marks=b"other512"), "2,000 tokens"
+    assert refused("c")
+    assert not refused("d", marks=b"mark-512"), "what a computes is not computed again"
+    assert refused("e", marks=b"other512"), "488 tokens beside 2,488 of others"
+    assert not refused("f", cached=(("k0", 990),))
+    cell.do(ev.CancelRequested((key("d"),)))
+    assert not refused("g", marks=b"other512"), "what b will leave is not computed again"
+
+
+def test_room_is_told_by_what_must_be_computed_of_a_typical_prompt():
+    cell = CoreCell(pool=5000, cache=1000, most_prompt=2000, ttft_objective_s=0.06, homes={"p0": "k0", "d0": "k0"})
+    (view,) = cell.core._state.instances.prefill.values()
+    view.load.cost = LinearCostModel(1e-4)
+    for name, cached, room in ("a", 990, True), ("b", 990, True), ("c", 0, False):
+        meta = ev.RequestMeta(key(name), 1000, 1020, f"group-{name}", "gw", cached=(("k0", cached),))
+        cell.core._overload.refusal = lambda *_: None
+        cell.do(ev.Submitted((meta,)))
+        assert bool(cell.core.room(cell.now_s).requests) == room
+
+
 def test_time_that_the_gateway_has_had_it_counts():
     cell = CoreCell(ttft_objective_s=0.5)
     cell.submit("a")

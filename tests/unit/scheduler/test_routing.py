@@ -285,7 +285,12 @@ def test_the_longest_prefix_wins_unless_its_instance_is_busier_than_a_prefix_is_
     route = routing.choose(prefix_loads(0.4, 0.0), prompt(5000, 4000, 1000))
     assert (route.load.prefill_id, route.tokens, route.copy_from) == ("p0", 1000, "")
     route = routing.choose(prefix_loads(0.6, 0.0), prompt(5000, 4000, 1000))
-    assert (route.load.prefill_id, route.tokens) == ("p1", 4000)
+    assert (route.load.prefill_id, route.tokens, route.copy_from) == ("p1", 4000, ""), "shards that copy nothing"
+    routing.copies = PrefixCopies(1e-6)
+    route = routing.choose(prefix_loads(0.6, 0.0), prompt(5000, 4000, 1000))
+    assert (route.load.prefill_id, route.tokens, route.copy_from) == ("p1", 1000, "k0")
+    routing.copies = PrefixCopies(2e-4)
+    assert routing.choose(prefix_loads(0.6, 0.0), prompt(5000, 4000, 1000)).copy_from == "", "computing is quicker"
 
 
 def test_conductor_copies_a_prefix_that_is_longer_and_quicker_to_copy() -> None:

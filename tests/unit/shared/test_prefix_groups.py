@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alignedserve import prefix_groups as module
 from alignedserve.prefix_groups import PrefixGroup, prefix_groups, shared_share
 
 
@@ -49,6 +52,17 @@ def test_every_prompt_is_in_one_group_of_its_prefix(prompts: list[str]) -> None:
     for prompt in prompts:
         plain[prompt[:1]] = plain.get(prompt[:1], 0) + 1
     assert shared_share(found, lengths) * sum(lengths) >= sum(n - 1 for one, n in plain.items() if one) - 1e-6
+
+
+def test_sorting_in_parts_changes_nothing_and_collects_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(3)
+    prompts = [bytes(rng.choices(b"ab", k=rng.randrange(12))) for _ in range(2000)]
+    gc.collect()
+    collected = gc.get_stats()[2]["collections"]
+    found = prefix_groups(prompts, 1)
+    assert gc.get_stats()[2]["collections"] == collected, "of the oldest objects, which takes long"
+    monkeypatch.setattr(module, "PART", len(prompts))
+    assert prefix_groups(prompts, 1) == found
 
 
 def test_a_chain_of_a_thousand_turns_needs_no_recursion() -> None:

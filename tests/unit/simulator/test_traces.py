@@ -14,6 +14,7 @@ import pytest
 
 from alignedserve.errors import ConfigError, TraceError
 from alignedserve.request import BATCH_PRIORITY
+from alignedserve.simulator.prefix.groups import group_by_prefix
 from alignedserve.simulator.traces import LengthsTrace, Load, TimedTrace, read_trace
 from support.requirements import need
 
@@ -100,6 +101,20 @@ def test_mooncake_says_that_prefix_hits_were_not_used(tmp_path: Path) -> None:
     workload = trace.workload(Load(), 0)
     assert [a.arrival_s for a in workload.arrivals] == [0.0, 2.5]
     assert any("2 of 7 prompt blocks" in note for note in workload.notes)
+
+
+def test_ids_of_blocks_are_bounded_and_may_be_fewer_than_a_prompt_has(tmp_path: Path) -> None:
+    row = {"timestamp": 0, "input_length": 1500, "output_length": 600, "hash_ids": [1, 2, 3]}
+    log = {"arrival_unix_s": 1.0, "input_tokens": 64, "output_tokens": 2, "block_tokens": 64}
+    for wrong in [-1], [1 << 63], [True], "1":
+        for name, line in ("hash_ids", {**row, "hash_ids": wrong}), ("blocks", {**log, "blocks": wrong}):
+            with pytest.raises(TraceError, match=rf"line 1, column \d+ \({name}\): must be a list of whole numbers"):
+                read_trace(write(tmp_path, "t.jsonl", json.dumps(line)))
+    text = "\n".join(map(json.dumps, [{**row, "hash_ids": [1]}, {**log, **row, "hash_ids": [(1 << 63) - 1, 2]}]))
+    workload = read_trace(write(tmp_path, "few.jsonl", text)).workload(Load(), 0)
+    named = [(one.blocks, one.answer_blocks) for one in workload.arrivals]
+    assert named == [((1,), ()), (((1 << 63) - 1, 2), (-1, -2))]
+    assert len(group_by_prefix(workload)) == 2
 
 
 def test_the_request_log_is_sorted_and_answers_without_a_token_are_left_out(tmp_path: Path) -> None:

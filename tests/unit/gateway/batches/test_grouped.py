@@ -53,3 +53,12 @@ def test_a_file_too_large_to_compare_keeps_its_order(tmp_path: Path, monkeypatch
 def test_the_prompt_is_what_a_template_writes_first() -> None:
     body = {"model": "m", "messages": [1], "max_tokens": 3, "tools": [2]}
     assert prompt_text(body) == b"[2]\n[1]"
+
+
+def test_a_body_that_is_nested_too_deeply_to_write_does_not_stop_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    deep: list[Any] = []
+    for _ in range(300):
+        deep = [deep]
+    write(file, {"messages": deep}, {"prompt": "a"})
+    assert sorted(line.index for line in read(file)) == [0, 2]

@@ -235,6 +235,7 @@ def test_a_released_batch_is_taken_at_once_and_goes_on_where_it_was(store: Store
     second = store.batches.claim("gateway-1", LEASE_S)
     assert second is not None
     assert store.batches.answered(second, 0, 2) == {1}
+    assert store.batches.answered_among(second, [0, 1, 1 << 20]) == {1}
     assert store.batches.record(second, lines(0, 1, 2, text="later")) == 2
     store.batches.finish(second)
     output = store.batches.get(claim.id, ALICE)["output_file_id"]
