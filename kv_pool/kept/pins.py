@@ -63,7 +63,7 @@ class Pins:
         missing = len(tokens) // self._pool.block_size - len(found)
         others = set[int]().union(*(held.block_ids for name, held in self._held.items() if name != pin.name))
         wanted = len(others.union(found)) + missing
-        if wanted > self._most_blocks or len(self._held) >= MOST_PINS:
+        if wanted > self._most_blocks or len(self._held.keys() - {pin.name}) >= MOST_PINS:
             raise PinsFullError(
                 f"{self._pool.store_id}: with {pin.name[:64]!r} pins would hold {wanted} of its blocks, "
                 f"{self._most_blocks} are allowed (kv_pool.pinned_fraction): drop others (`alignedserve cache drop`)"

@@ -6,6 +6,7 @@ import pytest
 
 from alignedserve.control.prefixes import cached_prefix
 from alignedserve.errors import InvalidRequestError, PinsFullError, TransferError
+from alignedserve.kv_pool.kept import pins
 from alignedserve.kv_pool.kept.pins import Pins
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.prefix_chain import root_digest
@@ -88,6 +89,17 @@ def test_pinning_again_changes_nothing_and_another_prefix_takes_the_name(shard: 
     assert shard.keep("a", OTHER)
     assert len(shard.pins.blocks) == 3
     assert shard.pool.counts().owned == 3
+
+
+def test_the_last_pin_that_there_may_be_can_be_replaced(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins, "MOST_PINS", 2)
+    shard.compute(SYSTEM)
+    shard.compute(OTHER)
+    assert shard.keep("a", SYSTEM)
+    assert shard.keep("b", SYSTEM[:8])
+    assert shard.keep("b", OTHER)
+    with pytest.raises(PinsFullError):
+        shard.keep("c", OTHER)
 
 
 def test_blocks_that_pins_share_count_once_against_their_share() -> None:
