@@ -145,13 +145,15 @@ async def test_orders_that_cannot_be_carried_out_are_refused_and_change_nothing(
     assert shard.pool.counts().free == CAPACITY
 
 
-async def test_orders_need_the_admin_key_and_a_prefix_cache(gateway: RunningGateway, http: httpx.AsyncClient) -> None:
-    for name in ("pin", "list", "drop"):
-        answer = await http.post(f"/alignedserve/cache/{name}", json={})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_key_required")
-    off = await order(gateway, "list")
-    assert (off.status_code, off.json()["error"]["code"]) == (409, "not_possible")
-    assert "--no-prefix-cache" in off.json()["error"]["message"]
+async def test_orders_need_the_admin_key_and_a_prefix_cache(cluster: FakeCluster) -> None:
+    async with running_gateway(cluster, kv_pool={"prefix_cache": False}) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=20.0) as http:
+            for name in ("pin", "list", "drop"):
+                answer = await http.post(f"/alignedserve/cache/{name}", json={})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_key_required")
+        off = await order(gateway, "list")
+        assert (off.status_code, off.json()["error"]["code"]) == (409, "not_possible")
+        assert "--no-prefix-cache" in off.json()["error"]["message"]
 
 
 async def test_shards_learn_how_requests_end_and_of_which_conversation(
