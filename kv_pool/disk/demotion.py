@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 LOW_SHARE = AHEAD_SHARE = 1 / 8
 BATCH_BYTES = 64 << 20
-MOST_LOOKED_AT = 8192  # blocks of prefixes, for a batch: some 10 ms
+MOST_LOOKED_AT = 4096  # blocks of prefixes, for a batch: some 5 ms
 PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0  # between looks for what is to be written
 HUNG_S = 5.0  # a write that takes longer hangs
 
