@@ -276,8 +276,8 @@ class KvPool(ShardBlocks):
     ) -> tuple[int, list[Grant]]:
         """Remove the full blocks of these tokens, and all that continues them, from the index. Returns their number.
 
-        Blocks that other prefixes continue stay, and all do if not all of these tokens are indexed; and those of
-        `spared`, which has whole prefixes. Cached blocks are free then, and held ones once they are released.
+        Blocks that other prefixes continue stay, and those of `spared`, which has whole prefixes. Cached blocks are
+        free then, and held ones once they are released.
         """
         return (0, []) if self._cache is None else (self._cache.drop(root, token_ids, spared), self._serve())
 
