@@ -177,7 +177,7 @@ class PrefixMachine(RuleBasedStateMachine):
         whole = tokens and self.pool.match(root, tokens) * SIZE == len(tokens)
         dropped = self.until_killed(fuse, lambda: self.pool.drop_prefix(root, tokens))
         if dropped is not None:
-            assert (dropped[0] > 0) == bool(whole)
+            assert dropped[0] > 0 or not whole
             assert not whole or self.pool.match(root, tokens) * SIZE < len(tokens)
 
     @rule(root=st.sampled_from(ROOTS), fuse=FUSES)
@@ -246,6 +246,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
         counts = self.pool.counts()
         assert counts.free + counts.owned + counts.cached == CAPACITY
+        assert self.pool.room() == counts.free + counts.cached
         leases = self.pool._blocks._leases.items()
         set_aside = {block for writer, each in leases if writer != self.own_writer for block in each}
         set_aside |= {block for each in self.pool._blocks._quarantine.values() for block in each}
