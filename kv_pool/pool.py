@@ -209,6 +209,11 @@ class KvPool(ShardBlocks):
         """
         return self._hold_found(RequestKey(name), block_ids, 0, payload)
 
+    def is_found(self, name: str) -> bool:
+        """Whether the index still has what `keep` holds. Not after a process without an index."""
+        holding = self._holdings[name]
+        return self._cache is not None and self._cache.index.linked(holding.block_ids) == len(holding.block_ids)
+
     def let_go(self, name: str) -> list[Grant]:
         """End what `keep` began; its blocks are cached again."""
         if name in self._holdings:

@@ -26,7 +26,7 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.proto import supervisor_pb2 as sv
-from alignedserve.request import FinishReason, RequestSpec
+from alignedserve.request import FinishReason, RequestKey, RequestSpec
 from alignedserve.text import ChatTemplate, Tokenizer
 from support.fake_cluster import TOKEN, FakeCluster, fake_model_info
 from support.gateway import RunningGateway, running_gateway
@@ -112,6 +112,18 @@ async def test_a_pin_is_computed_once_listed_and_dropped(
     assert dropped == {"pins": [], "blocks": held["blocks"]}
     assert shard.pool.counts().free == CAPACITY
     shard.pool.check_integrity()
+
+
+async def test_a_prompt_that_asks_again_counts_once(shard: Shard) -> None:
+    prefix = cached_prefix(range(40), b"")
+    first, second = (kp.Pin(key=pb.RequestKey(request_id=name), prefix=prefix) for name in "ab")
+    shard.service.pin(shard.pool, first)  # nothing is there: it waits for another prompt
+    blocks = leased(shard.pool, PREFILL, 8)
+    root = shard.service.root(b"")
+    shard.pool.commit(PREFILL, RequestKey("c"), 32, blocks, token_ids=list(range(32)), root=root)
+    for pin in (first, first, second):
+        shard.service.pin(shard.pool, pin)
+    assert (shard.service.queried_tokens, shard.service.hit_tokens) == (80, 64)
 
 
 async def test_a_prefix_that_is_lost_before_it_is_held_is_computed_again(

@@ -10,10 +10,11 @@ from alignedserve.kv_pool.kept import pins
 from alignedserve.kv_pool.kept.pins import Pins
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.prefix_chain import root_digest
+from alignedserve.kv_pool.table import AllocationTable
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import PIN, RequestKey
 from support.kv_pool import PREFILL, leased
-from support.prefix_pool import index_memory, open_indexed
+from support.prefix_pool import GEOMETRY, index_memory, open_indexed
 
 CAPACITY = 40
 ROOT, SALTED = root_digest("model"), root_digest("model", "salt")
@@ -76,6 +77,23 @@ def test_a_pin_outlives_all_who_need_room_and_its_shards_process(shard: Shard) -
     assert shard.pool.match(ROOT, SYSTEM) == 0
     shard.open()
     assert len(shard.pins) == 0
+
+
+@pytest.mark.parametrize("looked_at", [True, False])
+def test_a_pin_ends_when_the_cache_is_switched_off(shard: Shard, looked_at: bool) -> None:
+    """It would hold blocks that no prompt finds, also once the cache is on again."""
+    shard.compute(SYSTEM)
+    assert shard.keep("system", SYSTEM)
+    plain = KvPool("kv_pool-0", AllocationTable(shard.memory, GEOMETRY, CAPACITY), 4)
+    if looked_at:
+        assert len(Pins(plain, 0.5, lambda: 0.0)) == 0
+        assert plain.counts().free == CAPACITY
+    shard.open()
+    assert len(shard.pins) == 0
+    assert shard.pool.counts().owned == 0
+    shard.compute(SYSTEM)
+    assert shard.keep("system", SYSTEM)
+    assert shard.pool.match(ROOT, SYSTEM) == 4
 
 
 def test_pinning_again_changes_nothing_and_another_prefix_takes_the_name(shard: Shard) -> None:
