@@ -77,7 +77,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._prefixes = PrefixCacheService(
             settings.id, self.config.kv_pool.pinned_fraction, self._settled, self._changed
         )
-        self._announced = (-1, -1)  # free and pinned blocks, as the scheduler was told last; -1: never
+        self._announced = (-1, -1)  # room and pinned blocks, as the scheduler was told last; -1: never
         self._recounting = asyncio.Lock()  # while it is held, nothing in the pool may change
 
     # ---- the role's hooks
@@ -443,13 +443,11 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             yield kp.StoredRequests(requests=found)
 
     def _announce(self) -> None:
-        """Tell the scheduler how many blocks are free and pinned, if a number has changed."""
+        """Tell the scheduler how many blocks requests can have and how many are pinned, if a number has changed."""
         assert self._pool is not None
         if self._disk is not None:
             self._disk.wake()
-        counts = self._pool.counts()
-        # A cached block is given up when a request needs room.
-        numbers = counts.free + counts.cached, self._prefixes.pinned_blocks
+        numbers = self._pool.room(), self._prefixes.pinned_blocks
         if numbers != self._announced:
             self._announced = numbers
             description = self._description()
@@ -460,14 +458,16 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         assert self._pool is not None
         assert self._store is not None
         counts = self._pool.counts()
+        room = self._pool.room()  # a cached block is given up when a request needs it
+        cached = min(counts.cached, room)
         return kp.PoolDescription(
             pool_id=self._store.store_id,
             incarnation=self.process.incarnation,
             store=self._store.handle().to_proto(),
             capacity_blocks=counts.capacity,
-            free_blocks=counts.free,
+            free_blocks=room - cached,
             owned_blocks=counts.owned,
-            cached_blocks=counts.cached,
+            cached_blocks=cached,
             leased_blocks=counts.leased,
             pinned_blocks=self._prefixes.pinned_blocks,
         )

@@ -43,6 +43,10 @@ class PayloadPages:
         self._free = [page for page in range(self._untouched) if page not in taken]
 
     @property
+    def pages(self) -> int:
+        return self._capacity
+
+    @property
     def used_pages(self) -> int:
         return self._untouched - len(self._free)
 

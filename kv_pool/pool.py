@@ -209,6 +209,11 @@ class KvPool(ShardBlocks):
         """
         return self._hold_found(RequestKey(name), block_ids, 0, payload)
 
+    def is_found(self, name: str) -> bool:
+        """Whether the index still has what `keep` holds. Not after a process without an index."""
+        holding = self._holdings[name]
+        return self._cache is not None and self._cache.index.linked(holding.block_ids) == len(holding.block_ids)
+
     def let_go(self, name: str) -> list[Grant]:
         """End what `keep` began; its blocks are cached again."""
         if name in self._holdings:
@@ -276,8 +281,8 @@ class KvPool(ShardBlocks):
     ) -> tuple[int, list[Grant]]:
         """Remove the full blocks of these tokens, and all that continues them, from the index. Returns their number.
 
-        Blocks that other prefixes continue stay, and all do if not all of these tokens are indexed; and those of
-        `spared`, which has whole prefixes. Cached blocks are free then, and held ones once they are released.
+        Blocks that other prefixes continue stay, and those of `spared`, which has whole prefixes. Cached blocks are
+        free then, and held ones once they are released.
         """
         return (0, []) if self._cache is None else (self._cache.drop(root, token_ids, spared), self._serve())
 

@@ -207,13 +207,14 @@ class PrefixCache:
     def drop(self, root: bytes, token_ids: Sequence[int], spared: Collection[int] = ()) -> int:
         """Remove a prefix and all that continues it from the index, but blocks in `spared`, which has whole prefixes.
 
-        Returns the number of blocks removed. Raises TransferError if `root` is not a digest.
+        Of a prefix whose end was evicted, what nothing else continues. Returns the number of blocks removed. Raises
+        TransferError if `root` is not a digest.
         """
         chain = self.index.chain(root, token_ids)
         found = self.index.match(chain, chain.blocks)
-        if not found or len(found) < chain.blocks:
+        if not found:
             return 0
-        return self._remove(self.index.continued_by(found), spared)
+        return self._remove(self.index.continued_by(found, whole=len(found) == chain.blocks), spared)
 
     def drop_root(self, root: bytes, spared: Collection[int] = ()) -> int:
         """Like `drop`, for all chains with this root."""

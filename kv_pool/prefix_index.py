@@ -293,21 +293,21 @@ class PrefixIndex:
         wrong[1:] |= rows[1:, BEFORE] != rows[:-1, GENERATION]
         return int(wrong.argmax()) if wrong.any() else len(ids)
 
-    def continued_by(self, block_ids: Sequence[int]) -> list[int]:
+    def continued_by(self, block_ids: Sequence[int], *, whole: bool = True) -> list[int]:
         """Those of these blocks of a chain that only the chain's next block continues, and all that continues its end.
 
-        Reads all entries. In an order for `remove`.
+        Without `whole` these are what is left of a longer chain: if anything continues its end, that is another one,
+        and nothing is found. Reads all entries. In an order for `remove`.
         """
         ids, depths, parents = self._all()
-        parent_of = np.full(len(self._flags), NONE, np.int64)
-        parent_of[ids] = parents
         children = np.bincount(parents[parents != NONE], minlength=len(self._flags))
         chosen = np.zeros(len(self._flags), bool)
-        chosen[block_ids[-1]] = True
-        for parent in block_ids[-2::-1]:
-            if children[parent] > 1:
+        most = len(self._flags) if whole else 0
+        for block in reversed(block_ids):
+            if children[block] > most:
                 break
-            chosen[parent] = True
+            chosen[block] = True
+            most = 1
         return self._with_what_continues(chosen, len(block_ids), ids, depths, parents)
 
     def under(self, root: bytes) -> list[int]:
@@ -343,14 +343,8 @@ class PrefixIndex:
         if len(void):
             ids = np.array(void, np.int32)
             self.entries.withdraw(ids[self.entries.generations[ids] != 0])
-        while True:
-            ids, _, parents = self._all()
-            generations = self.entries.generations
-            before = self.entries.words[:, BEFORE][ids]
-            orphans = (parents != NONE) & (generations[parents] != before)
-            if not orphans.any():
-                break
-            self.entries.withdraw(ids[orphans])
+        self._drop_orphans()
+        ids = self.entries.valid()
         self._following = max(first, int(self.entries.generations.max(initial=0)) + 1)
         for begin in range(0, len(ids), SCANNED_AT_ONCE):
             piece = ids[begin : begin + SCANNED_AT_ONCE]
@@ -359,16 +353,25 @@ class PrefixIndex:
         self.queue.use(ids.tolist())
         self._rank_again()
 
+    def _drop_orphans(self) -> None:
+        """Drop the entries whose parent is not there, from the first blocks of chains on."""
+        ids, depths, parents = self._all()
+        generations, before = self.entries.generations, self.entries.words[:, BEFORE][ids]
+        for level in _levels(depths):
+            its_parents = parents[level]
+            if NONE in its_parents[:1]:
+                continue  # first blocks
+            orphans = generations[its_parents] != before[level]
+            orphans |= self.depths(its_parents) + 1 != depths[level]
+            self.entries.withdraw(ids[level[orphans]])
+
     def _rank_again(self) -> None:
         """Rank all entries by the age of what continues them last, in place of the order that was lost."""
         ids, depths, parents = self._all()
         if not len(ids):
             return
         newest = self.entries.generations.astype(np.int64)
-        order = np.argsort(depths, kind="stable")
-        bounds = np.searchsorted(depths[order], np.arange(int(depths.max()) + 2))
-        for depth in range(len(bounds) - 2, 0, -1):
-            level = order[bounds[depth] : bounds[depth + 1]]
+        for level in _levels(depths)[:0:-1]:
             np.maximum.at(newest, parents[level], newest[ids[level]])
         in_order = ids[np.lexsort((depths, -newest[ids]))].tolist()
         self.queue.touch(in_order, chain_blocks=round(float(depths.mean())) + 1)
@@ -408,6 +411,12 @@ class PrefixIndex:
         """Numbers of these indexed blocks in their chains."""
         depths: npt.NDArray[np.int64] = (self.entries.words[:, META][ids] & np.uint64(0xFFFFFFFF)).astype(np.int64)
         return depths
+
+
+def _levels(depths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """The numbers of blocks by depth, least depth first."""
+    order = np.argsort(depths, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(depths[order])) + 1)
 
 
 def _both(one: Flags, other: Flags) -> Flags:

@@ -239,6 +239,12 @@ class _Reader:
         return Payload(page_ids, word >> 32, word & 0xFFFFFFFF)
 
 
+def held_bytes(holding: Holding) -> int:
+    """About the bytes of the record of a holding whose writer is not named."""
+    pages = holding.payload.page_ids if holding.payload is not None else ()
+    return 64 + len(holding.key.request_id) + 4 * (len(holding.block_ids) + len(pages)) + 8 * len(holding.checksums)
+
+
 def _name(text: str) -> bytes:
     data = text.encode()
     if len(data) > MAX_NAME_BYTES:

@@ -9,7 +9,17 @@ from alignedserve.errors import AccountingError, TransferError
 from alignedserve.kv_pool.kept.sessions import Sessions
 from alignedserve.kv_pool.prefix_cache import PrefixCache
 from alignedserve.kv_pool.prefix_index import PrefixIndex
-from alignedserve.kv_pool.records import Held, Holding, Leased, Payload, PoolState, Record, Released, WriterKey
+from alignedserve.kv_pool.records import (
+    Held,
+    Holding,
+    Leased,
+    Payload,
+    PoolState,
+    Record,
+    Released,
+    WriterKey,
+    held_bytes,
+)
 from alignedserve.kv_pool.table import AllocationTable
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
@@ -38,6 +48,7 @@ class ShardBlocks:
             self._blocks = caching = CachingAllocator(table.capacity_blocks, store_id, index)
             self._cache = PrefixCache(index, caching, Sessions(clock))
         self._holdings: dict[str, Holding] = {}  # committed KV by request id, until released
+        self._record_bytes = 0  # of their records in the table
         self._lost: dict[WriterKey, tuple[int, ...]] = {}  # leases of lost writers, until they are known to be dead
         self._writers: dict[WriterKey, None] = {}  # writers that may have a lease
         self._succeed(table.found)
@@ -64,6 +75,10 @@ class ShardBlocks:
             return None
         return holding, self._table.payloads.read(holding.payload)
 
+    def room(self) -> int:
+        """How many blocks more requests can have: those that are free or cached, if the table has room for so many."""
+        return min(self._blocks.free_blocks + self._blocks.cached_blocks, self._table.room(self._record_bytes))
+
     def own_blocks(self, request_id: str) -> int:
         """The number of blocks that only this request holds."""
         holding = self._holdings.get(request_id)
@@ -84,12 +99,15 @@ class ShardBlocks:
         payloads = (held.payload for held in self._holdings.values() if held.payload is not None)
         if sum(len(payload.page_ids) for payload in payloads) != self._table.payloads.used_pages:
             raise AccountingError(f"{self.store_id}: pages are in use that belong to no request's payload")
+        if self._record_bytes != sum(map(held_bytes, self._holdings.values())):
+            raise AccountingError(f"{self.store_id}: the size of the records does not match a recount")
         if self._table.state() != self._state():
             raise AccountingError(f"{self.store_id}: the allocation table does not match the state of the pool")
 
     def _free(self, request_id: str, *, ended: bool = False) -> None:
         """Free a holding. `ended`: because its request has ended."""
         holding = self._holdings.pop(request_id)
+        self._record_bytes -= held_bytes(holding)
         self._blocks.release_all(request_id)
         self._rest(holding, request_id if ended else "")
         self._write_down(Released(request_id))
@@ -122,6 +140,7 @@ class ShardBlocks:
     def _replace(self, before: Holding | None, holding: Holding) -> None:
         """Replace the holding of a request after its record was written, and free the payload of the old holding."""
         self._holdings[holding.key.request_id] = holding
+        self._record_bytes += held_bytes(holding) - (held_bytes(before) if before is not None else 0)
         if before is not None and before.payload is not None:
             self._table.payloads.free(before.payload)
 
@@ -164,6 +183,7 @@ class ShardBlocks:
                 blocks.assign_leased(first, _SUCCESSION, request_id)
                 blocks.retain(set(holding.block_ids).difference(first), request_id)
                 self._holdings[request_id] = holding
+                self._record_bytes += held_bytes(holding)
             for writer, leased in state.leases.items():
                 block_ids = sorted(leased)
                 unclaimed.difference_update(block_ids)

@@ -31,7 +31,9 @@ from alignedserve.kv_pool.records import PoolState, Record, decode, encode
 MAGIC = b"ASKVTAB4"
 HEADER_BYTES = 4096
 BYTES_PER_BLOCK = 256  # of a region: enough for a block's id, checksum and page in 16 holdings, or for one holding
+MOST_ALONE_BYTES = 64  # of a region for a block of a request that shares none, on average
 LEAST_SLACK_BYTES = 1 << 18  # a journal is rewritten when it has grown by its first size, and by at least this
+ROOM_SHARE = 7 / 8  # of regions and of payloads' pages: what is under way needs room, too
 SPARE_BYTES = 4096  # only records that shrink the state may use the end of a region
 _HEADER = struct.Struct("<8sQQQ32s")
 _ACTIVE_WORD = 64 // 8
@@ -103,6 +105,16 @@ class AllocationTable:
         if self._words[_INDEX_WORD]:
             IndexEntries(self._index, self._block_size).generations[:] = 0
             self._words[_INDEX_WORD] = 0
+
+    def room(self, record_bytes: int) -> int:
+        """How many blocks more requests may surely hold, while the records of all holdings have `record_bytes` bytes.
+
+        At least as many as are free, unless requests share far more blocks than they have for themselves: a holding
+        names all of its blocks, and its payload has all of its tokens.
+        """
+        bytes_left = int(self._region_bytes * ROOM_SHARE) - record_bytes
+        pages_left = int(self.payloads.pages * ROOM_SHARE) - self.payloads.used_pages
+        return max(0, min(bytes_left // MOST_ALONE_BYTES, pages_left))
 
     def state(self) -> PoolState:
         """The state in the table, read again from memory. Raises TransferError if the table is damaged."""

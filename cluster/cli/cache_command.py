@@ -99,7 +99,7 @@ def _cells(entry: Mapping[str, Any]) -> list[str]:
         ending += f", back after {entry['expected_s']:.1f} s"
     name = entry["name"] or entry.get("request_id", "")
     return [
-        name,
+        "".join(each if each.isprintable() else "?" for each in name),  # clients name sessions; this is a terminal
         str(entry["tokens"]),
         str(entry["blocks"]),
         f"{entry['bytes'] / MIB:.1f}",

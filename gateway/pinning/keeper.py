@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import orjson
@@ -73,6 +73,7 @@ class PinKeeper:
         self._view = view
         self._from_file = list(from_file)
         self._seen: set[tuple[str, str]] = set()  # shards, and their memory, that have been given the file's prompts
+        self._prefixes: dict[str, kp.CachedPrefix] = {}  # of the file's prompts, by name
         self._failing: set[tuple[str, str]] = set()  # pin and shard, once each has been logged
         self._task: asyncio.Task[None] | None = None
 
@@ -95,9 +96,8 @@ class PinKeeper:
                 for one in found.pins:
                     if one.pin.everywhere and one.pin.name in everywhere:
                         everywhere.discard(one.pin.name)
-                        await self._pin(
-                            one.pin, [name for name in pool_ids if one.pin.name not in names.get(name, set())]
-                        )
+                        lacking = [name for name in pool_ids if one.pin.name not in names.get(name, set())]
+                        await self._copy(one.pin, found.pool_id, lacking)
         for pool_id in pool_ids:
             place = (pool_id, self._memory_of(pool_id))
             if place not in self._seen and await self._pin_file(pool_id, names.get(pool_id, set())):
@@ -115,6 +115,18 @@ class PinKeeper:
             except Exception:
                 logger.exception("pins were not looked after")
             await asyncio.sleep(EVERY_S)
+
+    async def _copy(self, pin: kp.PinnedPrefix, source: str, pool_ids: Sequence[str]) -> None:
+        """Pin in these shards what `source` has, unless it is dropped while that goes on."""
+        memory = self._memory_of(source)
+        if not pool_ids:
+            return
+        await self._pin(pin, pool_ids)
+        now = next((one for one in await self._board.contents() if one.pool_id == source), None)
+        if now is None or self._memory_of(source) != memory:
+            return  # it was lost with its memory, not by an order
+        if pin.name not in {one.pin.name for one in now.pins}:
+            await self._board.drop(kp.DropCached(names=[pin.name]))
 
     def _first(self) -> bool:
         """Whether this gateway is the one that keeps the pins."""
@@ -134,12 +146,14 @@ class PinKeeper:
             if beginning.name in held:
                 continue
             try:
-                tokens = await tokens_of(self._model, beginning)
+                if beginning.name not in self._prefixes:
+                    tokens = await tokens_of(self._model, beginning)
+                    self._prefixes[beginning.name] = cached_prefix(tokens, (beginning.cache_salt or "").encode())
             except AlignedServeError as error:
                 self._report(beginning.name, pool_id, error)
                 done &= isinstance(error, InvalidRequestError)
                 continue
-            prefix = cached_prefix(tokens, (beginning.cache_salt or "").encode())
+            prefix = self._prefixes[beginning.name]
             done &= await self._pin(kp.PinnedPrefix(name=beginning.name, prefix=prefix, everywhere=True), [pool_id])
         return done
 

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 LOW_SHARE = AHEAD_SHARE = 1 / 8
 BATCH_BYTES = 64 << 20
-MOST_LOOKED_AT = 8192  # blocks of prefixes, for a batch: some 10 ms
+MOST_LOOKED_AT = 4096  # blocks of prefixes, for a batch: some 5 ms
 PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0  # between looks for what is to be written
 HUNG_S = 5.0  # a write that takes longer hangs
 
@@ -69,6 +69,7 @@ class Demotion:
         self._shard, self._disk, self._copies, self._io = shard, disk, copies, slot_io
         self._threads = threads
         self._wanted = asyncio.Event()
+        self._saving = asyncio.Lock()
         self._on_disk = bytearray(disk.index.indexed)  # slots that may have an entry on disk
         for slot in stale:
             self._on_disk[slot] = 1
@@ -89,7 +90,7 @@ class Demotion:
         """Write that these slots, which are indexed no more, have no entry."""
         gone = [slot for slot in slots if self._on_disk[slot]]
         try:
-            await self._result(self._save_entries(gone))
+            await self._save_entries(gone)
         except OSError as error:
             self.breaker.failed(error)
             return
@@ -180,7 +181,7 @@ class Demotion:
         try:
             # A process that is killed before the new entries are there leaves none for what is overwritten now.
             if old := [slot for slot in slots if self._on_disk[slot]]:
-                await self._result(self._save_entries(old))
+                await self._save_entries(old)
                 for slot in old:
                     self._on_disk[slot] = 0
             for part in parts:
@@ -198,7 +199,7 @@ class Demotion:
                 self._on_disk[slot] = 1
             if saved:
                 self.written_bytes += len(saved) * self._io.layout.slot_bytes
-                await self._result(self._save_entries(saved))
+                await self._save_entries(saved)
         except OSError as error:
             self.breaker.failed(error)
             return False
@@ -225,9 +226,11 @@ class Demotion:
         part.slots = part.slots[count:]
         return slots
 
-    def _save_entries(self, slots: list[int]) -> Future[None]:
-        pages = entry_pages(self._io.layout, self._disk.entries, slots)
-        return self._threads.start(functools.partial(self._io.write_entries, pages))
+    async def _save_entries(self, slots: list[int]) -> None:
+        """Write what these slots' entries are now. One after the other: older pages must not follow newer ones."""
+        async with self._saving:
+            pages = entry_pages(self._io.layout, self._disk.entries, slots)
+            await self._result(self._threads.start(functools.partial(self._io.write_entries, pages)))
 
     async def _result(self, job: Future[Result]) -> Result:
         """The result of a job. If it hangs, writing is off, but it must end before its slots are used again."""

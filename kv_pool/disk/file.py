@@ -12,6 +12,7 @@ import fcntl
 import logging
 import mmap
 import os
+import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -164,8 +165,14 @@ def open_own(calls: FileCalls, folder: Path, cluster: str, shard: str, fits: byt
     try:
         if not own.exists() and (fd := _unused(calls, folder, prefix, fits, own)) is not None:
             return DiskFile(calls, own, fd)
-        fd = calls.open(str(own), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-        if not _lock(fd, LOCK_WITHIN_S):
+        fd = calls.open(str(own), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            locked = _lock(fd, LOCK_WITHIN_S)
+            _keep_private(fd)
+        except OSError:
+            calls.close(fd)
+            raise
+        if not locked:
             calls.close(fd)
             raise ConfigError(
                 f"kv_pool.disk_path: {own} is in use by another process; give each cluster a folder of its own, "
@@ -183,13 +190,14 @@ def _unused(calls: FileCalls, folder: Path, prefix: str, fits: bytes, own: Path)
     its_own = (path for path in there if "." not in path.stem[len(prefix) + 1 :])  # not of a cluster NAME.OTHER
     for path in sorted(its_own)[:MOST_FILES]:
         try:
-            fd = calls.open(str(path), os.O_RDWR | os.O_NOFOLLOW)
+            fd = calls.open(str(path), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             continue
-        if not _lock(fd, 0.0):
+        begins = _beginning_of_unused(fd, len(fits))
+        if begins is None:
             calls.close(fd)
             continue
-        if os.pread(fd, len(fits), 0) == fits:
+        if begins == fits:
             if spare is not None:
                 calls.close(spare[1])
             spare = path, fd
@@ -203,6 +211,29 @@ def _unused(calls: FileCalls, folder: Path, prefix: str, fits: bytes, own: Path)
     os.rename(spare[0], own)
     logger.info("the disk tier takes over %s, which no process uses, as %s", spare[0], own)
     return spare[1]
+
+
+def _beginning_of_unused(fd: int, size: int) -> bytes | None:
+    """The first bytes of a file, which is locked from now on; None if it is in use, or of no use."""
+    try:
+        if not _lock(fd, 0.0):
+            return None
+        _keep_private(fd)
+        return os.pread(fd, size, 0)
+    except OSError:
+        return None
+
+
+def _keep_private(fd: int) -> None:
+    """Let only this user read and write the file. Raises OSError if it is not a file of this user.
+
+    Another user could read prompts in it, and write KV that gives wrong tokens.
+    """
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "it is not a file of the user that this process runs as")
+    if stat.S_IMODE(found.st_mode) != 0o600:
+        os.fchmod(fd, 0o600)
 
 
 def _lock(fd: int, within_s: float) -> bool:

@@ -257,11 +257,14 @@ class Promotion:
         """
         pool, index, end = self._shard.pool, self._shard.index, len(sums)
         new, first = block_ids[begin:end], len(coming.found) + begin
-        verified = sums[begin:] if self._shard.verify else ()
-        kept, grants = pool.cache(DISK, coming.root, coming.token_ids, new, first, verified)
+        # What was forgotten by an order while it was read must not come back.
+        there = self._disk.index.leading(slots[begin:end])
+        end = begin + len(there)
+        verified = sums[begin:end] if self._shard.verify else ()
+        kept, grants = pool.cache(DISK, coming.root, coming.token_ids, new[: len(there)], first, verified)
         self._shard.deliver(grants)
         mine = set(kept)
-        if pairs := [(block, slot) for block, slot in zip(new, slots[begin:end], strict=True) if block in mine]:
+        if pairs := [(block, slot) for block, slot in zip(new, there, strict=False) if block in mine]:
             ours, theirs = [block for block, _ in pairs], [slot for _, slot in pairs]
             self._copies.note(ours, theirs)
             self._copies.promoted(ours)

@@ -88,9 +88,7 @@ class DiskSlots:
         if token_ids:
             chain = self.index.chain(root, token_ids)
             found = self.index.match(chain, chain.blocks)
-            if len(found) < chain.blocks:
-                return []
-            slots = self.index.continued_by(found)
+            slots = self.index.continued_by(found, whole=len(found) == chain.blocks) if found else []
         else:
             slots = self.index.under(root)
         self.index.remove(slots)

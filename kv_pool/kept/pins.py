@@ -6,7 +6,7 @@ the pins that are wanted: it outlives every process, and gateways copy it to sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from alignedserve.control.prefixes import prefix_tokens
@@ -37,9 +37,13 @@ class Pins:
         self._specs: dict[str, kp.PinnedPrefix] = {}
         self._uses: dict[str, _Use] = {}
         self._ends: dict[int, list[str]] = {}  # last block -> names
-        self.blocks: frozenset[int] = frozenset()
+        self.blocks: set[int] = set()
         for holding in pool.inventory():
-            if holding.key.request_id.startswith(PIN) and (read := pool.read(holding.key)) is not None:
+            if not holding.key.request_id.startswith(PIN):
+                continue
+            if not pool.is_found(holding.key.request_id):  # the cache is, or was, off: it would hold blocks for nothing
+                pool.let_go(holding.key.request_id)
+            elif (read := pool.read(holding.key)) is not None:
                 name = holding.key.request_id.removeprefix(PIN)
                 self._held[name], self._specs[name] = holding, kp.PinnedPrefix.FromString(read[1])
         self._count()
@@ -61,9 +65,9 @@ class Pins:
         tokens = prefix_tokens(pin.prefix)
         found = self._pool.indexed(root, tokens)
         missing = len(tokens) // self._pool.block_size - len(found)
-        others = set[int]().union(*(held.block_ids for name, held in self._held.items() if name != pin.name))
-        wanted = len(others.union(found)) + missing
-        if wanted > self._most_blocks or len(self._held) >= MOST_PINS:
+        others = self.blocks if before is None else _blocks_of(self._held, but=pin.name)
+        wanted = len(others) + sum(block not in others for block in found) + missing
+        if wanted > self._most_blocks or len(self._held.keys() - {pin.name}) >= MOST_PINS:
             raise PinsFullError(
                 f"{self._pool.store_id}: with {pin.name[:64]!r} pins would hold {wanted} of its blocks, "
                 f"{self._most_blocks} are allowed (kv_pool.pinned_fraction): drop others (`alignedserve cache drop`)"
@@ -72,7 +76,11 @@ class Pins:
             return None, []
         holding, grants = self._pool.keep(PIN + pin.name, found, pin.SerializeToString())
         self._held[pin.name], self._specs[pin.name] = holding, kp.PinnedPrefix.FromString(pin.SerializeToString())
-        self._count()
+        if before is not None:
+            self._count()
+        else:
+            self.blocks.update(holding.block_ids)
+            self._ends.setdefault(holding.block_ids[-1], []).append(pin.name)
         return holding, grants
 
     def let_go(self, names: Collection[str]) -> tuple[list[str], list[Grant]]:
@@ -133,7 +141,11 @@ class Pins:
         return found
 
     def _count(self) -> None:
-        self.blocks = frozenset[int]().union(*(held.block_ids for held in self._held.values()))
+        self.blocks = _blocks_of(self._held)
         self._ends = {}
         for name, held in self._held.items():
             self._ends.setdefault(held.block_ids[-1], []).append(name)
+
+
+def _blocks_of(held: Mapping[str, Holding], but: str = "") -> set[int]:
+    return set[int]().union(*(holding.block_ids for name, holding in held.items() if name != but))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from itertools import islice
 from typing import Any
@@ -22,6 +23,9 @@ from alignedserve.kv_pool.records import Holding, WriterKey
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
+from alignedserve.request import RequestKey
+
+MOST_ASKED = 4096
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -44,6 +48,7 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
         self._block_bytes = 0
         self._pins: Pins | None = None
         self.disk: DiskTier | None = None  # set once there is one
+        self._asked: OrderedDict[RequestKey, int] = OrderedDict()  # tokens found: one that waited asks again
         self.queried_tokens = 0  # of prompts that workers looked up
         self.hit_tokens = 0
 
@@ -75,12 +80,16 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
 
     def pin(self, pool: KvPool, message: kp.Pin) -> tuple[Holding, list[Grant]]:
         """Hold what is cached of a prompt's beginning for its request. Raises AlignedServeError."""
-        tokens = prefix_tokens(message.prefix)
-        held, grants = pool.pin(key_from_proto(message.key), self.root(message.prefix.salt), tokens, len(tokens))
-        self.queried_tokens += len(tokens)
-        self.hit_tokens += held.kv_tokens
+        tokens, key = prefix_tokens(message.prefix), key_from_proto(message.key)
+        held, grants = pool.pin(key, self.root(message.prefix.salt), tokens, len(tokens))
+        before = self._asked.pop(key, None)
+        self._asked[key] = held.kv_tokens
+        if len(self._asked) > MOST_ASKED:
+            self._asked.popitem(last=False)
+        self.queried_tokens += len(tokens) if before is None else 0
+        self.hit_tokens += held.kv_tokens - (before or 0)
         if self._pins is not None:
-            self._pins.used(held.block_ids)
+            self._pins.used(held.block_ids[(before or 0) // pool.block_size :])
         return held, grants
 
     def cache(self, pool: KvPool, writer: WriterKey, message: kp.CacheBlocks) -> tuple[list[int], list[Grant]]:

@@ -8,7 +8,7 @@ only: a successor learns again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,8 +104,8 @@ class Sessions:
                 self._take(session, note)
             while len(self._by_request) > MOST_SESSIONS:
                 self._forget(next(iter(self._by_request.values())))
-        elif blocks > session.blocks:  # its answer is cached too
-            session.digests[1:], session.block, session.blocks = [digest], block, blocks
+        elif digest not in session.digests:
+            self._reach(session, digest, block, blocks)
         self._by_digest[digest] = session
         return self.chance(session)
 
@@ -127,15 +127,27 @@ class Sessions:
         session.kind = note.kind
         self.returns.ended(note.kind, session.turns)
 
+    def _reach(self, session: Session, digest: bytes, block: int, blocks: int) -> None:
+        """The request's answer is cached too, or its prompt after its answer. The longer one's digest comes last."""
+        if blocks > session.blocks:
+            session.digests[1:], gone = [digest], session.digests[1:]
+            session.block, session.blocks = block, blocks
+        else:
+            session.digests[:-1], gone = [digest], session.digests[:-1]
+        self._unlink(session, gone)
+
+    def _unlink(self, session: Session, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            if self._by_digest.get(digest) is session:
+                del self._by_digest[digest]
+
     def _return(self, session: Session, now_s: float) -> None:
         self._forget(session)
         if session.kind != UNKNOWN:
             self.returns.returned(session.kind, session.turns, now_s - session.ended_s)
 
     def _forget(self, session: Session) -> None:
-        for digest in session.digests:
-            if self._by_digest.get(digest) is session:
-                del self._by_digest[digest]
+        self._unlink(session, session.digests)
         self._by_request.pop(session.request_id, None)
         if session.name and self._by_name.get(session.name) is session:
             del self._by_name[session.name]

@@ -13,10 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from alignedserve.errors import AlignedServeError
 from alignedserve.kv_pool import prefix_index
+from alignedserve.kv_pool.kept.sessions import Note
 from alignedserve.kv_pool.prefix_chain import digest, root_digest
 from alignedserve.kv_pool.records import WriterKey
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cache import eviction
+from alignedserve.scheduler.cache.returns import KINDS
 from alignedserve.scheduler.cache.values import LruPolicy, ValuePolicy
 from support.prefix_pool import Fuse, Killed, index_memory, open_indexed
 
@@ -159,15 +161,15 @@ class PrefixMachine(RuleBasedStateMachine):
         self.epochs[name] += 1
         self.until_killed(fuse, lambda: self.pool.adopt([(RequestKey(name, self.epochs[name]), most)]))
 
-    @rule(writer=WRITERS, prompt=PROMPTS, first=st.integers(0, 4), fuse=FUSES)
-    def cache(self, writer: WriterKey, prompt: Prompt, first: int, fuse: int) -> None:
+    @rule(writer=WRITERS, prompt=PROMPTS, first=st.integers(0, 4), fuse=FUSES, name=st.sampled_from(("", *"abcd")))
+    def cache(self, writer: WriterKey, prompt: Prompt, first: int, fuse: int, name: str) -> None:
         root, tokens = prompt[0], tokens_of(prompt)
         blocks = self.lease(writer, max(0, len(tokens) // SIZE - first))
         if not blocks:
             return
         self.write(blocks, root, tokens, first)
         self.known.append((root, tokens))
-        result = self.until_killed(fuse, lambda: self.pool.cache(writer, root, tokens, blocks, first))
+        result = self.until_killed(fuse, lambda: self.pool.cache(writer, root, tokens, blocks, first, (), name))
         if result is not None:
             assert set(blocks) - set(result[0]) <= set(self.pool._blocks.leased_to(writer))
 
@@ -177,7 +179,7 @@ class PrefixMachine(RuleBasedStateMachine):
         whole = tokens and self.pool.match(root, tokens) * SIZE == len(tokens)
         dropped = self.until_killed(fuse, lambda: self.pool.drop_prefix(root, tokens))
         if dropped is not None:
-            assert (dropped[0] > 0) == bool(whole)
+            assert dropped[0] > 0 or not whole
             assert not whole or self.pool.match(root, tokens) * SIZE < len(tokens)
 
     @rule(root=st.sampled_from(ROOTS), fuse=FUSES)
@@ -224,6 +226,14 @@ class PrefixMachine(RuleBasedStateMachine):
             self.until_killed(fuse, lambda: self.pool.writer_dead(writer))
             self.open_pool()
 
+    @rule(name=NAMES, kind=st.sampled_from(KINDS), session=st.sampled_from(("", "s")))
+    def note_ending(self, name: str, kind: str, session: str) -> None:
+        self.pool.note_ending(name, Note(kind, session, 0.0))
+        sessions = self.pool.sessions
+        assert sessions is not None
+        linked = {digest for one in sessions for digest in one.digests}
+        assert sessions._by_digest.keys() <= linked
+
     @rule()
     def succeed(self) -> None:
         self.open_pool()
@@ -246,6 +256,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
         counts = self.pool.counts()
         assert counts.free + counts.owned + counts.cached == CAPACITY
+        assert self.pool.room() == counts.free + counts.cached
         leases = self.pool._blocks._leases.items()
         set_aside = {block for writer, each in leases if writer != self.own_writer for block in each}
         set_aside |= {block for each in self.pool._blocks._quarantine.values() for block in each}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from alignedserve.control.prefixes import cached_prefix, prefix_tokens
 from alignedserve.errors import ConfigError, InvalidRequestError
 from alignedserve.gateway.body.planning import ServedModel, chat_tokens
 from alignedserve.gateway.body.requests import parse_chat
+from alignedserve.gateway.pinning import keeper as keeper_module
 from alignedserve.gateway.pinning.board import LAST_PRIORITY, PinBoard, Pinned
 from alignedserve.gateway.pinning.boundary import Beginning, parse_beginning, tokens_of
 from alignedserve.gateway.pinning.keeper import PinKeeper, read_beginnings
@@ -25,7 +26,7 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.proto import supervisor_pb2 as sv
-from alignedserve.request import FinishReason, RequestSpec
+from alignedserve.request import FinishReason, RequestKey, RequestSpec
 from alignedserve.text import ChatTemplate, Tokenizer
 from support.fake_cluster import TOKEN, FakeCluster, fake_model_info
 from support.gateway import RunningGateway, running_gateway
@@ -113,6 +114,18 @@ async def test_a_pin_is_computed_once_listed_and_dropped(
     shard.pool.check_integrity()
 
 
+async def test_a_prompt_that_asks_again_counts_once(shard: Shard) -> None:
+    prefix = cached_prefix(range(40), b"")
+    first, second = (kp.Pin(key=pb.RequestKey(request_id=name), prefix=prefix) for name in "ab")
+    shard.service.pin(shard.pool, first)  # nothing is there: it waits for another prompt
+    blocks = leased(shard.pool, PREFILL, 8)
+    root = shard.service.root(b"")
+    shard.pool.commit(PREFILL, RequestKey("c"), 32, blocks, token_ids=list(range(32)), root=root)
+    for pin in (first, first, second):
+        shard.service.pin(shard.pool, pin)
+    assert (shard.service.queried_tokens, shard.service.hit_tokens) == (80, 64)
+
+
 async def test_a_prefix_that_is_lost_before_it_is_held_is_computed_again(
     pinning: tuple[FakeCluster, RunningGateway], shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,14 +157,15 @@ async def test_orders_that_cannot_be_carried_out_are_refused_and_change_nothing(
     assert shard.pool.counts().free == CAPACITY
 
 
-async def test_orders_need_the_admin_key_and_a_prefix_cache(cluster: FakeCluster, http: httpx.AsyncClient) -> None:
-    for name in ("pin", "list", "drop"):
-        answer = await http.post(f"/alignedserve/cache/{name}", json={})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_key_required")
+async def test_orders_need_the_admin_key_and_a_prefix_cache(cluster: FakeCluster) -> None:
     async with running_gateway(cluster, kv_pool={"prefix_cache": False}) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=20.0) as http:
+            for name in ("pin", "list", "drop"):
+                answer = await http.post(f"/alignedserve/cache/{name}", json={})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_key_required")
         off = await order(gateway, "list")
-    assert (off.status_code, off.json()["error"]["code"]) == (409, "not_possible")
-    assert "--no-prefix-cache" in off.json()["error"]["message"]
+        assert (off.status_code, off.json()["error"]["code"]) == (409, "not_possible")
+        assert "--no-prefix-cache" in off.json()["error"]["message"]
 
 
 async def test_shards_learn_how_requests_end_and_of_which_conversation(
@@ -257,6 +271,7 @@ class Shards(PinBoard):
         self.pins = pins
         self.refusing: set[str] = set()
         self.asked = 0
+        self.meanwhile: Callable[[], None] = lambda: None  # called while a pin is computed
 
     @property
     def on(self) -> bool:
@@ -275,9 +290,25 @@ class Shards(PinBoard):
         self.asked += 1
         if self.refusing.intersection(pool_ids):
             raise InvalidRequestError("no")
+        self.meanwhile()
         for pool_id in pool_ids:
             self.pins[pool_id][pin.name] = pin
         return [Pinned(pool_id, 4, 1, 1) for pool_id in pool_ids]
+
+    async def drop(self, order: kp.DropCached) -> dict[str, kp.Dropped]:
+        for pins in self.pins.values():
+            for name in order.names:
+                pins.pop(name, None)
+        return {}
+
+
+def view_of(memory: Mapping[str, str]) -> sv.ClusterView:
+    """A view with these shards and the names of their memory."""
+    found = sv.ClusterView()
+    for pool_id, text in memory.items():
+        process = pb.ProcessKey(role="kv_pool", id=pool_id)
+        found.peers.add(process=process, stores=[pb.StoreHandle(store_id=pool_id, memory=text)])
+    return found
 
 
 async def test_new_shards_get_the_pins_of_others_and_the_files_and_a_dropped_one_stays_dropped(
@@ -290,11 +321,7 @@ async def test_new_shards_get_the_pins_of_others_and_the_files_and_a_dropped_one
     memory = {"one": "m1", "two": "m2"}
 
     def view() -> sv.ClusterView:
-        found = sv.ClusterView()
-        for pool_id, text in memory.items():
-            process = pb.ProcessKey(role="kv_pool", id=pool_id)
-            found.peers.add(process=process, stores=[pb.StoreHandle(store_id=pool_id, memory=text)])
-        return found
+        return view_of(memory)
 
     keeper = PinKeeper("gateway-0", board, model, view, [parse_beginning({"name": "file", "text": TEXT})])
     board.refusing = {"two"}
@@ -317,3 +344,44 @@ async def test_new_shards_get_the_pins_of_others_and_the_files_and_a_dropped_one
     board.pins["two"], memory["two"] = {}, "m3"  # its memory was lost
     await keeper.look()
     assert sorted(board.pins["two"]) == ["all", "file"]
+
+
+@pytest.mark.parametrize("by_order", [True, False])
+async def test_a_pin_that_is_dropped_while_a_new_shard_gets_it_does_not_come_back(by_order: bool) -> None:
+    everywhere = kp.PinnedPrefix(name="all", prefix=cached_prefix([1, 2], b""), everywhere=True)
+    board = Shards(one={"all": everywhere}, two={})
+    memory = {"one": "m1", "two": "m2"}
+
+    def meanwhile() -> None:
+        board.pins["one"].clear()
+        if not by_order:
+            memory["one"] = "m3"
+
+    board.meanwhile = meanwhile
+    keeper = PinKeeper("gateway-0", board, ServedModel("tiny", None, None), lambda: view_of(memory))
+    await keeper.look()
+    board.meanwhile = lambda: None
+    await keeper.look()
+    expected = [] if by_order else ["all"]
+    assert [sorted(pins) for pins in board.pins.values()] == [expected, expected]
+
+
+async def test_a_files_prompts_that_cannot_be_pinned_are_tokenised_once(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ServedModel("tiny", tokenizer, None, fake_model_info())
+    board = Shards(one={})
+    board.refusing = {"one"}  # as if pins had all the blocks that they may have
+    counted = 0
+
+    async def count(model: ServedModel, beginning: Beginning) -> list[int]:
+        nonlocal counted
+        counted += 1
+        return await tokens_of(model, beginning)
+
+    monkeypatch.setattr(keeper_module, "tokens_of", count)
+    beginning = parse_beginning({"name": "file", "text": TEXT})
+    keeper = PinKeeper("gateway-0", board, model, lambda: view_of({"one": "m1"}), [beginning])
+    for _ in range(3):
+        await keeper.look()
+    assert (board.asked, counted) == (3, 1)

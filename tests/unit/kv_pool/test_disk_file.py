@@ -61,6 +61,25 @@ def test_other_users_cannot_read_the_file(make: Make, tmp_path: Path) -> None:
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
+def test_a_file_that_others_may_read_is_closed_to_them_and_one_of_another_user_is_not_used(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "kv"
+    folder.mkdir()
+    for name in ("default.kv_pool-0.kv", "default.kv_pool-9.kv"):
+        (folder / name).touch()
+        (folder / name).chmod(0o666)
+    os.mkfifo(folder / "default.kv_pool-8.kv")
+    opened(make())
+    opened(make(shard_id="kv_pool-1"))  # takes over that of kv_pool-9
+    assert {path.name for path in folder.iterdir()} == {f"default.kv_pool-{number}.kv" for number in (0, 1, 8)}
+    assert [stat.S_IMODE((folder / f"default.kv_pool-{number}.kv").stat().st_mode) for number in (0, 1)] == [0o600] * 2
+    (folder / "default.kv_pool-2.kv").touch()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match=r"kv_pool-2\.kv cannot be opened: it is not a file of the user"):
+        make(shard_id="kv_pool-2").start()
+
+
 def test_what_cannot_be_used_is_refused_at_a_start_and_tried_again_in_a_running_cluster(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -345,6 +345,45 @@ def test_the_order_of_eviction_on_disk_is_the_policys_and_cuts_no_prefix(make: M
     assert on_disk(rig, B) == 3
 
 
+def test_what_is_forgotten_while_it_is_read_does_not_come_back(make: Make) -> None:
+    async def drop() -> None:
+        rig.tier.forget(ROOT, A[:8])
+
+    rig = opened(make())
+    cache(rig, A)
+    rig.demote()
+    forget(rig)
+    HeldThreads.held = True
+    waiting = rig.begin(rig.opened.promotion.promote(ROOT, [*A, 0], 1000))
+    rig.run(drop())
+    rig.work(10)
+    assert waiting.done()
+    assert (found(rig, A), on_disk(rig, A)) == (0, 0)
+    assert not rig.pool._blocks.leased_to(DISK)
+
+
+def test_entries_that_were_erased_are_not_overwritten_by_older_pages(make: Make) -> None:
+    async def drop() -> None:
+        rig.tier.forget(ROOT, [])
+
+    rig = opened(make())
+    cache(rig, A)
+    HeldThreads.held = True
+    step = rig.begin(rig.opened.demotion.step())
+    while not on_disk(rig, A):
+        rig.work(1)
+    rig.run(drop())
+    rig.spin()
+    for each in rig.threads:  # two threads write: a later call may be done first
+        assert isinstance(each, HeldThreads)
+        each.waiting.reverse()
+    rig.work(10)
+    assert step.done()
+    rig.kill()
+    HeldThreads.held = False
+    assert opened(make()).tier.count().cached == 0
+
+
 def test_a_prefix_longer_than_the_disk_is_kept_as_far_as_it_fits(make: Make) -> None:
     rig = opened(make(slots=4))
     cache(rig, A)

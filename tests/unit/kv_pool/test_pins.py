@@ -6,13 +6,15 @@ import pytest
 
 from alignedserve.control.prefixes import cached_prefix
 from alignedserve.errors import InvalidRequestError, PinsFullError, TransferError
+from alignedserve.kv_pool.kept import pins
 from alignedserve.kv_pool.kept.pins import Pins
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.prefix_chain import root_digest
+from alignedserve.kv_pool.table import AllocationTable
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import PIN, RequestKey
 from support.kv_pool import PREFILL, leased
-from support.prefix_pool import index_memory, open_indexed
+from support.prefix_pool import GEOMETRY, index_memory, open_indexed
 
 CAPACITY = 40
 ROOT, SALTED = root_digest("model"), root_digest("model", "salt")
@@ -77,6 +79,23 @@ def test_a_pin_outlives_all_who_need_room_and_its_shards_process(shard: Shard) -
     assert len(shard.pins) == 0
 
 
+@pytest.mark.parametrize("looked_at", [True, False])
+def test_a_pin_ends_when_the_cache_is_switched_off(shard: Shard, looked_at: bool) -> None:
+    """It would hold blocks that no prompt finds, also once the cache is on again."""
+    shard.compute(SYSTEM)
+    assert shard.keep("system", SYSTEM)
+    plain = KvPool("kv_pool-0", AllocationTable(shard.memory, GEOMETRY, CAPACITY), 4)
+    if looked_at:
+        assert len(Pins(plain, 0.5, lambda: 0.0)) == 0
+        assert plain.counts().free == CAPACITY
+    shard.open()
+    assert len(shard.pins) == 0
+    assert shard.pool.counts().owned == 0
+    shard.compute(SYSTEM)
+    assert shard.keep("system", SYSTEM)
+    assert shard.pool.match(ROOT, SYSTEM) == 4
+
+
 def test_pinning_again_changes_nothing_and_another_prefix_takes_the_name(shard: Shard) -> None:
     shard.compute(SYSTEM)
     shard.compute(OTHER)
@@ -88,6 +107,17 @@ def test_pinning_again_changes_nothing_and_another_prefix_takes_the_name(shard: 
     assert shard.keep("a", OTHER)
     assert len(shard.pins.blocks) == 3
     assert shard.pool.counts().owned == 3
+
+
+def test_the_last_pin_that_there_may_be_can_be_replaced(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins, "MOST_PINS", 2)
+    shard.compute(SYSTEM)
+    shard.compute(OTHER)
+    assert shard.keep("a", SYSTEM)
+    assert shard.keep("b", SYSTEM[:8])
+    assert shard.keep("b", OTHER)
+    with pytest.raises(PinsFullError):
+        shard.keep("c", OTHER)
 
 
 def test_blocks_that_pins_share_count_once_against_their_share() -> None:

@@ -12,7 +12,7 @@ import pytest
 from alignedserve.errors import AccountingError, TransferError
 from alignedserve.kv_pool import prefix_index
 from alignedserve.kv_pool.block_table import NONE, BlockTable
-from alignedserve.kv_pool.entries import IndexEntries, entry_bytes
+from alignedserve.kv_pool.entries import Ids, IndexEntries, entry_bytes
 from alignedserve.kv_pool.prefix_chain import Chain, digest, root_digest
 from alignedserve.kv_pool.prefix_index import PrefixIndex
 from alignedserve.scheduler.cache.values import LruPolicy
@@ -161,6 +161,34 @@ def test_a_successor_drops_blocks_that_may_have_changed_and_all_that_continues_t
     assert model.index.match(model.index.chain(ROOT, tokens), 9) == [0, 1]
     assert model.index.match(model.index.chain(ROOT, [*tokens[:8], *[7] * 8]), 9) == [0, 1, 6, 7]
     assert model.index.indexed == bytes([1, 1, 0, 0, 0, 0, 1, 1]) + bytes(8)
+
+
+def test_what_continues_a_lost_entry_is_dropped_in_one_pass_however_long_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a power failure, when a page of the disk tier's entries was not written."""
+    model = Model(600, 4, digest)
+    lost, kept = list(range(2000)), list(range(5000, 5200))
+    model.insert(ROOT, lost)
+    model.insert(ROOT, kept)
+    model.index.entries.withdraw_each([0, 300])
+    looks = 0
+    valid = IndexEntries.valid
+
+    def counted(entries: IndexEntries) -> Ids:
+        nonlocal looks
+        looks += 1
+        return valid(entries)
+
+    monkeypatch.setattr(IndexEntries, "valid", counted)
+    model.open()
+    assert looks <= 3
+    assert model.index.match(model.index.chain(ROOT, kept), 99) == list(range(500, 550))
+    assert model.index.blocks == 50
+    model.index.check_integrity(model.index.indexed)
+    model.index.entries.withdraw_each(list(range(500, 549)))
+    model.open()
+    assert model.index.blocks == 0, "no first block is left"
 
 
 def test_a_prefix_goes_with_all_that_continues_it_and_what_only_it_continues() -> None:

@@ -217,7 +217,7 @@ def test_a_prefix_can_be_dropped_while_it_is_held(pool: KvPool) -> None:
     blocks = commit(pool, A, PROMPT)
     commit(pool, B, [*PROMPT[:8], *[7] * 8])
     pool.release([B])
-    assert pool.drop_prefix(ROOT, [*PROMPT, 5, 6]) == (0, [])  # not indexed as a whole
+    assert pool.drop_prefix(ROOT, [*PROMPT[:8], 5, 6, 7, 8]) == (0, [])  # others continue what is indexed of it
     assert pool.drop_prefix(ROOT, PROMPT[:8]) == (5, [])
     assert states(pool) == (16, 4, 0)
     assert pool.match(ROOT, PROMPT) == 0
@@ -226,6 +226,42 @@ def test_a_prefix_can_be_dropped_while_it_is_held(pool: KvPool) -> None:
     pool.release([A, C])
     assert states(pool) == (17, 0, 3)
     pool.check_integrity()
+
+
+def test_what_is_left_of_a_prefix_whose_end_was_evicted_is_dropped(pool: KvPool) -> None:
+    long = list(range(40))
+    commit(pool, A, long)
+    commit(pool, B, [*long[:8], *[7] * 4])
+    pool.release([A, B])
+    leased(pool, PREFILL, CAPACITY - 8)
+    assert 2 < pool.match(ROOT, long) < 10
+    left = pool.match(ROOT, long) - 2
+    assert pool.drop_prefix(ROOT, long)[0] == left
+    assert pool.match(ROOT, long) == 2
+    assert pool.match(ROOT, [*long[:8], *[7] * 4]) == 3
+    pool.check_integrity()
+
+
+def test_there_is_no_room_before_tokens_or_records_of_requests_that_share_their_blocks_are_refused() -> None:
+    memory = index_memory(CAPACITY)
+    pool, _ = open_indexed(memory, CAPACITY)
+    payload = bytes(64 << 10)  # the tokens of a long prompt, of which each request has one block for itself
+    number = 0
+    while pool.room():
+        counts = pool.counts()
+        assert pool.room() <= counts.free + counts.cached
+        (block,) = leased(pool, PREFILL, 1)
+        pool.commit(PREFILL, RequestKey(f"r{number}"), 4, [block], payload=payload)
+        number += 1
+    assert pool.counts().free > 3
+    assert open_indexed(memory, CAPACITY)[0].room() == 0
+    pool.commit(PREFILL, RequestKey("more"), 4, leased(pool, PREFILL, 1), payload=payload)  # it was under way
+    pool.release([RequestKey("r0"), RequestKey("r1"), RequestKey("r2"), RequestKey("r3")])
+    assert pool.room() > 0
+    pool.check_integrity()
+    table = pool._table
+    assert table.room(0) >= CAPACITY
+    assert table.room(table._region_bytes) == 0
 
 
 def test_indexed_blocks_of_another_prefix_are_refused(pool: KvPool) -> None:

@@ -124,6 +124,24 @@ def test_an_answers_blocks_continue_the_session_of_their_request(world: World) -
     assert len(world.sessions) == 1
 
 
+def test_an_answer_that_is_cached_before_its_prompt_is_released_leaves_nothing_behind(world: World) -> None:
+    tokens = list(range(16))
+    key = RequestKey("a")
+    world.pool.commit(PREFILL, key, 8, leased(world.pool, PREFILL, 2), token_ids=tokens[:8], root=ROOT)
+    answer = leased(world.pool, PREFILL, 2)
+    world.pool.cache(PREFILL, ROOT, tokens, answer, 2, request_id="a")
+    world.pool.release([key])
+    session = world.session("a")
+    assert (session.block, session.blocks) == (answer[-1], 4)
+    world.pool.note_ending("a", Note(STOP, "", world.now_s))
+    returned = sum(world.sessions.returns._of(STOP, 1).returned)
+    for number in range(3):  # only the first of them is the next turn
+        world.ask([*tokens[:8], *range(70 + 10 * number, 78 + 10 * number)])
+    assert sum(world.sessions.returns._of(STOP, 1).returned) < returned + 1.0
+    assert len(world.sessions) == 3
+    assert set(world.sessions._by_digest) == {digest for one in world.sessions for digest in one.digests}
+
+
 def test_what_a_tool_will_answer_outlives_what_ended_after_it(world: World) -> None:
     for _ in range(200):
         world.sessions.returns.ended(STOP, 1)  # and none went on

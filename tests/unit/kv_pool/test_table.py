@@ -12,6 +12,7 @@ from alignedserve.kv_pool.records import (
     Holding,
     Leased,
     Lost,
+    Payload,
     PoolState,
     Record,
     Released,
@@ -19,6 +20,7 @@ from alignedserve.kv_pool.records import (
     WriterKey,
     decode,
     encode,
+    held_bytes,
 )
 from alignedserve.kv_pool.table import HEADER_BYTES, LEAST_SLACK_BYTES, SPARE_BYTES, AllocationTable, table_bytes
 from alignedserve.request import RequestKey
@@ -184,3 +186,13 @@ def test_a_damaged_table_is_refused() -> None:
 def test_a_name_that_is_too_long_is_refused() -> None:
     with pytest.raises(TransferError, match="over the limit"):
         encode(Released("x" * 2000))
+
+
+def test_records_of_holdings_are_as_long_as_they_are_said_to_be() -> None:
+    for holding in (
+        Holding(RequestKey("r"), 4, (1,)),
+        Holding(RequestKey("chatcmpl-" + "a" * 32 + "-0", 3), 4000, tuple(range(250)), tuple(range(250))),
+        Holding(RequestKey("r"), 4, (1,), payload=Payload(tuple(range(60)), 1 << 16, 7)),
+    ):
+        record = len(encode(Held(holding)))
+        assert record <= held_bytes(holding) <= record + 64

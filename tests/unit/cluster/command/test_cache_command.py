@@ -94,6 +94,15 @@ def test_the_list_has_pins_sessions_and_totals(cluster: Cluster, capsys: pytest.
     assert cluster.orders[-1] == ("cache/list", {"sessions": 5})
 
 
+def test_a_sessions_name_cannot_write_to_the_terminal(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    (session,) = SHARD["sessions"]
+    cluster.answers["cache/list"] = {"shards": [{**SHARD, "sessions": [{**session, "name": "a\x1b[2J\nb\u202ec"}]}]}
+    assert main(["cache", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[-1].split()[2] == "a?[2J?b?c"
+
+
 def test_a_pin_is_dropped_by_name_and_what_is_cached_with_all(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
