@@ -149,6 +149,10 @@ async def one_answer(call: Awaitable[Message]) -> Message:
         return await call
     except grpc.aio.AioRpcError as error:
         raise UnavailableError(error.code().name) from error
+    except asyncio.CancelledError as error:
+        if task_is_cancelled():
+            raise
+        raise UnavailableError("its channel was closed") from error
 
 
 async def whole_answer(call: AsyncIterable[Message]) -> list[Message]:

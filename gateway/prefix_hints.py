@@ -14,7 +14,8 @@ from dataclasses import replace
 import grpc
 
 from alignedserve.control.prefixes import cached_prefix
-from alignedserve.control.rpc import TokenChannel, open_channel
+from alignedserve.control.rpc import TokenChannel, one_answer, open_channel
+from alignedserve.errors import UnavailableError
 from alignedserve.gateway.body.planning import CallPlan, PromptPlan
 from alignedserve.gateway.ledger.calls import caller
 from alignedserve.prefix_marks import LEAST_TOKENS, prefix_marks
@@ -71,8 +72,8 @@ class PrefixHints:
 
     async def _match(self, channel: TokenChannel, prefix: kp.CachedPrefix) -> int:
         try:
-            found = await kp_grpc.KvPoolStub(channel).Match(prefix, timeout=ANSWER_WITHIN_S)
-        except grpc.aio.AioRpcError as error:
-            logger.debug("a shard did not say what it has of a prompt: %s", error.code().name)
+            found: kp.PrefixFound = await one_answer(kp_grpc.KvPoolStub(channel).Match(prefix, timeout=ANSWER_WITHIN_S))
+        except (UnavailableError, grpc.aio.UsageError) as error:  # the latter: the channel was closed meanwhile
+            logger.debug("a shard did not say what it has of a prompt: %s", error)
             return 0
         return int(found.tokens)

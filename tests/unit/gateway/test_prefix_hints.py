@@ -32,11 +32,14 @@ class Shard(kp_grpc.KvPoolServicer):
     def __init__(self, tokens: int, delay_s: float = 0.0) -> None:
         self.tokens, self.delay_s = tokens, delay_s
         self.asked: list[tuple[int, bytes]] = []
+        self.twice = asyncio.Event()  # it was asked twice
         self.server = RpcServer(TOKEN)
         self.server.add(kp_grpc.add_KvPoolServicer_to_server, self)
 
     async def Match(self, request: kp.CachedPrefix, context: grpc.aio.ServicerContext[Any, Any]) -> kp.PrefixFound:
         self.asked.append((len(prefix_tokens(request)), request.salt))
+        if len(self.asked) > 1:
+            self.twice.set()
         await asyncio.sleep(self.delay_s)
         return kp.PrefixFound(tokens=self.tokens)
 
@@ -99,3 +102,15 @@ async def test_without_a_cache_and_for_shards_that_fail_nothing_is_waited_for() 
     await hints.close()
     for shard in slow, quick:
         await shard.server.stop()
+
+
+async def test_a_shard_that_leaves_while_it_is_asked_costs_the_hint_only() -> None:
+    """Its channel is closed then, which gRPC reports to the caller as a cancellation."""
+    shard = Shard(999, delay_s=1.5)
+    hints, _ = await started(shard)
+    asking = asyncio.get_running_loop().create_task(hints.add(plan(LONG, LONG, cache=CacheUse())))
+    await shard.twice.wait()
+    await hints.follow(sv.ClusterView())
+    assert [prompt.cached for prompt in (await asking).prompts] == [(), ()]
+    await hints.close()
+    await shard.server.stop()
