@@ -57,13 +57,14 @@ class Endings:
 
     def ended(self, live: LiveRequest, stored: pb.StoredRequest) -> list[Ending]:
         """What to copy of a request that is held, now that its tokens are known; [] if it is not held."""
-        count = self._held.get(live.key)
-        if count is None:
+        spec, first = live.spec, stored.pool_tokens // self._block_size
+        # Not what only an iteration under way writes, which may fail.
+        count = min(self._held.get(live.key, 0), (spec.prefix_length - 1) // self._block_size - first)
+        if count <= 0:
+            self.drop(live.key)
             return []
-        spec = live.spec
-        first = stored.pool_tokens // self._block_size
         tokens = [*spec.prompt_token_ids, *spec.output_token_ids][: (first + count) * self._block_size]
-        block_ids = self._allocator.blocks_of(("ended", live.key))
+        block_ids = self._allocator.blocks_of(("ended", live.key))[:count]
         self._copying.add(live.key)
         return [Ending(live.key, tokens, spec.cache_salt, first, block_ids)]
 
