@@ -1,7 +1,7 @@
 """KV of answers that have ended, on its way to the prefix cache (MemServe's Caching-3).
 
 The blocks of an answer that its shard lacks stay held in the cache until they have been copied, beside iterations. If
-they are needed, or no block of the shard is free at once, they are given up: caching never makes a request wait.
+the cache is nearly full, or no block of the shard is free at once, they are given up: caching makes no request wait.
 """
 
 from __future__ import annotations
@@ -50,22 +50,23 @@ class Endings:
         lacking = block_ids[first : kv_tokens // self._block_size]
         if not lacking or stored.pool_id != self._pool_id or key in self._held:
             return
-        room = self._allocator.available_blocks >= self._least_free
-        if room and sum(self._held.values()) + len(lacking) <= self._most:
-            self._allocator.retain(lacking, ("ended", key))
-            self._held[key] = len(lacking)
+        room = self._most - sum(self._held.values())  # of a long answer the beginning is held
+        if room > 0 and self._allocator.available_blocks >= self._least_free:
+            self._allocator.retain(lacking[:room], ("ended", key))
+            self._held[key] = len(lacking[:room])
 
-    def ended(self, live: LiveRequest, stored: pb.StoredRequest) -> Ending | None:
-        """What to copy of a request that is held, now that its tokens are known; None if it is not held."""
-        count = self._held.get(live.key)
-        if count is None:
-            return None
-        spec = live.spec
-        first = stored.pool_tokens // self._block_size
+    def ended(self, live: LiveRequest, stored: pb.StoredRequest) -> list[Ending]:
+        """What to copy of a request that is held, now that its tokens are known; [] if it is not held."""
+        spec, first = live.spec, stored.pool_tokens // self._block_size
+        # Not what only an iteration under way writes, which may fail.
+        count = min(self._held.get(live.key, 0), (spec.prefix_length - 1) // self._block_size - first)
+        if count <= 0:
+            self.drop(live.key)
+            return []
         tokens = [*spec.prompt_token_ids, *spec.output_token_ids][: (first + count) * self._block_size]
-        block_ids = self._allocator.blocks_of(("ended", live.key))
+        block_ids = self._allocator.blocks_of(("ended", live.key))[:count]
         self._copying.add(live.key)
-        return Ending(live.key, tokens, spec.cache_salt, first, block_ids)
+        return [Ending(live.key, tokens, spec.cache_salt, first, block_ids)]
 
     def drop(self, key: RequestKey) -> None:
         """The request did not end as expected: free its blocks, unless they are being copied. Idempotent."""

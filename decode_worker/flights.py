@@ -188,8 +188,7 @@ class Flights:
             event.decode_id = self._decode_id
             if self._endings is not None:
                 self._endings.hold(spec.key, stored, spec.prefix_length - 1, block_ids)
-                if (ending := self._endings.ended(live, stored)) is not None:
-                    outcome.endings.append(ending)
+                outcome.endings += self._endings.ended(live, stored)
         outcome.events.append((spec.gateway_address, event))
         return finish is not None
 

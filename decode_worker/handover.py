@@ -90,19 +90,21 @@ class Handover:
         return await write_back(self._pool, self._copier, source, order.stored, self._block_size)
 
     async def cache(self, ending: Ending) -> None:
-        """Copy an answer's KV to the prefix cache. Nothing is copied if the shard has no free block at hand.
+        """Copy an answer's KV to the prefix cache, from its beginning, as far as the shard has free blocks at hand.
 
         Raises TransferError if the copy fails or the shard cannot take it.
         """
         assert self._cached is not None
-        fresh = self._cached.take_now(len(ending.block_ids))
-        if fresh is None:
+        fresh = self._cached.take_some(len(ending.block_ids))
+        if not fresh:
             return
+        source = ending.block_ids[: len(fresh)]
+        tokens = ending.tokens[: (ending.first_block + len(fresh)) * self._block_size]
         try:
-            checksums = await self._copier.checksums(self._to_pool.source, ending.block_ids)
-            route = Route(self._to_pool, ending.block_ids, checksums)
+            checksums = await self._copier.checksums(self._to_pool.source, source)
+            route = Route(self._to_pool, source, checksums)
             await self._copier.copy([route, route], fresh, ending.key.request_id)
-            prefix = cached_prefix(ending.tokens, ending.salt)
+            prefix = cached_prefix(tokens, ending.salt)
             await self._cached.cache(ending.key, prefix, ending.first_block, fresh, checksums)
         except AlignedServeError:
             self._cached.give(fresh)

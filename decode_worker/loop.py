@@ -329,6 +329,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
 
     def _cancel(self, keys: Sequence[RequestKey], outcome: Outcome) -> None:
         for key in keys:
+            self._hold_answer(key)
             where = self._scheduler.cancel(key)
             if where is CancelOutcome.NOT_HERE and key in self._held:  # it ends with the iteration under way
                 del self._held[key]
@@ -340,10 +341,19 @@ class DecodeLoop(ComputeThread[[Outcome]]):
             elif where is CancelOutcome.WAITING:
                 outcome.drop(self._held.pop(key))
             elif where is CancelOutcome.RUNNING:
-                del self._held[key]
+                held = self._held.pop(key)
                 outcome.finished.append(key)
+                if self._endings is not None and held.live is not None:
+                    outcome.endings += self._endings.ended(held.live, held.stored)
             else:
                 self._held[key].cancelled = True
+
+    def _hold_answer(self, key: RequestKey) -> None:
+        """Of a running request that is about to be cancelled: what it has generated is cached, too."""
+        held = self._held.get(key)
+        if self._endings is not None and held is not None and held.live is not None:
+            tokens = held.live.spec.prefix_length - 1  # the last one has no KV yet
+            self._endings.hold(key, held.stored, tokens, self._scheduler.running_blocks(key))
 
     def _drop_source(self, store_ids: set[str], outcome: Outcome) -> None:
         for key, held in list(self._held.items()):
@@ -382,8 +392,10 @@ class DecodeLoop(ComputeThread[[Outcome]]):
 
             if held.compiling is None:
                 tell()
-            else:
-                held.compiling.add_done_callback(tell)
+                return
+            if completion.error is None:  # others need not wait for the grammar of this one
+                self.tell(lambda _: self._scheduler.copied_in(join.key, ready=False))
+            held.compiling.add_done_callback(tell)
 
         try:
             self._pull(held.stored, join.block_ids, join.resident_blocks, settled=self._settled(join)).add_callback(

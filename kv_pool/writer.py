@@ -112,11 +112,11 @@ class PoolWriter:
         finally:
             self._on_waiting()
 
-    def take_now(self, count: int) -> list[int] | None:
-        """Take `count` leased blocks if so many are at hand and no caller waits; else None."""
-        taken = None if self._waiters else self._lease.take(count)
+    def take_some(self, most: int) -> list[int]:
+        """Take up to `most` leased blocks: as many as are at hand, none if a caller waits."""
+        taken = [] if self._waiters else self._lease.take(max(0, min(most, self._lease.free_blocks)))
         self._ask()
-        return taken
+        return taken or []
 
     def give(self, block_ids: Iterable[int]) -> None:
         """Put taken blocks back at hand. Blocks that were committed, or whose lease is void, are ignored."""

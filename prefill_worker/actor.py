@@ -180,9 +180,17 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
 
         Requests in the candidate buffers stay: the decode instances decide about them.
         """
-        self._expected.clear()
+        self._no_longer_expect(list(self._expected))
         if self._instance.compute is not None:
             self._instance.compute.cancel_all()
+
+    def _no_longer_expect(self, keys: Iterable[RequestKey]) -> None:
+        """These requests were cancelled. Prompts that nobody wants any more do not make others wait for their KV."""
+        groups = {id(group): group for key in keys if (group := self._expected.pop(key, None)) is not None}
+        for wanted in self._expected.values():
+            groups.pop(id(wanted), None)
+        for group in groups.values():
+            self._instance.prefix_ended(keys_from_proto(pb.RequestKeys(keys=group.keys)))
 
     def _on_command(self, command: pw.PrefillCommand) -> None:
         kind = command.WhichOneof("body")
@@ -203,7 +211,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         offloader, compute = self._instance.offloader, self._instance.compute
         assert offloader is not None
         assert compute is not None
-        if expected := [key for key in keys if self._expected.pop(key, None) is not None]:
+        if expected := [key for key in dict.fromkeys(keys) if key in self._expected]:
+            self._no_longer_expect(expected)
             self._report(pw.PrefillReport(finished=keys_to_proto(expected)))
         compute.cancel([key for key in keys if not offloader.cancel(key)])
 
@@ -222,6 +231,9 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
                 base = base or await self._instance.find_prefix(list(specs.values()), group.copy_from)
         except AlignedServeError as error:
             failure = error
+        except Exception as error:  # whatever it is, the scheduler must learn of it, and no prompt may wait for it
+            logger.exception("a prompt could not be begun", extra={"request_id": keys[0].request_id})
+            failure = AlignedServeError(f"a prompt could not be begun: {error!r}")
         expected = [key for key in keys if self._expected.get(key) is group]  # others were cancelled
         for key in expected:
             del self._expected[key]

@@ -14,7 +14,7 @@ from alignedserve.control.runtime import RoleSettings
 from alignedserve.engine.model import host
 from alignedserve.engine.model.instance_memory import InstanceMemory
 from alignedserve.engine.runner import ModelRunner
-from alignedserve.errors import AlignedServeError, TransferError
+from alignedserve.errors import AlignedServeError, ChecksumError, TransferError
 from alignedserve.geometry import KvGeometry
 from alignedserve.grammar.compiled import Grammars
 from alignedserve.kv_pool.attachment import PoolAttachment
@@ -36,6 +36,7 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.plan import BufferKind
+from alignedserve.scheduler.priorities import rank_of
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
@@ -156,9 +157,8 @@ class PrefillInstance:
         def bring(key: RequestKey, base: Base, block_ids: Sequence[int]) -> Completion:
             route = Route(reader.channel(base.pool_id), base.block_ids, base.checksums)
             copy, began_s = self.copier.copy([route, route], block_ids, key.request_id), time.perf_counter()
-            if base.cached and not base.here:
-                copy.add_callback(lambda copied: self._note_loan(copied, len(block_ids) * size, began_s))
-                copy.add_callback(lambda _: loop.call_soon_threadsafe(self.loans.give_back, key))
+            if base.cached:
+                copy.add_callback(lambda copied: self._fetched(copied, loop, key, base, block_ids, began_s))
             return copy
 
         cost = configured_cost(config.scheduler)
@@ -192,8 +192,25 @@ class PrefillInstance:
         if bound and self.grammars is not None:
             await self.grammars.prepare(bound)
 
-    def _note_loan(self, copied: Completion, tokens: int, began_s: float) -> None:
-        if copied.error is None and tokens:
+    def _fetched(
+        self,
+        copied: Completion,
+        loop: asyncio.AbstractEventLoop,
+        lead: RequestKey,
+        base: Base,
+        block_ids: Sequence[int],
+        began_s: float,
+    ) -> None:
+        """The copy of a cached base to `block_ids` has ended. Called in any thread."""
+        assert self.prefixes is not None
+        error = copied.error
+        if not base.here:
+            loop.call_soon_threadsafe(self.loans.give_back, lead)
+        if isinstance(error, ChecksumError) and error.details.get("block") in block_ids:
+            index = list(block_ids).index(error.details["block"])
+            loop.call_soon_threadsafe(self.prefixes.spoiled, lead, base, index)
+        elif error is None and block_ids and not base.here:
+            tokens = len(block_ids) * self.prefixes.block_size
             self.loans.copied(tokens, time.perf_counter() - began_s)
 
     async def find_prefix(self, group: Sequence[pb.RequestSpec], copy_from: str) -> Base | None:
@@ -205,7 +222,8 @@ class PrefillInstance:
         if self.prefixes is None or (first.sampling.HasField("prompt_logprobs") and not first.output_token_ids):
             return None
         tokens = [*first.prompt_token_ids, *first.output_token_ids]
-        return await self.prefixes.find(key_from_proto(first.key), tokens, first.cache_salt, copy_from)
+        rank = rank_of(first.priority)
+        return await self.prefixes.find(key_from_proto(first.key), tokens, first.cache_salt, copy_from, rank)
 
     def give_up_pins(self, pool_id: str) -> None:
         """Let go of what prompts hold in this shard, where they can do without. "": the only one of the cluster."""

@@ -1,6 +1,7 @@
 """Cached prefixes that shards of other nodes hold for this instance while it copies them.
 
-A prefix that is asked for on several nodes so gets to each node's shard, with the prompt that is committed there.
+A prefix that is asked for on several nodes so gets to each node's shard, with the prompt that is committed there. Also
+tells any shard which of its prefixes has been spoiled.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from alignedserve.request import RequestKey
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 0.5
+DROP_S = 10.0  # the shard reads its whole index
 GAIN = 0.1  # of the newest copy in the mean
 
 
@@ -68,6 +70,12 @@ class Loans:
         if lent is not None and address is not None:  # a shard that has gone holds nothing
             self._spawn(self._return(address, lent[1]))
 
+    def forget(self, pool_id: str, prefix: kp.CachedPrefix) -> None:
+        """The shard is to drop the last block of this prefix, and all that continues it."""
+        address = self._addresses.get(pool_id)
+        if address is not None:
+            self._spawn(self._drop(address, prefix))
+
     def copied(self, tokens: int, seconds: float) -> None:
         """So many tokens of a loan were copied in this time. Any thread may call it."""
         self.tokens += tokens
@@ -85,6 +93,15 @@ class Loans:
             await one_answer(self._shard(address).TakeBack(loan, timeout=ANSWER_S))
         except UnavailableError as error:  # the scheduler has the shard drop it with the request
             logger.info("a loan could not be given back: %s", error.message)
+
+    async def _drop(self, address: str, prefix: kp.CachedPrefix) -> None:
+        try:
+            dropped = await one_answer(self._shard(address).Drop(kp.DropCached(prefix=prefix), timeout=DROP_S))
+        except UnavailableError as error:
+            logger.warning("a spoiled prefix could not be dropped: %s", error.message)
+        else:
+            pins = f", and the pins {', '.join(dropped.names)}" if dropped.names else ""
+            logger.warning("a spoiled prefix was dropped: %d blocks%s", dropped.blocks, pins)
 
     def _shard(self, address: str) -> Any:
         if address not in self._channels:

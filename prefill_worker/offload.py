@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from alignedserve.control.convert import key_from_proto, spec_to_proto
 from alignedserve.control.prefixes import cached_prefix
-from alignedserve.errors import AlignedServeError, TransferError
+from alignedserve.errors import AlignedServeError, StaleError, TransferError
 from alignedserve.kv_pool.stored import LastCommitted, location, pooled
 from alignedserve.kv_pool.writer import Committed, PoolWriter
 from alignedserve.metrics import Page
@@ -21,6 +22,8 @@ from alignedserve.request import RequestKey
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.completion import Completion
 from alignedserve.transfer.copier import Copier, Route
+
+logger = logging.getLogger(__name__)
 
 
 class Offloader:
@@ -113,49 +116,75 @@ class Offloader:
     async def offload(self, job: PrefilledJob) -> tuple[list[pb.PooledRequest], list[RequestKey]]:
         """Copy and commit a job. Returns the requests that are in the pool, and the keys that were cancelled meanwhile.
 
-        The members of a job share its blocks. Cancelled requests hold nothing in the pool. Raises TransferError if the
-        copy or the commit fails, and StaleError if a newer epoch has replaced a request.
+        The members of a job share its blocks. Cancelled requests hold nothing in the pool. If the pool no longer holds
+        what was to be kept, because the answer that held it has ended, the job is written in full. Raises TransferError
+        if the copy or the commit fails, and StaleError if a newer epoch has replaced a request.
         """
         keys = [spec.key for spec in job.members]
-        kept = [] if job.base is None else job.base.kept_blocks(self._block_size)
-        ahead = job.ahead
+        found: list[pb.StoredRequest] = []
+        try:
+            try:
+                if not await self._write(job, keys, found):
+                    job.base = job.ahead = None
+                    await self._write(job, keys, found)
+            except AlignedServeError:
+                if len(keys) > 1:  # some may have been committed; a single one still holds its old blocks
+                    self._pool.release(keys)
+                raise
+            if not found:
+                return [], keys
+            gone = [key for key in keys if key in self._cancelled]
+            if gone:
+                self._pool.release(gone)
+            going_on = [request for request in found if key_from_proto(request.spec.key) not in self._cancelled]
+            if self._committed is not None:
+                for request in going_on:
+                    self._committed.note(request)
+            return [_prefilled(request, job, len(self._kept(job))) for request in going_on], gone
+        finally:
+            for key in keys:
+                self._under_way.pop(key, None)
+            self._cancelled.difference_update(keys)
+
+    def _kept(self, job: PrefilledJob) -> list[int]:
+        return [] if job.base is None else job.base.kept_blocks(self._block_size)
+
+    async def _write(self, job: PrefilledJob, keys: list[RequestKey], found: list[pb.StoredRequest]) -> bool:
+        """Copy the blocks that the pool lacks, and commit the job for each member, which is then added to `found`.
+
+        None is if all are cancelled while the job waits for blocks. Returns False if the kept blocks were let go of, or
+        the shard does not take them: then nothing has been committed.
+        """
+        kept, ahead = self._kept(job), job.ahead
         if ahead is not None and ahead.taking is not None:
             taking = ahead.taking
         else:
             taking = asyncio.get_running_loop().create_task(self._pool.take(len(job.block_ids) - len(kept)))
         self._under_way.update(dict.fromkeys(keys, taking))
+        if kept and job.base is not None and job.base.cached and not await self._granted(taking):
+            if self._cancelled.issuperset(keys):
+                return True
+            self._let_go_of(job.pin or job.lead, job.base)
+            return False
+        await asyncio.wait([taking])
+        if taking.cancelled():
+            return True
+        fresh = taking.result()
+        self._under_way.update(dict.fromkeys(keys))
         try:
-            if kept and job.base is not None and job.base.cached and not await self._granted(taking):
-                if self._cancelled.issuperset(keys):
-                    return [], keys
-                kept, taking = [], self._write_whole(job)
-                self._under_way.update(dict.fromkeys(keys, taking))
-            await asyncio.wait([taking])
-            if taking.cancelled():
-                return [], keys
-            fresh = taking.result()
-            self._under_way.update(dict.fromkeys(keys))
-            blocks = [*kept, *fresh]
-            try:
-                checksums = await self._copy(job, fresh, len(kept))
-                stored = await self._commit(job, blocks, checksums, len(kept))
-            except AlignedServeError:
-                if len(keys) > 1:  # some may have been committed; a single one still holds its old blocks
-                    self._pool.release(keys)
-                self._pool.give(fresh)
+            checksums = await self._copy(job, fresh, len(kept))
+        except AlignedServeError:
+            self._pool.give(fresh)
+            raise
+        try:
+            await self._commit(job, [*kept, *fresh], checksums, len(kept), found)
+        except AlignedServeError as error:
+            self._pool.give(fresh)
+            if not kept or found or isinstance(error, StaleError):
                 raise
-            gone = [key for key in keys if key in self._cancelled]
-            if gone:
-                self._pool.release(gone)
-            going_on = [request for request in stored if key_from_proto(request.spec.key) not in self._cancelled]
-            if self._committed is not None:
-                for request in going_on:
-                    self._committed.note(request)
-            return [_prefilled(request, job, len(kept)) for request in going_on], gone
-        finally:
-            for key in keys:
-                del self._under_way[key]
-            self._cancelled.difference_update(keys)
+            logger.info("a prompt is written in full: %s", error, extra={"request_id": job.lead.request_id})
+            return False
+        return True
 
     async def _granted(self, taking: asyncio.Task[list[int]]) -> bool:
         """Wait for a lease. False if it was given up instead, because others need the base that this prompt holds."""
@@ -169,29 +198,22 @@ class Offloader:
         await asyncio.wait([taking])
         return not taking.cancelled()
 
-    def _write_whole(self, job: PrefilledJob) -> asyncio.Task[list[int]]:
-        """Let go of the job's base, and lease blocks for all of its KV. No copy has begun: it had no lease."""
-        assert job.base is not None
-        self._let_go_of(job.pin or job.lead, job.base)
-        job.base = job.ahead = None
-        return asyncio.get_running_loop().create_task(self._pool.take(len(job.block_ids)))
-
     async def cache(self, job: PrefilledJob) -> None:
-        """Copy the full blocks that the pool lacks to the prefix cache, if it has free blocks at hand.
+        """Copy the full blocks that the pool lacks to the prefix cache, as far as it has free blocks at hand.
 
         Raises TransferError if the copy fails or the shard cannot take them.
         """
-        kept = [] if job.base is None else job.base.kept_blocks(self._block_size)
-        first, end = len(kept), job.kv_tokens // self._block_size
-        source = job.block_ids[first:end]
-        fresh = self._pool.take_now(len(source)) if source else None
-        if fresh is None:
+        first, end = len(self._kept(job)), job.kv_tokens // self._block_size
+        fresh = self._pool.take_some(end - first)
+        if not fresh:
             return
+        end = first + len(fresh)
+        source, prefix = job.block_ids[first:end], cached_prefix(job.tokens[: end * self._block_size], job.salt)
         try:
             checksums = await self._copier.checksums(self._to_pool.source, source)
             route = Route(self._to_pool, source, checksums)
             await self._copier.copy([route, route], fresh, job.lead.request_id)
-            await self._pool.cache(job.lead, cached_prefix(job.tokens, job.salt), first, fresh, checksums)
+            await self._pool.cache(job.lead, prefix, first, fresh, checksums)
         except AlignedServeError:
             self._pool.give(fresh)
             raise
@@ -225,10 +247,14 @@ class Offloader:
         return before + await self._copier.checksums(self._to_pool.source, job.block_ids[kept:])
 
     async def _commit(
-        self, job: PrefilledJob, blocks: list[int], checksums: list[int], kept: int
-    ) -> list[pb.StoredRequest]:
-        """Commit the job for each member. Later members share the blocks of the first one."""
-        found: list[pb.StoredRequest] = []
+        self,
+        job: PrefilledJob,
+        blocks: list[int],
+        checksums: list[int],
+        kept: int,
+        found: list[pb.StoredRequest],
+    ) -> None:
+        """Commit the job for each member, and add it to `found`. Later members share the blocks of the first one."""
         lead = job.members[0].key
         cached = kept if job.base is not None and job.base.cached else 0
         holder = job.pin if cached and job.pin != lead else None  # it holds the base, and is not among the members
@@ -247,7 +273,6 @@ class Offloader:
             )
             request.MergeFrom(location(self._pool_id, job.kv_tokens, held.block_ids, held.checksums))
             found.append(request)
-        return found
 
 
 def _prefilled(request: pb.StoredRequest, job: PrefilledJob, kept: int) -> pb.PooledRequest:

@@ -21,7 +21,10 @@ def _counts(*names: str) -> Schema:
     return {"type": "object", "properties": dict.fromkeys(names, _INTEGER)}
 
 
-_CACHED = {**_counts("cached_tokens", "cache_write_tokens"), "description": "Always 0."}
+_CACHED = {
+    **_counts("cached_tokens", "cache_write_tokens"),
+    "description": "Of the prompt, those that the prefix cache had. Written: always 0.",
+}
 _RESPONSE: Schema = {
     "completed_at": _INTEGER,
     "error": {"type": "null"},

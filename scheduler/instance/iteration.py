@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -149,6 +149,10 @@ class IterationScheduler:
         member.cancelled = True
         return CancelOutcome.COPYING
 
+    def running_blocks(self, key: RequestKey) -> Sequence[int]:
+        """The blocks of a request that runs, in the order of its tokens; none if it does not."""
+        return self._batch.running[key].block_ids if key in self._batch.running else ()
+
     def drain(self) -> None:
         """From the next plan on: return every candidate, evict running requests to the pool, and admit no joins."""
         self._draining = True
@@ -157,14 +161,18 @@ class IterationScheduler:
         """Free leased blocks of the candidate request buffer, without those of evictions already planned."""
         self._lease_blocks = blocks
 
-    def copied_in(self, key: RequestKey) -> bool:
-        """The copy into the cache has completed. Returns False if the request was cancelled meanwhile (and is gone)."""
+    def copied_in(self, key: RequestKey, *, ready: bool = True) -> bool:
+        """The copy into the cache has completed. Returns False if the request was cancelled meanwhile (and is gone).
+
+        Without `ready` it cannot run yet, but others share its blocks from now on. Another call follows.
+        """
         member = self._copying(key, Phase.ENTERING)
-        if member.cancelled:
+        member.fill()
+        if ready and member.cancelled:
             self._batch.remove(member)
-            return False
-        self._batch.move(member, Phase.RUNNING)
-        return True
+        elif ready:
+            self._batch.move(member, Phase.RUNNING)
+        return not (ready and member.cancelled)
 
     def copied_out(self, key: RequestKey) -> bool:
         """The eviction's copy has completed.
@@ -177,16 +185,9 @@ class IterationScheduler:
         if member.cancelled:
             return False
         if not member.to_pool:
-            self._waiting.add(
-                replace(
-                    member.candidate,
-                    kv_tokens=member.kv_tokens,
-                    buffer=BufferKind.REQUESTS,
-                    batch_id=member.batch_id,
-                    due_s=math.inf,
-                    evictions=member.candidate.evictions + 1,
-                )
-            )
+            grown = replace(member.candidate, kv_tokens=member.kv_tokens, batch_id=member.batch_id, due_s=math.inf)
+            evictions = member.candidate.evictions + 1
+            self._waiting.add(replace(grown, buffer=BufferKind.REQUESTS, evictions=evictions))
             self._deadlines.set(key, self._due_s(member.candidate, member.left_s))
             self._sweep |= member.batch_id != self._batch_id
         return True
@@ -264,9 +265,8 @@ class IterationScheduler:
         give_back = GiveBack(tuple(self._giving_back))
         self._giving_back.clear()
         self._decided = bool(joins or evictions or give_back.keys)
-        return IterationPlan(
-            tuple(joins), tuple(evictions), give_back, tuple(run), stalled, self._switching, self._batch_id
-        )
+        decided = tuple(joins), tuple(evictions), give_back, tuple(run)
+        return IterationPlan(*decided, stalled, self._switching, self._batch_id)
 
     def quiet_iterations(self, most: int) -> int:
         """After `plan`: the iterations, at most `most`, before a plan could do more than cover tokens.

@@ -114,11 +114,9 @@ class ChunkScheduler:
                 most = min(token_budget, spare if first == prompt.rank or not chunks else 0)
                 if not most:
                     continue
-            if not prompt.started:
+            if not prompt.started and not full:
                 shared = [] if prompt.chain is None else self._prefixes.find(prompt.chain)
-                if shared is None:
-                    continue
-                full = full or not self._start(key, prompt, shared)
+                full = shared is not None and not self._start(key, prompt, shared)
             if not prompt.started or prompt.fetching:
                 continue
             count = min(most, prompt.tokens - prompt.planned)

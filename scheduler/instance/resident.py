@@ -46,7 +46,11 @@ class Resident:
 
 @dataclass(slots=True)
 class _Entry:
-    source: Resident  # that had its blocks allocated; it may have left
+    """A block that can be found. Any prefixes may have one digest, so `place` and `block_id` say which one it is."""
+
+    source: Resident  # that had its block allocated; it may have left
+    place: int  # of the block in its chain
+    block_id: int
     holders: int  # requests that hold the block, and so those before it
 
 
@@ -67,17 +71,19 @@ class ResidentPrefixes:
             low, high = (middle + 1, high) if chain.digest(middle) in self._entries else (low, middle)
         if not low:
             return []
-        source = self._entries[chain.digest(low - 1)].source
-        if not chain.begins_like(source.chain, low):  # two prefixes have one digest: a miss
-            return []
-        return source.block_ids[:low] if source.filled else None
+        entry = self._entries[chain.digest(low - 1)]
+        if not entry.source.filled:  # looked at first: many may wait for it, and comparing takes longer
+            return None
+        if entry.place != low - 1 or not chain.begins_like(entry.source.chain, low):
+            return []  # two prefixes have one digest: a miss
+        return entry.source.block_ids[:low]
 
     def enter(self, chain: BlockChain, block_ids: list[int], *, filled: bool = False) -> Resident:
         """A request holds `block_ids` for its chain: first those that `find` returned, then its own."""
         resident = Resident(chain, block_ids[: chain.blocks], filled)
         for block, block_id in enumerate(resident.block_ids):
-            entry = self._entries.setdefault(chain.digest(block), _Entry(resident, 0))
-            entry.holders += entry.source.block_ids[block] == block_id
+            entry = self._entries.setdefault(chain.digest(block), _Entry(resident, block, block_id, 0))
+            entry.holders += entry.block_id == block_id
         return resident
 
     def leave(self, resident: Resident) -> None:
@@ -85,7 +91,7 @@ class ResidentPrefixes:
         for block, block_id in enumerate(resident.block_ids):
             digest = resident.chain.digest(block)
             entry = self._entries.get(digest)
-            if entry is not None and entry.source.block_ids[block] == block_id:
+            if entry is not None and entry.block_id == block_id:
                 entry.holders -= 1
                 if not entry.holders:
                     del self._entries[digest]
@@ -97,7 +103,7 @@ class ResidentPrefixes:
             for block, block_id in enumerate(resident.block_ids):
                 digest = resident.chain.digest(block)
                 entry = self._entries.get(digest)
-                if entry is not None and entry.source.block_ids[block] == block_id:
+                if entry is not None and entry.block_id == block_id:
                     counted[digest] = counted.get(digest, 0) + 1
         if counted != {digest: entry.holders for digest, entry in self._entries.items()}:
             raise AccountingError("the prefixes that can be shared do not match the requests that hold them")

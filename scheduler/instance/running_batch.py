@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from operator import eq
 
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
@@ -50,6 +51,11 @@ class RunningRequest(RunItem):
         """It only takes what others leave."""
         return self.candidate.rank >= BACKGROUND
 
+    def fill(self) -> None:
+        """The KV of all its tokens is in its blocks: others may share them."""
+        if self.resident is not None:
+            self.resident.filled = True
+
     def eviction_rank(self, batch_id: int) -> tuple[int, bool, bool, int]:
         """The greatest is evicted first: the highest rank of priorities, then the longest.
 
@@ -66,18 +72,23 @@ class Leaving:
     def __init__(self, allocator: BlockAllocator, members: Iterable[RunningRequest]) -> None:
         self.blocks = 0
         self._allocator = allocator
-        self._shared: dict[int, int] = {}  # block -> number of members that hold it
+        count, shared = allocator.holder_count, []
         for member in members:
-            self.add(member)
+            if count(member.block_ids[0]) == 1:  # then it shares no other either
+                self.blocks += len(member.block_ids)
+            else:
+                shared.append(member.block_ids)
+        self._leavers = Counter(chain.from_iterable(shared))  # block -> number of members that hold it
+        self.blocks += sum(map(eq, self._leavers.values(), map(count, self._leavers)))
 
     def add(self, member: RunningRequest) -> None:
         count = self._allocator.holder_count
-        if count(member.block_ids[0]) == 1:  # then it shares no other either
+        if count(member.block_ids[0]) == 1:
             self.blocks += len(member.block_ids)
             return
         for block in member.block_ids:
-            holders = self._shared[block] = self._shared.get(block, 0) + 1
-            self.blocks += holders == count(block)
+            self._leavers[block] += 1
+            self.blocks += self._leavers[block] == count(block)
 
 
 class RunningBatch:
@@ -176,8 +187,6 @@ class RunningBatch:
         return True
 
     def move(self, member: RunningRequest, phase: Phase) -> None:
-        if member.resident is not None:
-            member.resident.filled = True  # only a request that enters is not
         del self._by_phase[member.phase][member.key]
         self._count(member, -1)
         member.phase = phase

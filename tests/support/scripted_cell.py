@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from alignedserve.config import DecodeConfig
 from alignedserve.control.convert import key_from_proto, spec_to_proto
+from alignedserve.decode_worker.endings import Ending, Endings
 from alignedserve.decode_worker.held import EvictionOrder, Outcome
 from alignedserve.decode_worker.loop import DecodeLoop
 from alignedserve.errors import TransferError
+from alignedserve.kv_pool.prefix_chain import block_chain
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.instance.plan import BufferKind
+from alignedserve.scheduler.instance.resident import BlockChain
 from alignedserve.transfer.completion import Completion
 from support.scripted_decode import Script, ScriptedDecode
 
 POOL, BUFFER = "pool", "requests"
+MOST_CACHING = 6  # blocks of ended requests that are held until they are copied to the prefix cache
 
 
 @dataclass
@@ -42,25 +46,42 @@ class Pull:
 
 @dataclass
 class ScriptedCell:
-    """A decode loop with a cache of `blocks` blocks. `overlap` is the argument of the loop."""
+    """A decode loop with a cache of `blocks` blocks. `overlap` is the argument of the loop.
+
+    `digest`: requests that begin alike share blocks, found by it, and answers are cached; None: without a prefix cache.
+    """
 
     blocks: int
     block_size: int
     overlap: bool | None
     config: DecodeConfig = field(default_factory=DecodeConfig)
     engine_overlaps: bool = True
+    digest: Callable[[bytes], bytes] | None = None
 
     def __post_init__(self) -> None:
         self.clients: dict[RequestKey, Client] = {}
         self.pulls: list[Pull] = []
         self.settled_pulls = 0  # pulls that wait for no iteration
         self.evictions: list[EvictionOrder] = []
+        self.endings: list[Ending] = []
+        self.shared_blocks = self.cached_blocks = 0
         self.drained = False
         self.allocator = BlockAllocator(self.blocks, "cache")
         self.scheduler = IterationScheduler(self.config, self.allocator, self.block_size)
         self.engine = ScriptedDecode({}, self.blocks, self.block_size, self.engine_overlaps)
+        endings = None if self.digest is None else Endings(self.allocator, self.block_size, POOL)
+        if endings is not None:
+            endings._most = MOST_CACHING  # a share of this small cache would be nothing
         self.loop = DecodeLoop(
-            "decode-0", self.engine, self.scheduler, None, self._pull, self._on_outcome, overlap=self.overlap
+            "decode-0",
+            self.engine,
+            self.scheduler,
+            None,
+            self._pull,
+            self._on_outcome,
+            overlap=self.overlap,
+            endings=endings,
+            chain_of=self._chain_of,
         )
 
     # called by tests
@@ -69,8 +90,13 @@ class ScriptedCell:
         """A prefilled request that waits in the pool."""
         self.engine.scripts[script.number] = script
         tokens = [script.token(0)]
+        kv_tokens = len(script.prompt)
         stored = pb.StoredRequest(
-            spec=spec_to_proto(script.spec()), kv_tokens=len(script.prompt), store_id=POOL, pool_id=POOL
+            spec=spec_to_proto(script.spec()),
+            kv_tokens=kv_tokens,
+            store_id=POOL,
+            pool_id=POOL,
+            pool_tokens=kv_tokens,
         )
         client = self.clients[script.key] = Client(script, stored, tokens)
         return client
@@ -99,7 +125,20 @@ class ScriptedCell:
         assert kept == self._text(client, order.stored.kv_tokens)
         stored = copy.deepcopy(order.stored)
         stored.store_id = POOL if order.to_pool else BUFFER
+        if order.to_pool:
+            stored.pool_tokens = stored.kv_tokens
         self.loop.evicted(order, stored)
+
+    def end_caching(self, index: int = 0) -> None:
+        """An answer's blocks are copied to the prefix cache. Until then they must have its KV."""
+        ending = self.endings.pop(index)
+        client = self.clients[ending.key]
+        first, end = ending.first_block * self.block_size, len(ending.tokens)
+        assert end - first == len(ending.block_ids) * self.block_size > 0
+        assert ending.tokens == self._text(client, end)
+        assert self.engine.read(ending.block_ids, end - first) == ending.tokens[first:]
+        self.cached_blocks += len(ending.block_ids)
+        self.loop.cached(ending.key)
 
     def turn(self) -> bool:
         ran = self.loop.turn()
@@ -110,7 +149,9 @@ class ScriptedCell:
         """Run to the end: copies end, and requests that returned to the pool are offered again."""
         for _ in range(turns):
             ran = self.turn()
-            moved = bool(self.pulls or self.evictions)
+            moved = bool(self.pulls or self.evictions or self.endings)
+            while self.endings:
+                self.end_caching()
             while self.pulls:
                 self.end_pull()
             while self.evictions:
@@ -150,10 +191,17 @@ class ScriptedCell:
         kept = stored.kv_tokens
         text = self._text(self.clients[key_from_proto(stored.spec.key)], kept)
         shared = resident * self.block_size
+        self.shared_blocks += resident
         assert self.engine.read(block_ids, min(shared, kept)) == text[:shared]
         self.engine.write(block_ids, shared, text[shared:])
         self.pulls.append(Pull(stored, Completion("hand-over")))
         return self.pulls[-1].completion
+
+    def _chain_of(self, stored: pb.StoredRequest) -> BlockChain | None:
+        if self.digest is None:
+            return None
+        tokens = [*stored.spec.prompt_token_ids, *stored.spec.output_token_ids]
+        return block_chain(tokens[: stored.kv_tokens], stored.spec.cache_salt, self.block_size, self.digest)
 
     def _text(self, client: Client, tokens: int) -> list[int]:
         return [*client.script.prompt, *client.tokens][:tokens]
@@ -175,6 +223,9 @@ class ScriptedCell:
         for order in outcome.evictions:
             self._check_stored(order.stored)
             self.evictions.append(order)
+        for ending in outcome.endings:
+            assert ending.key in outcome.finished
+            self.endings.append(ending)
         for key in outcome.finished:
             client = self.clients[key]
             assert client.where == "here"

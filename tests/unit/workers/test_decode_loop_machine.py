@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from alignedserve.config import DecodeConfig
 from alignedserve.scheduler.instance.plan import BufferKind
+from support.chains import DIGESTS
 from support.machines import machine_settings
 from support.scripted_cell import BUFFER, POOL, Client, ScriptedCell
 from support.scripted_decode import Script
 
-PROMPTS = ([11] * 3, [12] * 5, [13] * 9)  # one for each group; other requests have their own, of 4 tokens
+PROMPTS = ([11] * 3, [12] * 5, [11] * 4 + [13] * 5)  # one for each group; other requests have their own, of 6 tokens
 MAYBE = st.one_of(st.none(), st.integers(1, 12))
 ANY = st.integers(0, 99)
 
@@ -24,12 +27,22 @@ class LoopMachine(RuleBasedStateMachine):
         watermark=st.sampled_from((0, 0, 1, 3)),
         join_iterations=st.sampled_from((1, 1, 4)),
         overlap=st.sampled_from((True, True, False)),
+        digest=st.sampled_from((None, *DIGESTS)),
     )
     def start(
-        self, blocks: int, block_size: int, max_running: int, watermark: int, join_iterations: int, *, overlap: bool
+        self,
+        blocks: int,
+        block_size: int,
+        max_running: int,
+        watermark: int,
+        join_iterations: int,
+        digest: Callable[[bytes], bytes] | None,
+        *,
+        overlap: bool,
     ) -> None:
+        """`digest`: of a prefix cache, if there is one; most give different prefixes the same."""
         config = DecodeConfig(max_running=max_running, watermark_blocks=watermark, join_iterations=join_iterations)
-        self.cell = ScriptedCell(blocks, block_size, overlap, config)
+        self.cell = ScriptedCell(blocks, block_size, overlap, config, digest=digest)
         self.room = blocks * block_size
 
     def clients(self, where: str) -> list[Client]:
@@ -56,7 +69,7 @@ class LoopMachine(RuleBasedStateMachine):
         needs_host: bool,
     ) -> None:
         number = len(self.cell.clients)
-        prompt, name = (PROMPTS[group], f"g{group}") if group < len(PROMPTS) else ([number] * 4, "")
+        prompt, name = (PROMPTS[group], f"g{group}") if group < len(PROMPTS) else ([11, 11, *[number] * 4], "")
         if len(prompt) + most <= self.room:
             script = Script(number, prompt, most, ends_at, fails_at, needs_host, name)
             self.cell.offer(self.cell.add(script), kind, batch_id)
@@ -116,6 +129,11 @@ class LoopMachine(RuleBasedStateMachine):
     @rule(index=ANY, fails=st.sampled_from((False, False, True)))
     def end_eviction(self, index: int, *, fails: bool) -> None:
         self.cell.end_eviction(index % len(self.cell.evictions), fails=fails)
+
+    @precondition(lambda self: hasattr(self, "cell") and self.cell.endings)
+    @rule(index=ANY)
+    def end_caching(self, index: int) -> None:
+        self.cell.end_caching(index % len(self.cell.endings))
 
     @invariant()
     def one_step_ahead_at_most(self) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import queue
 import random
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from alignedserve.engine.eager import EagerDecode
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.model.loader import LoadedModel, load_model
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
+from alignedserve.kv_pool.prefix_chain import digest
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, RequestSpec, SamplingParams
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
@@ -27,6 +30,8 @@ from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.testing.models import make_model
 from alignedserve.transfer.completion import Completion
+from support.scripted_cell import ScriptedCell
+from support.scripted_decode import Script
 
 BLOCK_SIZE, BLOCKS, VOCAB, REQUESTS, SHARED = 8, 60, 400, 5, 4
 
@@ -122,3 +127,45 @@ def test_without_a_prefix_cache_only_answers_to_one_prompt_share() -> None:
     one.spec.group_id = other.spec.group_id = "g"
     one.spec.group_size = other.spec.group_size = 2
     assert chain_of(one, BLOCK_SIZE, caches=False) == chain_of(other, BLOCK_SIZE, caches=False) is not None
+
+
+def test_none_waits_for_the_grammar_of_a_request_that_begins_alike() -> None:
+    cell = ScriptedCell(16, 4, None, DecodeConfig(join_iterations=1), digest=digest)
+    first, second = (cell.add(Script(number, [11] * 8 + [number + 20], 5)) for number in range(2))
+    compiling: Future[Any] = Future()
+    loop: Any = cell.loop
+    loop._compiling = lambda stored: compiling if stored.spec.key.request_id == "0" else None
+    cell.offer(first)
+    cell.offer(second)
+    cell.turn()
+    assert [pull.stored.spec.key.request_id for pull in cell.pulls] == ["0"]  # the other waits for its copy
+    cell.end_pull()
+    cell.turn()
+    assert [pull.stored.spec.key.request_id for pull in cell.pulls] == ["1"]
+    assert cell.shared_blocks == 2
+    cell.end_pull()
+    for _ in range(4):
+        cell.turn()
+    assert len(first.tokens) == 1
+    assert len(second.tokens) > 1
+    compiling.set_result(None)
+    cell.settle()
+    cell.check_ended()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_answer_of_a_cancelled_request_is_cached(*, overlap: bool) -> None:
+    cell = ScriptedCell(16, 4, overlap, DecodeConfig(join_iterations=1), digest=digest)
+    client = cell.add(Script(1, [11] * 9, 30))
+    cell.offer(client)
+    cell.turn()
+    cell.end_pull()
+    while len(client.tokens) < 6:
+        cell.turn()
+    cell.cancel(client)
+    cell.turn()
+    (ending,) = cell.endings
+    assert ending.first_block == 2
+    assert ending.tokens == [*client.script.prompt, *client.tokens][:12]
+    cell.settle()
+    cell.check_ended()

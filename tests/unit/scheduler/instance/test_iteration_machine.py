@@ -11,13 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from alignedserve.config import DecodeConfig
 from alignedserve.errors import AccountingError
-from alignedserve.kv_pool.prefix_chain import digest
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.instance.pace import Pace
 from alignedserve.scheduler.instance.plan import BufferKind, CancelOutcome, Candidate, Evict, IterationPlan, Join
-from support.chains import chain_of, weak_digest
+from support.chains import DIGESTS, chain_of
 from support.machines import machine_settings
 
 NUMBERS = st.integers(0, 9)
@@ -61,7 +60,7 @@ class IterationMachine(RuleBasedStateMachine):
         join_window=st.sampled_from((None, 0.0, 0.25)),
         prompts=st.lists(st.integers(1, 30), min_size=4, max_size=4),
         objective_s=st.sampled_from((None, None, 1.0, 150.0, 300.0)),
-        digest=st.sampled_from((digest, digest, weak_digest)),
+        digest=st.sampled_from(DIGESTS),
     )
     def start(
         self,
@@ -194,6 +193,16 @@ class IterationMachine(RuleBasedStateMachine):
             known.candidate = replace(known.candidate, kv_tokens=known.tokens)
         else:
             del self.known[key]
+
+    @precondition(lambda self: hasattr(self, "known") and self.where("entering"))
+    @rule(index=st.integers(0, 9))
+    def copy_in_what_cannot_run_yet(self, index: int) -> None:
+        entering = self.where("entering")
+        known = entering[index % len(entering)]
+        key, copy = known.candidate.key, known.copy
+        assert isinstance(copy, Join)
+        assert self.scheduler.copied_in(key, ready=False)
+        self.content |= {block: self.content_of(key, place) for place, block in enumerate(copy.block_ids)}
 
     @rule(number=NUMBERS)
     def end_a_copy_that_is_none(self, number: int) -> None:

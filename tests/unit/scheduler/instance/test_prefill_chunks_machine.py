@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from alignedserve.errors import AccountingError, InvalidRequestError
-from alignedserve.kv_pool.prefix_chain import digest
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.prefill_chunks import Chunk, ChunkScheduler
-from support.chains import chain_of, weak_digest
+from support.chains import DIGESTS, chain_of
 from support.machines import machine_settings
 
 KEYS = st.integers(0, 5).map(lambda number: RequestKey(str(number)))
@@ -56,7 +55,7 @@ class ChunksMachine(RuleBasedStateMachine):
         self.chunks = ChunkScheduler(self.allocator, BLOCK)
         self.model = Model()
 
-    @initialize(digest=st.sampled_from((digest, digest, weak_digest)))
+    @initialize(digest=st.sampled_from(DIGESTS))
     def start(self, digest: Callable[[bytes], bytes]) -> None:
         self.digest = digest
         self.content: dict[int, list[str]] = {}  # block -> the tokens up to its end, of blocks that were fetched
@@ -77,7 +76,11 @@ class ChunksMachine(RuleBasedStateMachine):
                 else:
                     self.content.pop(block, None)
 
-    @rule(key=KEYS, tokens=st.integers(0, 40), start=st.integers(-1, 12))
+    @rule(
+        key=KEYS,
+        tokens=st.one_of(st.integers(0, 40), st.integers(9, 16)),
+        start=st.one_of(st.integers(-1, 12), st.sampled_from((4, 8, 9))),
+    )
     def add(self, key: RequestKey, tokens: int, start: int) -> None:
         if self.model.waiting(key):
             with pytest.raises(AccountingError):

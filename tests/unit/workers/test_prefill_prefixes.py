@@ -1,0 +1,148 @@
+"""Which prompts wait for which, when several begin alike: a prefix is computed once, by the first that is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from alignedserve.control.convert import key_to_proto
+from alignedserve.control.prefixes import prefix_tokens
+from alignedserve.prefill_worker.loans import Loans
+from alignedserve.prefill_worker.loop import Base
+from alignedserve.prefill_worker.prefixes import LEAST_SHARED_BLOCKS, Prefixes
+from alignedserve.proto import kv_pool_pb2 as kp
+from alignedserve.request import RequestKey
+
+SIZE = 4
+SYSTEM = list(range(LEAST_SHARED_BLOCKS * SIZE))
+
+
+class Shard:
+    """A writer's side of a shard that caches what a test says."""
+
+    def __init__(self) -> None:
+        self.cached = 0  # blocks of SYSTEM
+        self.pins: set[RequestKey] = set()
+
+    async def pin(self, key: RequestKey, prefix: kp.CachedPrefix) -> kp.Holding:
+        await asyncio.sleep(0)
+        blocks = min(self.cached, (len(prefix_tokens(prefix)) - 1) // SIZE)
+        self.pins.add(key)
+        ids = range(blocks)
+        return kp.Holding(key=key_to_proto(key), kv_tokens=blocks * SIZE, block_ids=ids, checksums=ids)
+
+    def release(self, keys: Iterable[RequestKey]) -> None:
+        self.pins -= set(keys)
+
+
+class Instance:
+    def __init__(self) -> None:
+        self.shard = Shard()
+        writer: Any = self.shard
+        self.loans = Loans("")
+        self.prefixes = Prefixes(writer, "kv_pool-0", SIZE, self.loans)
+        self.finding: dict[str, asyncio.Task[Base | None]] = {}
+
+    async def come(self, name: str, rank: int = 0) -> None:
+        own = [1000 + ord(name)] * (1 + 2 * SIZE)
+        found = self.prefixes.find(RequestKey(name), SYSTEM + own, b"", rank=rank)
+        self.finding[name] = asyncio.get_running_loop().create_task(found)
+        await rest()
+
+    async def end(self, *names: str, cached: bool = False) -> None:
+        if cached:
+            self.shard.cached = LEAST_SHARED_BLOCKS
+        self.prefixes.ended([RequestKey(name) for name in names])
+        await rest()
+
+    @property
+    def computed(self) -> str:
+        """The prompts that do not wait."""
+        return "".join(name for name, task in self.finding.items() if task.done())
+
+
+async def rest() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_a_prefix_is_computed_once_for_all_that_come_meanwhile() -> None:
+    instance = Instance()
+    for name in "abc":
+        await instance.come(name)
+    assert instance.computed == "a"
+    await instance.end("a", cached=True)
+    assert instance.computed == "abc"
+    found = instance.finding["c"].result()
+    assert found is not None
+    assert found.tokens == len(SYSTEM)
+    assert instance.prefixes.waited == 2
+    await instance.end("b", "c")
+    assert not instance.shard.pins
+
+
+async def test_if_the_first_ends_without_its_prefix_only_the_next_computes_it() -> None:
+    instance = Instance()
+    for name in "abcd":
+        await instance.come(name)
+    await instance.end("a")  # its client has left, or its copy has failed
+    assert instance.computed == "ab"
+    await instance.come("e")
+    await instance.end("b")
+    assert instance.computed == "abc"
+    await instance.end("c", cached=True)
+    assert instance.computed == "abcde"
+    await instance.end("d", "e")
+    assert not instance.shard.pins
+
+
+async def test_no_prompt_waits_for_one_that_goes_behind_it() -> None:
+    """A line of a batch is computed with what others leave: who waited for it would have its priority."""
+    instance = Instance()
+    await instance.come("a", rank=8)
+    await instance.come("b", rank=0)
+    assert instance.computed == "ab"
+    await instance.come("c", rank=0)
+    await instance.come("d", rank=8)
+    assert instance.computed == "ab"  # both wait for b
+    await instance.end("b", cached=True)
+    assert instance.computed == "abcd"
+
+
+async def test_a_prompt_that_is_cancelled_while_it_waits_makes_no_other_wait() -> None:
+    instance = Instance()
+    for name in "ab":
+        await instance.come(name)
+    same = instance.prefixes.find(RequestKey("c"), SYSTEM + [1000 + ord("b")] * (1 + 2 * SIZE), b"")
+    waiting = asyncio.get_running_loop().create_task(same)  # for b, which it is equal to
+    await rest()
+    await instance.end("b")
+    assert instance.computed == "ab"
+    assert instance.finding["b"].result() is None
+    await instance.end("b")  # as after each `find`
+    assert not waiting.done()  # it waits for a now
+    await instance.end("a", cached=True)
+    assert (await waiting) is not None
+    assert instance.shard.pins == {RequestKey("c")}
+
+
+async def test_a_shard_is_told_which_of_its_blocks_is_spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    instance = Instance()
+    told: list[tuple[str, list[int], bytes]] = []
+
+    def forget(pool_id: str, prefix: kp.CachedPrefix) -> None:
+        told.append((pool_id, list(prefix_tokens(prefix)), prefix.salt))
+
+    monkeypatch.setattr(instance.loans, "forget", forget)
+    instance.shard.cached = LEAST_SHARED_BLOCKS
+    await instance.come("a")
+    base = instance.finding["a"].result()
+    assert base is not None
+    instance.prefixes.spoiled(RequestKey("a"), base.after(2), 1)  # two blocks were in the instance already
+    assert told == [("kv_pool-0", SYSTEM[: 4 * SIZE], b"")]
+    await instance.end("a")
+    instance.prefixes.spoiled(RequestKey("a"), base, 0)
+    assert len(told) == 1
