@@ -433,7 +433,7 @@ class PrefillLoop(ComputeThread[[]]):
     def _complete(self, job: PromptJob, logits: torch.Tensor, outcome: Computed) -> None:
         """The prompt is computed: sample each member's next token, and pass on the members that go on."""
         if job.lead.epoch:
-            reused = job.base.tokens if job.base is not None and not job.base.cached else 0
+            reused = job.base.tokens if job.base is not None else 0
             self.reused_tokens += reused
             self.repeated_tokens += len(job.tokens) - reused
         chosen = self._choose(job, logits)
