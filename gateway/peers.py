@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 
-from alignedserve.control.rpc import TokenChannel, open_channel
+from alignedserve.control.rpc import TokenChannel, one_answer, open_channel
+from alignedserve.errors import UnavailableError
 from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.proto import gateway_pb2_grpc as gw_grpc
@@ -51,9 +52,9 @@ class GatewayPeers:
 
     async def _cancel_at(self, channel: TokenChannel, asked: gw.CallId) -> bool:
         try:
-            answer = await gw_grpc.GatewayPeerStub(channel).CancelCall(asked, timeout=ANSWER_WITHIN_S)
-        except grpc.aio.AioRpcError as error:
-            logger.debug("another gateway cannot be reached: %s", error.code().name)
+            answer = await one_answer(gw_grpc.GatewayPeerStub(channel).CancelCall(asked, timeout=ANSWER_WITHIN_S))
+        except UnavailableError as error:
+            logger.debug("another gateway cannot be reached: %s", error.message)
             return False
         return bool(answer.found)
 

@@ -11,9 +11,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-import grpc
-
-from alignedserve.control.rpc import TokenChannel
+from alignedserve.control.rpc import TokenChannel, one_answer
+from alignedserve.errors import UnavailableError
 from alignedserve.gateway.ledger.calls import Answer, Call
 from alignedserve.gateway.pinning.board import PIN_CALL
 from alignedserve.proto import kv_pool_pb2 as kp
@@ -58,9 +57,9 @@ class EndingNotes:
 
     async def _tell(self, channel: TokenChannel, notes: kp.Endings) -> None:
         try:
-            await kp_grpc.PrefixCacheStub(channel).NoteEndings(notes, timeout=ANSWER_WITHIN_S)
-        except grpc.aio.AioRpcError as error:
-            logger.debug("a shard was not told how requests ended: %s", error.code().name)
+            await one_answer(kp_grpc.PrefixCacheStub(channel).NoteEndings(notes, timeout=ANSWER_WITHIN_S))
+        except UnavailableError as error:
+            logger.debug("a shard was not told how requests ended: %s", error.message)
 
 
 def _kind(answer: Answer) -> str:

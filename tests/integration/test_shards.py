@@ -88,7 +88,7 @@ def loads_torch(cluster: LocalCluster, role_id: str) -> bool:
     [
         (APART, True, True),
         pytest.param(APART, False, False, marks=pytest.mark.slow),
-        (APART, False, True),
+        pytest.param(APART, False, True, marks=pytest.mark.slow),
         (TWICE, True, False),
         pytest.param(TWICE, False, True, marks=pytest.mark.slow),
     ],
