@@ -28,7 +28,7 @@ from support.gateway_process import GatewayProcess
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
-WARM_UP, COUNTED = 800, 1000
+WARM_UP, COUNTED = 1000, 1000
 AT_ONCE = 48
 # Less than 1 KiB for each that is counted; of a worker 3.3 KiB: torch's temporaries came to 4 MiB in 2,500 requests.
 MOST_MIB = 2.0

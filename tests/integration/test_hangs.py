@@ -25,7 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BEGINNING = "Return the sum of all numbers of the list. " * 4
 PROMPTS = [BEGINNING * (index % 2) + f"def number_{index}(" + "a, " * (3 * index) for index in range(6)]
-NEW_TOKENS = 256
+NEW_TOKENS = 600
 # Within 10 s on two quiet cores; this is for machines that do other things as well.
 BOUND_S = 40.0
 
