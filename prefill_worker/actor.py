@@ -185,7 +185,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
             self._instance.compute.cancel_all()
 
     def _no_longer_expect(self, keys: Iterable[RequestKey]) -> None:
-        """These requests were cancelled. Prompts that nobody wants any more do not make others wait for their KV."""
+        """These requests were cancelled. Prompts that are no longer wanted do not make others wait for their KV."""
         groups = {id(group): group for key in keys if (group := self._expected.pop(key, None)) is not None}
         for wanted in self._expected.values():
             groups.pop(id(wanted), None)
