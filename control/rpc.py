@@ -7,8 +7,9 @@ With TLS (`control/tls.py`), all traffic is encrypted, including the token, and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
-from collections.abc import AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -151,20 +152,21 @@ def open_channel(address: str, token: str) -> TokenChannel:
 
 async def one_answer(call: Awaitable[Message]) -> Message:
     """The message that a server answers with. Raises UnavailableError if there is none, for whatever reason."""
-    try:
+    with _unavailable():
         return await call
-    except grpc.aio.AioRpcError as error:
-        raise UnavailableError(error.code().name) from error
-    except asyncio.CancelledError as error:
-        if task_is_cancelled():
-            raise
-        raise UnavailableError("its channel was closed") from error
 
 
 async def whole_answer(call: AsyncIterable[Message]) -> list[Message]:
     """All messages that a server streams. Raises UnavailableError if the stream breaks before its end."""
-    try:
+    with _unavailable():
         return [message async for message in call]
+
+
+@contextlib.contextmanager
+def _unavailable() -> Iterator[None]:
+    """A call that fails raises UnavailableError. gRPC reports a closed channel as a cancellation of the caller."""
+    try:
+        yield
     except grpc.aio.AioRpcError as error:
         raise UnavailableError(error.code().name) from error
     except asyncio.CancelledError as error:

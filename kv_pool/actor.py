@@ -280,7 +280,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         elif kind == "pin":
             self._pin(self._pool, writer, message, outbox)
         elif kind == "unpin":
-            self._deliver(self._pool.drop([(key_from_proto(message.unpin.key), message.unpin.kv_tokens)]))
+            self._deliver(self._pool.unpin(key_from_proto(message.unpin.key), message.unpin.kv_tokens))
         elif kind == "cache":
             outbox.put(self._cache(self._pool, writer, message))
         self._announce()

@@ -201,6 +201,11 @@ class KvPool(ShardBlocks):
         except TransferError:  # no room for the record
             return mine or Holding(key, 0, ()), []
 
+    def unpin(self, key: RequestKey, kv_tokens: int) -> list[Grant]:
+        """End a `pin` of so many tokens; the request goes on. KV that it can be decoded from stays."""
+        held = self._holdings.get(key.request_id)
+        return self.drop([(key, kv_tokens)]) if held is not None and held.payload is None else []
+
     def keep(self, name: str, block_ids: Sequence[int], payload: bytes) -> tuple[Holding, list[Grant]]:
         """Hold these blocks, just `indexed`, under `name` until `let_go`, in place of what it held.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -41,7 +42,12 @@ class DirectShard:
         return taken
 
     async def take(self, count: int) -> list[int]:
+        while len(self.at_hand) < count:  # noqa: ASYNC110  # there is no event for this
+            await asyncio.sleep(0.001)
         return self.take_some(count)
+
+    def unpin(self, key: RequestKey, base: Base) -> None:
+        self.pool.unpin(key, base.tokens)
 
     def give(self, block_ids: Iterable[int]) -> None:
         self.at_hand += block_ids

@@ -53,6 +53,21 @@ def states(pool: KvPool) -> tuple[int, int, int]:
     return counts.free, counts.owned, counts.cached
 
 
+def test_a_pin_ends_before_its_request_and_what_can_be_decoded_from_stays(pool: KvPool) -> None:
+    commit(pool, A, PROMPT)
+    pool.release([A])
+    pool.pin(B, ROOT, PROMPT, 1000)
+    pool.unpin(B, 8)  # of another length: the request has something else by now
+    assert states(pool) == (17, 3, 0)
+    pool.unpin(B, 12)
+    assert states(pool) == (17, 0, 3)
+    blocks = leased(pool, PREFILL, 4)
+    pool.commit(PREFILL, B, 14, blocks, payload=b"spec", token_ids=PROMPT, root=ROOT)
+    pool.unpin(B, 14)
+    assert states(pool)[1] == 4
+    pool.check_integrity()
+
+
 def test_full_blocks_are_cached_after_their_request_and_pinned_by_the_next(pool: KvPool) -> None:
     blocks = commit(pool, A, PROMPT)
     assert states(pool) == (16, 4, 0)

@@ -403,39 +403,6 @@ async def test_a_prompt_whose_base_lies_in_another_shard_is_committed_whole_in_t
     to_pool.close()
 
 
-async def test_a_prompt_that_waits_for_room_lets_go_of_its_cached_base_and_is_committed_whole(cell: Cell) -> None:
-    own = cell.shards["kv_pool-0"].store
-    to_pool, copier = HostChannel(cell.cache, own), Copier(verify=True, timeout_s=TIMEOUT_S)
-    cell.cache.blocks[:] = np.random.default_rng(4).integers(0, 256, cell.cache.blocks.shape, dtype=np.uint8)
-    held = await asyncio.wait_for(cell.writer.take(2), 10.0)
-    await cell.writer.commit(RequestKey("r", 1), 32, held)
-    others = await asyncio.wait_for(cell.writer.take(BLOCKS - len(held)), 10.0)
-    let_go: list[RequestKey] = []
-
-    def unpin(pin: RequestKey, base: Base) -> None:
-        let_go.append(pin)
-        cell.writer.unpin(pin, base.tokens)
-
-    base = Base(32, held, own.checksums(held), "kv_pool-0", here=True, cached=True)
-    spec = RequestSpec(RequestKey("r", 1), list(range(40)), SamplingParams(), [1])
-    job = PrefilledJob(spec.key, [spec], list(range(40)), [5, 6, 7], base)
-    offloader = Offloader("prefill-0", cell.writer, copier, to_pool, "kv_pool-0", PLAN.block_size, None, unpin)
-    waiting = asyncio.ensure_future(offloader.offload(job))
-    await asyncio.sleep(0.05)
-    assert not let_go
-    offloader.give_up_pins()
-    await asyncio.sleep(0.05)
-    assert (let_go, waiting.done()) == ([spec.key], False)
-    cell.writer.give(others[:1])  # with the two that it held
-    (prefilled,), gone = await asyncio.wait_for(waiting, 10.0)
-    assert (prefilled.kv_tokens, prefilled.blocks, prefilled.shared_blocks, gone) == (40, 3, 0, [])
-    stored = (await cell.attachment.read("kv_pool-0", [spec.key], 64))[spec.key]
-    assert own.checksums(stored.block_ids) == cell.cache.checksums([5, 6, 7])
-    assert offloader.blocks == 3
-    copier.close()
-    to_pool.close()
-
-
 async def test_what_another_shard_has_all_of_is_not_written_at_all(cell: Cell) -> None:
     to_pool = HostChannel(cell.cache, cell.shards["kv_pool-0"].store)
     copier = Copier(verify=False, timeout_s=TIMEOUT_S)

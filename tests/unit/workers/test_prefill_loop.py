@@ -66,15 +66,21 @@ class NotingRunner:
         return torch.zeros(len(items), 8)
 
 
-def test_prompts_that_have_not_begun_let_go_of_what_is_cached_in_a_full_shard() -> None:
-    fetched: list[RequestKey] = []
+@dataclass
+class NotingFetch:
+    """Copies nothing, and is done at once."""
 
-    def fetch(lead: RequestKey, base: Base, block_ids: Sequence[int]) -> Completion:
-        fetched.append(lead)
+    fetched: list[tuple[str, list[int], list[int], int]] = field(default_factory=list)
+
+    def __call__(self, pin: RequestKey, base: Base, block_ids: Sequence[int]) -> Completion:
+        self.fetched.append((pin.request_id, base.block_ids, base.checksums, len(block_ids)))
         done = Completion("fetch")
         done.finish()
         return done
 
+
+def test_prompts_that_have_not_begun_let_go_of_what_is_cached_in_a_full_shard() -> None:
+    fetch = NotingFetch()
     posted: queue.Queue[Computed] = queue.Queue()
     runner: Any = NotingRunner()
     allocator = BlockAllocator(16, "cache")
@@ -91,19 +97,12 @@ def test_prompts_that_have_not_begun_let_go_of_what_is_cached_in_a_full_shard() 
     finally:
         loop.stop()
     assert [one for each in computed for one in each.let_go] == [(RequestKey("a"), full)]
-    assert fetched == [RequestKey("b")]
+    assert fetch.fetched == [("b", [20, 21], [], 2)]
     assert sorted(len(item.token_ids) for item in runner.items) == [1, 9]
 
 
 def test_prompts_with_one_cached_beginning_hold_its_blocks_once() -> None:
-    fetched: list[tuple[list[int], list[int], int]] = []
-
-    def fetch(lead: RequestKey, base: Base, block_ids: Sequence[int]) -> Completion:
-        fetched.append((base.block_ids, base.checksums, len(block_ids)))
-        done = Completion("fetch")
-        done.finish()
-        return done
-
+    fetch = NotingFetch()
     posted: queue.Queue[Computed] = queue.Queue()
     runner: Any = NotingRunner()
     allocator = BlockAllocator(16, "cache")
@@ -120,7 +119,7 @@ def test_prompts_with_one_cached_beginning_hold_its_blocks_once() -> None:
             jobs += posted.get(timeout=10.0).prefilled
     finally:
         loop.stop()
-    assert fetched == [([20, 21], [200, 210], 2), ([22], [220], 1)]
+    assert fetch.fetched == [("a", [20, 21], [200, 210], 2), ("b", [22], [220], 1)]
     assert [len(item.token_ids) for item in runner.items] == [1, 1, 1]
     assert len({tuple(item.block_ids[:2]) for item in runner.items}) == 1
     assert allocator.owned_blocks == 3 + 2 + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ FIRST, SECOND, THIRD = (RequestKey(name) for name in ("first", "second", "third"
 
 def offloader_of(shard: DirectShard) -> Offloader:
     writer: Any = shard
-    return Offloader("prefill-0", writer, Copier(verify=True, timeout_s=10.0), shard.channel(), "kv_pool-0", 4)
+    copier = Copier(verify=True, timeout_s=10.0)
+    return Offloader("prefill-0", writer, copier, shard.channel(), "kv_pool-0", 4, let_go=shard.unpin)
 
 
 @pytest.mark.parametrize("others", [[SECOND], [SECOND, THIRD]])
@@ -63,6 +65,42 @@ async def test_a_beginning_that_is_held_is_kept() -> None:
     offloader = offloader_of(shard)
     ((one,), _) = await offloader.offload(job)
     assert (one.blocks, one.shared_blocks, offloader.blocks) == (3, 2, 1)
+
+
+async def test_a_prompt_that_waits_for_room_lets_go_of_its_beginning_and_is_written_in_full() -> None:
+    shard = DirectShard()
+    base = shard.pin(FIRST)
+    others, shard.at_hand = shard.at_hand, []
+    job = PrefilledJob(FIRST, [RequestSpec(FIRST, PROMPT, SamplingParams(), [1])], PROMPT, [5, 6, 7], base, pin=FIRST)
+    offloader = offloader_of(shard)
+    waiting = asyncio.ensure_future(offloader.offload(job))
+    await asyncio.sleep(0.02)
+    assert shard.pool.counts().owned == 2
+    offloader.give_up_pins()
+    await asyncio.sleep(0.02)
+    assert (shard.pool.counts().owned, waiting.done()) == (0, False)
+    shard.give(others)
+    ((one,), gone) = await waiting
+    assert (one.blocks, one.shared_blocks, offloader.blocks, gone) == (3, 0, 3, [])
+    held = shard.pool.holding("first")
+    assert held is not None
+    assert shard.store.checksums(held.block_ids) == shard.source.checksums([5, 6, 7])
+
+
+async def test_a_prompt_that_waits_for_room_may_be_cancelled_as_it_lets_go() -> None:
+    shard = DirectShard()
+    base = shard.pin(FIRST)
+    others, shard.at_hand = shard.at_hand, []
+    job = PrefilledJob(FIRST, [RequestSpec(FIRST, PROMPT, SamplingParams(), [1])], PROMPT, [5, 6, 7], base, pin=FIRST)
+    offloader = offloader_of(shard)
+    waiting = asyncio.ensure_future(offloader.offload(job))
+    await asyncio.sleep(0.02)
+    offloader.give_up_pins()
+    assert offloader.cancel(FIRST)
+    assert await waiting == ([], [FIRST])
+    assert offloader.idle
+    shard.give(others)
+    assert len(shard.at_hand) == 10
 
 
 async def test_a_beginning_without_anything_else_that_can_be_kept_fails() -> None:
