@@ -25,7 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BEGINNING = "Return the sum of all numbers of the list. " * 4
 PROMPTS = [BEGINNING * (index % 2) + f"def number_{index}(" + "a, " * (3 * index) for index in range(6)]
-NEW_TOKENS = 600
+NEW_TOKENS = 128
 # Within 10 s on two quiet cores; this is for machines that do other things as well.
 BOUND_S = 40.0
 
@@ -98,7 +98,8 @@ async def test_a_worker_that_hangs_is_replaced_and_every_answer_is_what_it_would
     undisturbed = served.undisturbed = served.undisturbed or await served.answers()
     role_id = f"{role}-0"
     old = served.cluster.peer(role_id)
-    order = served.folder / f"hang-{role}"
+    order, slow = served.folder / f"hang-{role}", served.folder / "slow-decode"
+    slow.touch()  # or a fast machine ends the streams before the fault
     if role == "prefill":  # it hangs in the first pass of the prompts that come now
         await until(lambda: not served.beat(role_id).busy)
         order.touch()
@@ -118,6 +119,7 @@ async def test_a_worker_that_hangs_is_replaced_and_every_answer_is_what_it_would
             await served.cluster.supervisor.wait_changed(0.05)
         assert served.tokens == 0 if role == "prefill" else served.under_way()
     finally:
+        slow.unlink()
         order.unlink(missing_ok=True)  # or its successor hangs, too, and the next test with it
     await served.cluster.wait_restarted(role_id, old.process.incarnation)
     assert time.monotonic() - begun < BOUND_S
@@ -128,11 +130,14 @@ async def test_a_worker_that_hangs_is_replaced_and_every_answer_is_what_it_would
 async def test_a_worker_that_is_stopped_for_a_moment_goes_on(served: Served) -> None:
     undisturbed = served.undisturbed = served.undisturbed or await served.answers()
     old = served.cluster.peer("decode-0")
+    slow = served.folder / "slow-decode"
+    slow.touch()
     running = asyncio.create_task(served.answers())
     await until(served.under_way)
     served.cluster.kill("decode-0", signal.SIGSTOP)
     await asyncio.sleep(0.4)
     assert served.under_way()
+    slow.unlink()
     served.cluster.kill("decode-0", signal.SIGCONT)
     assert await running == undisturbed
     assert served.cluster.peer("decode-0").process == old.process

@@ -125,8 +125,9 @@ async def test_what_dies_while_a_prompt_is_asked_for_costs_no_request(served: Se
 
 async def test_a_gateway_that_dies_while_it_is_asked_for_prompts_leaves_nothing(served: Served) -> None:
     served.gate.shut()
-    async with joined_gateway(served.cluster.join_info(), gateway_id="gateway-1") as other:
-        lost = asyncio.create_task(served.ask(WORDS[0], http_to(other, 60.0)))
+    join = served.cluster.join_info()
+    async with joined_gateway(join, gateway_id="gateway-1") as other, http_to(other, 60.0) as http:
+        lost = asyncio.create_task(served.ask(WORDS[0], http))
         await seen(lambda: bool(served.gate.asked))
     with pytest.raises((AssertionError, httpx.HTTPError)):
         await lost

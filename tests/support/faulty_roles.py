@@ -1,13 +1,15 @@
-"""The real roles, whose forward passes hang on request.
+"""The real roles, whose forward passes hang or are slow on request.
 
 `python -m support.faulty_roles` is `role_main` with them. `FAULTY_FOLDER` in the environment names a
 folder. While it has a file `hang-<role>`, the passes of that role do not return, but its heartbeats go on.
+While it has a file `slow-<role>`, each pass begins 0.1 s late.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,14 @@ FOLDER = "FAULTY_FOLDER"
 def _install(role: str) -> None:
     from alignedserve.engine.runner import ModelRunner
 
-    order, forward = Path(os.environ[FOLDER]) / f"hang-{role}", ModelRunner.forward
+    folder, forward = Path(os.environ[FOLDER]), ModelRunner.forward
+    hang, slow = folder / f"hang-{role}", folder / f"slow-{role}"
 
     def faulty(self: ModelRunner, items: Any, on_layer: Any = None) -> Any:
-        if order.exists():
+        if hang.exists():
             threading.Event().wait()
+        if slow.exists():
+            time.sleep(0.1)
         return forward(self, items, on_layer)
 
     ModelRunner.forward = faulty  # type: ignore[method-assign]

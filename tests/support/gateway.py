@@ -82,9 +82,12 @@ def _settings(gateway_id: str, tree: Mapping[str, Any], **told: Any) -> RoleSett
     return RoleSettings(role=GatewayServer.role, id=gateway_id, config=tree, cluster_id="", device="", **told)
 
 
-def http_to(server: GatewayServer, timeout_s: float) -> httpx.AsyncClient:
-    """A client of the gateway's HTTP interface, without a socket."""
+@contextlib.asynccontextmanager
+async def http_to(server: GatewayServer, timeout_s: float) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the gateway's HTTP interface on a port of its own: httpx's ASGITransport would keep streams back."""
     import httpx
 
-    transport = httpx.ASGITransport(server.asgi_app)
-    return httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=timeout_s)
+    async with StandaloneGateway(server) as listening:
+        url = f"http://127.0.0.1:{listening.port}"
+        async with httpx.AsyncClient(base_url=url, timeout=timeout_s) as client:
+            yield client
