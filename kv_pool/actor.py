@@ -73,6 +73,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._copies = PairedCopiesService(settings, self.process, self._stores, (GLOO,), timeout_s, writable=False)
         self._disk: DiskTier | None = None  # None until `on_start`, or without `kv_pool.disk_gib`
         self._cluster_served = False  # whether the cluster was ready before this process was
+        self._cluster_ends = False  # the shard's memory ends with this process
         # Messages about the prefix cache. It has the pins, and knows nothing of them until `on_start`.
         self._prefixes = PrefixCacheService(
             settings.id, self.config.kv_pool.pinned_fraction, self._settled, self._changed
@@ -116,6 +117,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self.set_state("ready")
 
     async def on_view(self, view: sv.ClusterView) -> None:
+        self._cluster_ends = view.ending
         if view.store_plan and view.model_info and not self._plan.done():
             self._cluster_served = view.was_ready
             self._plan.set_result((ModelInfo.from_json(view.model_info), StorePlan.from_json(view.store_plan)))
@@ -171,7 +173,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         await self._copies.close()
         await self._recounted()
         if self._disk is not None:
-            await self._disk.close()
+            await self._disk.close(flush=self._cluster_ends)
         if self._store is not None:
             self._store.close()
 

@@ -379,10 +379,7 @@ class PrefixIndex:
     def _all(self) -> tuple[Ids, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The blocks with valid entries, their depths, and their parents (-1 for a chain's first block)."""
         ids = self.entries.valid()
-        depths = (self.entries.words[:, META][ids] & np.uint64(0xFFFFFFFF)).astype(np.int64)
-        parents = self.entries.words[:, PARENT][ids].astype(np.int64)
-        parents[depths == 0] = NONE
-        return ids, depths, parents
+        return ids, self.depths(ids), self.parents(ids)
 
     # ---- accounting
 
@@ -411,6 +408,12 @@ class PrefixIndex:
         """Numbers of these indexed blocks in their chains."""
         depths: npt.NDArray[np.int64] = (self.entries.words[:, META][ids] & np.uint64(0xFFFFFFFF)).astype(np.int64)
         return depths
+
+    def parents(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """The blocks that these indexed blocks continue; -1 for a chain's first block."""
+        parents: npt.NDArray[np.int64] = self.entries.words[:, PARENT][ids].astype(np.int64)
+        parents[self.depths(ids) == 0] = NONE
+        return parents
 
 
 def _levels(depths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:

@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -114,9 +114,15 @@ class Demotion:
         counts = self._shard.pool.counts()
         return counts.free - counts.leased < counts.capacity * LOW_SHARE and not self.breaker.open
 
-    async def step(self) -> bool:
-        """Write one batch. Returns whether blocks of it are on disk now."""
-        going = await self._threads.future(self._threads.start(self._going_next))
+    async def flush(self) -> None:
+        """Write all cached blocks that have no copy, prefixes that would go last first. `run` must have ended."""
+        self._ahead = self._shard.store.capacity_blocks
+        while not self.breaker.open and await self.step(self._ends_last_first):
+            pass
+
+    async def step(self, which: Callable[[], list[int]] | None = None) -> bool:
+        """Write one batch of what `which` returns: by default what goes next. Returns whether any is on disk now."""
+        going = await self._threads.future(self._threads.start(which or self._going_next))
         await self._shard.settled()
         parts = self._choose(going)
         try:
@@ -133,6 +139,11 @@ class Demotion:
         ids = index.queue.next_ones(ids, index.depths(ids), self._ahead)
         going: list[int] = ids[~self._copies.there(ids)].tolist()
         return going
+
+    def _ends_last_first(self) -> list[int]:
+        """Of the blocks of `_going_next` those that no other one continues. Its last one comes first."""
+        ids = np.array(self._going_next(), np.int32)
+        return ids[~np.isin(ids, self._shard.index.parents(ids))][::-1].tolist()
 
     def _choose(self, going: list[int]) -> list[_Part]:
         index, cached = self._shard.index, self._shard.pool.cached_flags

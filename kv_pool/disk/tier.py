@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 OPEN_WITHIN_S = 5.0  # a shard does not wait longer for its disk before it serves
 AGAIN_S = 60.0
+FLUSH_S = 5.0  # less than the processes of a cluster that ends are given
 READERS, WRITERS = 4, 2  # threads: calls under way at once
 
 
@@ -254,13 +255,22 @@ class DiskTier:
         meaning = "reads of the disk tier that were predicted to take longer than computing"
         page.counter("disk_tier_declined_total", meaning, promotion.declined)
 
-    async def close(self) -> None:
-        """End all tasks. What is being written or read is lost. A call that hangs keeps the file open."""
+    async def close(self, *, flush: bool = False) -> None:
+        """End all tasks. `flush`: write what is cached and not on disk first, for at most `FLUSH_S`.
+
+        What is being read, or written by then, is lost. A call that hangs keeps the file open.
+        """
         self._thread.close()
         await end_tasks([*filter(None, [self._opening]), *self._working])
         if (opened := self._opened) is None:
             return
         self._opened = None
         await end_tasks([opened.demoting])
+        if flush:
+            flushing = asyncio.get_running_loop().create_task(opened.demotion.flush())
+            _, late = await asyncio.wait({flushing}, timeout=FLUSH_S)
+            if late:
+                logger.warning("some cached blocks are not on disk: writing them would take over %.0f s", FLUSH_S)
+            await end_tasks([flushing])
         if all([await opened.promotion.close(), await opened.demotion.close()]):
             opened.file.close()

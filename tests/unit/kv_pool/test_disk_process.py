@@ -113,6 +113,21 @@ async def test_what_was_cached_comes_from_disk_after_a_restart_of_all(tmp_path: 
                     await asyncio.sleep(0.01)  # the hint has begun to read
 
 
+async def test_what_is_in_memory_only_is_written_when_the_cluster_ends(tmp_path: Path) -> None:
+    async with node(tmp_path, "first") as agent, shard(agent, tmp_path / "kv") as (server, address):
+        writer = PoolWriter(WRITER, TOKEN, 0)
+        await writer.connect(address)
+        blocks = await asyncio.wait_for(writer.take(6), 10.0)
+        await writer.cache(RequestKey("r"), cached_prefix(PROMPT, b""), 0, blocks, [])
+        await writer.close()
+        assert server._disk is not None
+        assert server._disk.count().cached == 0
+        await server.on_view(sv.ClusterView(ending=True))
+    async with node(tmp_path, "second") as agent, shard(agent, tmp_path / "kv") as (server, _):
+        assert server._disk is not None
+        assert server._disk.count().cached == 6
+
+
 async def test_a_folder_that_cannot_be_used_is_an_error_at_the_first_start_only(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("not a folder")
     async with node(tmp_path, "node") as agent:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.geometry import KvGeometry
-from alignedserve.kv_pool.disk import promotion
+from alignedserve.kv_pool.disk import promotion, tier
 from alignedserve.kv_pool.disk.breaker import FIRST_PAUSE_S, MOST_FAULTS
 from alignedserve.kv_pool.disk.layout import PAGE_BYTES
 from alignedserve.kv_pool.disk.shard import DISK
@@ -110,6 +110,36 @@ def test_only_what_goes_next_is_written_and_only_while_few_blocks_are_free(make:
     assert rig.opened.demotion._is_due()
     rig.demote()
     assert (on_disk(rig, A), on_disk(rig, B)) == (5, 0)  # two blocks go next: the last ones of the oldest prefix
+
+
+def test_what_is_cached_is_written_when_the_cluster_ends(make: Make) -> None:
+    first = opened(make(ahead=2))
+    cache(first, A)
+    cache(first, [*A[:8], *B])
+    first.run(first.tier.close(flush=True))
+    assert not first.calls.fds
+    second = opened(make())
+    assert (on_disk(second, A), on_disk(second, [*A[:8], *B])) == (5, 7)
+
+
+def test_what_would_go_last_is_written_first_and_a_slow_disk_holds_up_no_end(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tier, "FLUSH_S", 0.05)
+    first = opened(make())
+    cache(first, A)
+    cache(first, B)
+    monkeypatch.setattr(first.opened.demotion, "_most", 5)  # blocks that are written at once
+    HeldThreads.held = True
+    closing = first.begin(first.tier.close(flush=True))
+    first.work(4)  # what goes last is known, and written in two parts, then its entries
+    while not closing.done():
+        first.spin()
+    HeldThreads.held = False
+    assert "are not on disk" in caplog.text
+    first.kill()
+    second = opened(make())
+    assert (on_disk(second, A), on_disk(second, B)) == (0, 5)
 
 
 def test_a_block_whose_place_is_wanted_while_it_is_written_is_given_up(make: Make) -> None:
