@@ -143,7 +143,8 @@ class Demotion:
     def _ends_last_first(self) -> list[int]:
         """Of the blocks of `_going_next` those that no other one continues. Its last one comes first."""
         ids = np.array(self._going_next(), np.int32)
-        return ids[~np.isin(ids, self._shard.index.parents(ids))][::-1].tolist()
+        ends: list[int] = ids[~np.isin(ids, self._shard.index.parents(ids))][::-1].tolist()
+        return ends
 
     def _choose(self, going: list[int]) -> list[_Part]:
         index, cached = self._shard.index, self._shard.pool.cached_flags
