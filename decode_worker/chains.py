@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from alignedserve.kv_pool.prefix_chain import block_chain
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.scheduler.instance.resident import BlockChain
 
@@ -19,4 +18,4 @@ def chain_of(stored: pb.StoredRequest, block_size: int, *, caches: bool) -> Bloc
         tokens, salt = list(spec.prompt_token_ids), spec.group_id.encode()
     else:
         return None
-    return block_chain(tokens[: stored.kv_tokens], salt, block_size)
+    return BlockChain.of(tokens[: stored.kv_tokens], salt, block_size)

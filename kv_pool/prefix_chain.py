@@ -14,7 +14,6 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from alignedserve.errors import TransferError
-from alignedserve.scheduler.instance.resident import BlockChain
 
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
@@ -68,11 +67,3 @@ class Chain:
                 before = make(before + tokens[start : start + step])
                 found += before
         return found
-
-
-def block_chain(
-    token_ids: Sequence[int], salt: bytes, block_size: int, digest: Callable[[bytes], bytes] = digest
-) -> BlockChain | None:
-    """The full blocks of `token_ids`, for the caches of instances; None if there is none. `digest`: as for Chain."""
-    chain = Chain(root_digest(salt.hex()), token_ids, block_size, digest)
-    return BlockChain(chain.blocks, bytes(chain.digests(chain.blocks)), chain.tokens, salt) if chain.blocks else None

@@ -21,7 +21,6 @@ from alignedserve.engine.runner import ForwardItem, ModelRunner
 from alignedserve.engine.sampling.sampler import SampledToken, Sampler
 from alignedserve.errors import AlignedServeError, CancelledError, TransferError
 from alignedserve.grammar.compiled import Grammars
-from alignedserve.kv_pool.prefix_chain import block_chain
 from alignedserve.metrics import Page
 from alignedserve.prefill_worker.layerwise import Ahead, Layerwise, PassCopies
 from alignedserve.proto import gateway_pb2 as gw
@@ -29,6 +28,7 @@ from alignedserve.request import FinishReason, RequestKey, RequestSpec, Stage, T
 from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.prefill_chunks import Chunk, ChunkScheduler
+from alignedserve.scheduler.instance.resident import BlockChain
 from alignedserve.scheduler.priorities import rank_of
 from alignedserve.text import Tokenizer
 from alignedserve.transfer.completion import Completion
@@ -282,7 +282,7 @@ class PrefillLoop(ComputeThread[[]]):
             base_tokens = job.base.tokens if job.base is not None else 0
             chain = None
             if self._caches and base_tokens:
-                chain = block_chain(tokens[:base_tokens], first.cache_salt, self._runner.block_size)
+                chain = BlockChain.of(tokens[:base_tokens], first.cache_salt, self._runner.block_size)
             self._chunks.add(lead, len(tokens), base_tokens, rank_of(first.priority), chain)
         except Exception as error:  # if a request cannot be queued, only that request ends
             logger.warning("a prompt was refused: %s", error, extra={"request_id": lead.request_id})

@@ -1,38 +1,43 @@
 """Which leading blocks of a request another one already has in the same cache, so that both hold them.
 
-Prefixes are found by chained digests of their tokens, and are the same only if the tokens are. So a block's content is
-known by what it was computed from, never by a block id of another store, which may have been used again.
+Prefixes are found by their tokens, in a radix tree of whole blocks. So a block's content is known by what it was
+computed from, never by a block id of another store, which may have been used again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from alignedserve.errors import AccountingError
+
+_TOKEN_BYTES = array("I").itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class BlockChain:
     """The full blocks of a request's tokens, from the first on.
 
-    `digests`: a chained digest of each block, in `blocks` equal parts. `tokens`: their token ids, in as many equal
-    parts. `salt`: only requests of the same salt share blocks.
+    `tokens`: their token ids, in `blocks` equal parts. `salt`: only requests of the same salt share blocks.
     """
 
     blocks: int
-    digests: bytes
     tokens: bytes
     salt: bytes
 
-    def digest(self, block: int) -> bytes:
-        """It names this block and everything before it."""
-        size = len(self.digests) // self.blocks
-        return self.digests[block * size : (block + 1) * size]
+    @classmethod
+    def of(cls, token_ids: Sequence[int], salt: bytes, block_size: int) -> BlockChain | None:
+        """None if there is no full block. Raises OverflowError if a token id does not fit in 32 bits."""
+        blocks = len(token_ids) // block_size
+        return cls(blocks, array("I", token_ids[: blocks * block_size]).tobytes(), salt) if blocks else None
 
-    def begins_like(self, other: BlockChain, blocks: int) -> bool:
-        """Whether the first `blocks` blocks of both, at least 1, have the same tokens and salt."""
-        end = len(self.tokens) // self.blocks * blocks
-        return self.tokens[:end] == other.tokens[:end] and self.salt == other.salt
+    @property
+    def block_bytes(self) -> int:
+        return len(self.tokens) // self.blocks
 
 
 @dataclass(eq=False, slots=True)
@@ -42,68 +47,138 @@ class Resident:
     chain: BlockChain
     block_ids: list[int]
     filled: bool
+    end: _Node | None = None  # where its chain ends in the tree; None: none of it is there
 
 
-@dataclass(slots=True)
-class _Entry:
-    """A block that can be found. Any prefixes may have one digest, so `place` and `block_id` say which one it is."""
+@dataclass(eq=False, slots=True)
+class _Node:
+    """Blocks that follow one another, up to where requests part or end."""
 
-    source: Resident  # that had its block allocated; it may have left
-    place: int  # of the block in its chain
-    block_id: int
-    holders: int  # requests that hold the block, and so those before it
+    tokens: bytes
+    block_ids: list[int]
+    source: Resident | None  # that had the last of the blocks allocated; it may have left. None: a root
+    parent: _Node | None
+    holders: int = 0  # requests whose chains go through it or end with it
+    children: dict[bytes, _Node] = field(default_factory=dict)  # by the tokens of their first blocks
 
 
 class ResidentPrefixes:
     """The prefixes of one cache. A block can be found as long as a request that entered with it has not left.
 
-    Entering and leaving cost O(blocks) of dictionary operations, `find` O(log blocks).
+    Each operation compares the tokens of one chain, and steps where requests part from it.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[bytes, _Entry] = {}
+        self._roots: dict[bytes, _Node] = {}  # by salt
 
     def find(self, chain: BlockChain) -> list[int] | None:
         """The blocks of the longest prefix of `chain` that is here; None if some of them are being filled."""
-        low, high = 0, chain.blocks  # what a block continues is here, too
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if chain.digest(middle) in self._entries else (low, middle)
-        if not low:
-            return []
-        entry = self._entries[chain.digest(low - 1)]
-        if not entry.source.filled:  # looked at first: many may wait for it, and comparing takes longer
-            return None
-        if entry.place != low - 1 or not chain.begins_like(entry.source.chain, low):
-            return []  # two prefixes have one digest: a miss
-        return entry.source.block_ids[:low]
+        block_ids: list[int] = []
+        last: _Node | None = None
+        for node, blocks in self._path(chain):
+            block_ids += node.block_ids[:blocks]
+            last = node
+        return block_ids if last is None or last.source is None or last.source.filled else None
 
     def enter(self, chain: BlockChain, block_ids: list[int], *, filled: bool = False) -> Resident:
         """A request holds `block_ids` for its chain: first those that `find` returned, then its own."""
         resident = Resident(chain, block_ids[: chain.blocks], filled)
-        for block, block_id in enumerate(resident.block_ids):
-            entry = self._entries.setdefault(chain.digest(block), _Entry(resident, block, block_id, 0))
-            entry.holders += entry.block_id == block_id
+        size, done = chain.block_bytes, 0
+        at = self._roots.setdefault(chain.salt, _Node(b"", [], None, None))
+        for node, blocks in self._path(chain):
+            if node.block_ids[:blocks] != resident.block_ids[done : done + blocks]:
+                raise AccountingError("a request does not share the blocks of its beginning that are in the cache")
+            done += blocks
+            at = node if blocks == len(node.block_ids) else self._part(node, blocks, size)
+        if done < chain.blocks:
+            own = _Node(chain.tokens[done * size :], resident.block_ids[done:], resident, at)
+            at.children[own.tokens[:size]] = own
+            at = own
+        resident.end = at
+        for node in _up(at):
+            node.holders += 1
         return resident
 
     def leave(self, resident: Resident) -> None:
         """The request no longer holds its blocks."""
-        for block, block_id in enumerate(resident.block_ids):
-            digest = resident.chain.digest(block)
-            entry = self._entries.get(digest)
-            if entry is not None and entry.block_id == block_id:
-                entry.holders -= 1
-                if not entry.holders:
-                    del self._entries[digest]
+        assert resident.end is not None
+        size = resident.chain.block_bytes
+        for node in list(_up(resident.end)):
+            node.holders -= 1
+            parent = node.parent
+            if parent is None:
+                if not node.holders:
+                    del self._roots[resident.chain.salt]
+            elif not node.holders:
+                del parent.children[node.tokens[:size]]
+            elif len(node.children) == 1:
+                self._join(node, size)
+        resident.end = None
+
+    def _path(self, chain: BlockChain) -> Iterator[tuple[_Node, int]]:
+        """The nodes that `chain` goes through, each with how many of its blocks, at least 1, are of the chain."""
+        tokens, size, at = chain.tokens, chain.block_bytes, 0
+        node = self._roots.get(chain.salt)
+        while node is not None and (node := node.children.get(tokens[at : at + size])) is not None:
+            if tokens.startswith(node.tokens, at):
+                yield node, len(node.block_ids)
+                at += len(node.tokens)
+            else:
+                yield node, _equal_bytes(tokens, at, node.tokens) // size
+                return
+
+    def _part(self, node: _Node, blocks: int, size: int) -> _Node:
+        """Make the first `blocks` blocks a node of their own, and return it. `node` keeps the others."""
+        assert node.parent is not None
+        end = blocks * size
+        first = _Node(node.tokens[:end], node.block_ids[:blocks], node.source, node.parent, node.holders)
+        node.parent.children[first.tokens[:size]] = first
+        node.tokens, node.block_ids, node.parent = node.tokens[end:], node.block_ids[blocks:], first
+        first.children[node.tokens[:size]] = node
+        return first
+
+    def _join(self, node: _Node, size: int) -> None:
+        """Make a node one with the only one that follows it, if the same requests hold both, and both are filled."""
+        (child,) = node.children.values()
+        assert node.parent is not None
+        assert child.source is not None
+        if child.holders == node.holders and (child.source is node.source or child.source.filled):
+            child.tokens, child.block_ids = node.tokens + child.tokens, node.block_ids + child.block_ids
+            child.parent = node.parent
+            node.parent.children[child.tokens[:size]] = child
 
     def check_integrity(self, residents: list[Resident]) -> None:
-        """Raises AccountingError if the entries are not those of `residents`."""
-        counted: dict[bytes, int] = {}
+        """Raises AccountingError if the tree is not that of `residents`."""
+        counted: Counter[_Node] = Counter()
         for resident in residents:
-            for block, block_id in enumerate(resident.block_ids):
-                digest = resident.chain.digest(block)
-                entry = self._entries.get(digest)
-                if entry is not None and entry.block_id == block_id:
-                    counted[digest] = counted.get(digest, 0) + 1
-        if counted != {digest: entry.holders for digest, entry in self._entries.items()}:
-            raise AccountingError("the prefixes that can be shared do not match the requests that hold them")
+            assert resident.end is not None
+            path = list(_up(resident.end))[::-1]
+            counted.update(path)
+            tokens = b"".join(node.tokens for node in path)
+            block_ids = [block for node in path for block in node.block_ids]
+            if (tokens, block_ids) != (resident.chain.tokens, resident.block_ids):
+                raise AccountingError("the prefixes that can be shared are not those of the requests that hold them")
+        todo = list(self._roots.values())
+        while todo:
+            node = todo.pop()
+            todo += node.children.values()
+            wrong = [child for child in node.children.values() if child.parent is not node]
+            if wrong or counted.pop(node, 0) != node.holders:
+                raise AccountingError("the prefixes that can be shared do not match the requests that hold them")
+        if counted:
+            raise AccountingError("requests hold prefixes that cannot be found")
+
+
+def _up(node: _Node | None) -> Iterator[_Node]:
+    """A node and what it continues, the root last."""
+    while node is not None:
+        yield node
+        node = node.parent
+
+
+def _equal_bytes(tokens: bytes, at: int, other: bytes) -> int:
+    """How many bytes of whole tokens are equal, from the beginning of `other`, which differs, on."""
+    count = min(len(tokens) - at, len(other)) // _TOKEN_BYTES
+    one = np.frombuffer(tokens, np.uint32, count, at)
+    differ = one != np.frombuffer(other, np.uint32, count)
+    return (int(differ.argmax()) if differ.any() else count) * _TOKEN_BYTES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from alignedserve.config import DecodeConfig
@@ -12,7 +12,6 @@ from alignedserve.decode_worker.endings import Ending, Endings
 from alignedserve.decode_worker.held import EvictionOrder, Outcome
 from alignedserve.decode_worker.loop import DecodeLoop
 from alignedserve.errors import TransferError
-from alignedserve.kv_pool.prefix_chain import block_chain
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
@@ -48,7 +47,7 @@ class Pull:
 class ScriptedCell:
     """A decode loop with a cache of `blocks` blocks. `overlap` is the argument of the loop.
 
-    `digest`: requests that begin alike share blocks, found by it, and answers are cached; None: without a prefix cache.
+    `caches`: requests that begin alike share blocks, and answers are cached.
     """
 
     blocks: int
@@ -56,7 +55,7 @@ class ScriptedCell:
     overlap: bool | None
     config: DecodeConfig = field(default_factory=DecodeConfig)
     engine_overlaps: bool = True
-    digest: Callable[[bytes], bytes] | None = None
+    caches: bool = False
 
     def __post_init__(self) -> None:
         self.clients: dict[RequestKey, Client] = {}
@@ -69,7 +68,7 @@ class ScriptedCell:
         self.allocator = BlockAllocator(self.blocks, "cache")
         self.scheduler = IterationScheduler(self.config, self.allocator, self.block_size)
         self.engine = ScriptedDecode({}, self.blocks, self.block_size, self.engine_overlaps)
-        endings = None if self.digest is None else Endings(self.allocator, self.block_size, POOL)
+        endings = Endings(self.allocator, self.block_size, POOL) if self.caches else None
         if endings is not None:
             endings._most = MOST_CACHING  # a share of this small cache would be nothing
         self.loop = DecodeLoop(
@@ -198,10 +197,10 @@ class ScriptedCell:
         return self.pulls[-1].completion
 
     def _chain_of(self, stored: pb.StoredRequest) -> BlockChain | None:
-        if self.digest is None:
+        if not self.caches:
             return None
         tokens = [*stored.spec.prompt_token_ids, *stored.spec.output_token_ids]
-        return block_chain(tokens[: stored.kv_tokens], stored.spec.cache_salt, self.block_size, self.digest)
+        return BlockChain.of(tokens[: stored.kv_tokens], stored.spec.cache_salt, self.block_size)
 
     def _text(self, client: Client, tokens: int) -> list[int]:
         return [*client.script.prompt, *client.tokens][:tokens]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from alignedserve.config import DecodeConfig
 from alignedserve.scheduler.instance.plan import BufferKind
-from support.chains import DIGESTS
 from support.machines import machine_settings
 from support.scripted_cell import BUFFER, POOL, Client, ScriptedCell
 from support.scripted_decode import Script
@@ -27,7 +24,7 @@ class LoopMachine(RuleBasedStateMachine):
         watermark=st.sampled_from((0, 0, 1, 3)),
         join_iterations=st.sampled_from((1, 1, 4)),
         overlap=st.sampled_from((True, True, False)),
-        digest=st.sampled_from((None, *DIGESTS)),
+        caches=st.sampled_from((True, True, False)),
     )
     def start(
         self,
@@ -36,13 +33,12 @@ class LoopMachine(RuleBasedStateMachine):
         max_running: int,
         watermark: int,
         join_iterations: int,
-        digest: Callable[[bytes], bytes] | None,
         *,
         overlap: bool,
+        caches: bool,
     ) -> None:
-        """`digest`: of a prefix cache, if there is one; most give different prefixes the same."""
         config = DecodeConfig(max_running=max_running, watermark_blocks=watermark, join_iterations=join_iterations)
-        self.cell = ScriptedCell(blocks, block_size, overlap, config, digest=digest)
+        self.cell = ScriptedCell(blocks, block_size, overlap, config, caches=caches)
         self.room = blocks * block_size
 
     def clients(self, where: str) -> list[Client]:

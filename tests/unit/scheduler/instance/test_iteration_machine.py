@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,7 +15,7 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.instance.pace import Pace
 from alignedserve.scheduler.instance.plan import BufferKind, CancelOutcome, Candidate, Evict, IterationPlan, Join
-from support.chains import DIGESTS, chain_of
+from support.chains import chain_of
 from support.machines import machine_settings
 
 NUMBERS = st.integers(0, 9)
@@ -60,7 +59,6 @@ class IterationMachine(RuleBasedStateMachine):
         join_window=st.sampled_from((None, 0.0, 0.25)),
         prompts=st.lists(st.integers(1, 30), min_size=4, max_size=4),
         objective_s=st.sampled_from((None, None, 1.0, 150.0, 300.0)),
-        digest=st.sampled_from(DIGESTS),
     )
     def start(
         self,
@@ -73,7 +71,6 @@ class IterationMachine(RuleBasedStateMachine):
         join_window: float | None,
         prompts: list[int],
         objective_s: float | None,
-        digest: Callable[[bytes], bytes],
     ) -> None:
         """With an objective a token takes a second in an iteration; joins count each member with all its growth."""
         self.allocator = BlockAllocator(capacity, "decode-0")
@@ -89,7 +86,6 @@ class IterationMachine(RuleBasedStateMachine):
             pace=None if objective_s is None else Pace(objective_s, sum),
         )
         self.known: dict[RequestKey, Known] = {}
-        self.digest = digest
         self.content: dict[int, tuple[object, ...]] = {}  # block -> salt, and the tokens up to its end
         self.failed_out = 0  # failed copies out: as many requests may run beyond `max_running`
         self.now_s = 0.0
@@ -121,7 +117,7 @@ class IterationMachine(RuleBasedStateMachine):
     def offer(self, number: int, more: int, most: int, kind: BufferKind, batch_id: int) -> None:
         key = key_of(number)
         prompt = self.prompts[number // GROUP_SIZE]
-        chain = chain_of(self.words(key, prompt + more), self.block_size, salt_of(key), self.digest)
+        chain = chain_of(self.words(key, prompt + more), self.block_size, salt_of(key))
         candidate = Candidate(key, prompt + more, prompt + more + most, chain, kind, batch_id)
         self.scheduler.offer(candidate, self.now_s)
         known = self.known.get(key)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from alignedserve.errors import AccountingError, InvalidRequestError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.prefill_chunks import Chunk, ChunkScheduler
-from support.chains import DIGESTS, chain_of
+from support.chains import chain_of
 from support.machines import machine_settings
 
 KEYS = st.integers(0, 5).map(lambda number: RequestKey(str(number)))
@@ -54,10 +53,6 @@ class ChunksMachine(RuleBasedStateMachine):
         self.allocator = BlockAllocator(CAPACITY, "prefill-0")
         self.chunks = ChunkScheduler(self.allocator, BLOCK)
         self.model = Model()
-
-    @initialize(digest=st.sampled_from(DIGESTS))
-    def start(self, digest: Callable[[bytes], bytes]) -> None:
-        self.digest = digest
         self.content: dict[int, list[str]] = {}  # block -> the tokens up to its end, of blocks that were fetched
 
     def note_starts(self) -> None:
@@ -85,7 +80,7 @@ class ChunksMachine(RuleBasedStateMachine):
             with pytest.raises(InvalidRequestError):
                 self.chunks.add(key, tokens, start)
         elif key not in self.model.prompts:
-            self.chunks.add(key, tokens, start, chain=chain_of(words(key, start), BLOCK, digest=self.digest))
+            self.chunks.add(key, tokens, start, chain=chain_of(words(key, start), BLOCK))
             self.model.prompts[key] = Prompt(tokens, start, start, to_fetch=start > 0)
 
     @rule(budget=st.integers(0, 20), most=st.integers(0, 4))
