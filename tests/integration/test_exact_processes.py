@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from alignedserve.request import SamplingParams
 from alignedserve.testing.models import KINDS, make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 from support.driver import Answer, Driver
+from support.faulty_roles import FOLDER
 from support.held import wait_nothing_held
 
 NEW_TOKENS = 48
@@ -42,21 +42,23 @@ def config_for(folder: Path, *, prefetch: bool) -> Config:
             "prefill": {"token_budget": 64},
             "decode": {"cache_blocks": 110, "join_iterations": 1, "overlap": "auto" if prefetch else "on"},
             "scheduler": {"min_batch_requests": 4, "starvation_after_s": 2.0},
-            "supervisor": {"heartbeat_s": 0.2, "fence_after_s": 60.0},
+            "supervisor": {"heartbeat_s": 0.2, "fence_after_s": 60.0, "stall_after_s": 60.0},
         }
     )
 
 
-async def serve(config: Config, prompts: list[list[int]], sampling: SamplingParams) -> Run:
-    async with LocalCluster(config) as cluster:
+async def serve(config: Config, prompts: list[list[int]], sampling: SamplingParams, orders: Path) -> Run:
+    """`orders`: a folder for `faulty_roles`."""
+    hold = orders / "hang-decode"
+    async with LocalCluster(config, environment={FOLDER: str(orders)}, module="support.faulty_roles") as cluster:
         await cluster.wait_ready()
         async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
             # Every prompt waits in the pool before the first iteration, however fast this machine is.
-            cluster.kill("decode-0", signal.SIGSTOP)
+            hold.touch()
             answers = [driver.submit(prompt, sampling)[0] for prompt in prompts]
             while not all(answer.tokens or answer.error for answer in answers):  # noqa: ASYNC110  # no event says so
                 await asyncio.sleep(0.02)
-            cluster.kill("decode-0", signal.SIGCONT)
+            hold.unlink()
             await driver.wait(answers)
             await asyncio.sleep(0.3)  # what was reported before the requests came says nothing
             return Run(answers, await wait_nothing_held(cluster, 2.0))
@@ -81,7 +83,7 @@ def test_greedy_tokens_equal_generate(kind: str, prefetch: bool, tmp_path: Path)
     prompts = random_prompts(LENGTHS, vocab_size, seed=11)
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
-    run = asyncio.run(serve(config_for(folder, prefetch=prefetch), prompts, sampling))
+    run = asyncio.run(serve(config_for(folder, prefetch=prefetch), prompts, sampling, tmp_path))
 
     reference = load_reference(folder)
     expected = [

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import shutil
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from alignedserve.scheduler.systems import FOLDER_VARIABLE, served_settings
 from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 from support.driver import Answer, Driver
+from support.faulty_roles import FOLDER
 from support.held import nothing_held
 from support.traced_roles import TRACE
 
@@ -59,21 +59,23 @@ def serve(policy: str, folder: Path, *, times: int = 1, learn: bool = False, **f
         "scheduler.min_batch_requests": 3,
         "supervisor.heartbeat_s": 0.2,
         "supervisor.fence_after_s": 60.0,
+        "supervisor.stall_after_s": 60.0,
     }
     config = load(environ={}, flags={**keys, **flags}, settings_of=served_settings)
     prompts = random_prompts(LENGTHS * times, VOCAB_SIZE, seed=42)
 
     async def run() -> tuple[list[Answer], str, Path, str]:
+        environment, hold = {TRACE: str(trace), FOLDER: str(folder)}, folder / "hang-decode"
         module = "support.traced_roles"
-        async with LocalCluster(config, environment={TRACE: str(trace)}, output_dir=folder, module=module) as cluster:
+        async with LocalCluster(config, environment=environment, output_dir=folder, module=module) as cluster:
             await cluster.wait_ready()
             async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
                 # All wait in the pool before the first iteration: there is a choice.
-                cluster.kill("decode-0", signal.SIGSTOP)
+                hold.touch()
                 answers = [driver.submit(prompt, GREEDY)[0] for prompt in prompts]
                 while not all(answer.tokens or answer.error for answer in answers):  # noqa: ASYNC110  # no event
                     await asyncio.sleep(0.02)
-                cluster.kill("decode-0", signal.SIGCONT)
+                hold.unlink()
                 await driver.wait(answers)
                 metrics = await settled(cluster)
                 assert list((await cluster.status()).degraded) == []  # also where a guarded policy was at fault

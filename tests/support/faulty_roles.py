@@ -1,14 +1,13 @@
 """The real roles, whose forward passes hang or are slow on request.
 
 `python -m support.faulty_roles` is `role_main` with them. `FAULTY_FOLDER` in the environment names a
-folder. While it has a file `hang-<role>`, the passes of that role do not return, but its heartbeats go on.
+folder. While it has a file `hang-<role>`, the passes of that role do not begin, but its heartbeats go on.
 While it has a file `slow-<role>`, each pass begins 0.1 s late.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,15 @@ from alignedserve.control.runtime import RoleServer, RoleSettings
 FOLDER = "FAULTY_FOLDER"
 
 
-def _install(role: str) -> None:
+def make_faulty(role: str) -> None:
     from alignedserve.engine.runner import ModelRunner
 
     folder, forward = Path(os.environ[FOLDER]), ModelRunner.forward
     hang, slow = folder / f"hang-{role}", folder / f"slow-{role}"
 
     def faulty(self: ModelRunner, items: Any, on_layer: Any = None) -> Any:
-        if hang.exists():
-            threading.Event().wait()
+        while hang.exists():
+            time.sleep(0.005)
         if slow.exists():
             time.sleep(0.1)
         return forward(self, items, on_layer)
@@ -38,7 +37,7 @@ def _install(role: str) -> None:
 
 def _new_role(settings: RoleSettings) -> RoleServer:
     if settings.role in ("prefill", "decode"):
-        _install(settings.role)
+        make_faulty(settings.role)
     return runtime.new_role(settings)
 
 

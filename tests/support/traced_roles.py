@@ -1,7 +1,8 @@
 """The real roles, whose scheduler records which class formed its batches.
 
 `python -m support.traced_roles` is `role_main` with them. `TRACE_FILE` in the environment names a file: a
-line for each batch is appended to it, the module and the name of the policy's class.
+line for each batch is appended to it, the module and the name of the policy's class. Decode instances hang as
+`faulty_roles` says.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from alignedserve.cluster.launch import role_main
 from alignedserve.control import runtime
 from alignedserve.control.runtime import RoleServer, RoleSettings
+from support.faulty_roles import make_faulty
 
 TRACE = "TRACE_FILE"
 
@@ -43,6 +45,8 @@ def _install() -> None:
 def _new_role(settings: RoleSettings) -> RoleServer:
     if settings.role == "scheduler":
         _install()
+    if settings.role == "decode":
+        make_faulty(settings.role)
     return runtime.new_role(settings)
 
 
