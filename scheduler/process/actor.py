@@ -352,6 +352,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         if role == "kv_pool":
             self._take_inventory(instance_id)
             self._ask_again([instance_id], 0.0)
+            self._audit.suspect(time.monotonic())  # it missed releases, and audits that ended meanwhile
 
     def _take_inventory(self, pool_id: str) -> None:
         self._asked_s.setdefault(pool_id, time.monotonic())
@@ -437,8 +438,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
                 self._take_inventory(pool_id)
 
     def _find_unclaimed(self, pool_id: str, held: Iterable[RequestKey]) -> None:
-        unknown = self._audit.inventory(pool_id, held, self._outgoing.gateways)
-        if unknown:
+        if unknown := self._audit.inventory(pool_id, held, self._outgoing.gateways):
             self._outgoing.tell_all(whose=keys_to_proto(unknown))
             self._release_unclaimed(self._audit.verdict())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Iterator
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from alignedserve.scheduler.core import actions as act
 from alignedserve.scheduler.core import events as ev
 from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 from alignedserve.scheduler.process.actor import SchedulerServer
+from alignedserve.scheduler.process.pool_audit import SETTLE_S
 
 
 class Sent:
@@ -78,6 +80,28 @@ async def test_what_a_gateway_names_waits_on(server: SchedulerServer) -> None:
     server._greet("gateway-0", [RequestKey("a", 1)])
     server._on_adopted("kv_pool-0", kp.Holding(key=head.key))
     assert server._knows(RequestKey("a", 1))
+
+
+async def test_a_shard_that_comes_back_is_asked_what_it_holds_though_an_audit_has_ended_without_it(
+    server: SchedulerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(seconds: float) -> list[str]:
+        """Shards that are asked within this time."""
+        monkeypatch.setattr("time.monotonic", lambda: began_s + seconds)
+        sent.to_pools.clear()
+        server._look_at_pool()
+        return [pool_id for pool_id, command in sent.to_pools if command.HasField("take_inventory")]
+
+    began_s, sent = time.monotonic(), server._links
+    assert isinstance(sent, Sent)
+    sent.shards = ["kv_pool-1"]
+    server._on_lost("kv_pool", "kv_pool-0")
+    assert told(SETTLE_S) == ["kv_pool-1"]
+    server._on_pool_inventory("kv_pool-1", kp.Inventory())
+    assert told(2 * SETTLE_S) == []
+    sent.shards = ["kv_pool-0", "kv_pool-1"]
+    server._meet("kv_pool", "kv_pool-0")
+    assert told(3 * SETTLE_S) == ["kv_pool-0", "kv_pool-1"]
 
 
 async def test_kv_beyond_what_was_delivered_is_no_base(server: SchedulerServer) -> None:
