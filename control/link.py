@@ -16,6 +16,7 @@ from alignedserve.errors import AlignedServeError, UnavailableError
 
 Out = TypeVar("Out")
 In = TypeVar("In")
+Peer = TypeVar("Peer")
 
 logger = logging.getLogger(__name__)
 
@@ -201,6 +202,16 @@ def from_any_thread(call: Callable[..., object]) -> Callable[..., None]:
             loop.call_soon_threadsafe(call, *arguments)
 
     return soon
+
+
+def follow_on(outboxes: dict[Peer, Outbox[Out]], peer: Peer, outbox: Outbox[Out]) -> None:
+    """Messages for `peer` go to `outbox` from now on. Its earlier stream ends.
+
+    A process that has stalled may hear of two streams in the wrong order. Its peer then opens its stream anew.
+    """
+    if (earlier := outboxes.get(peer)) is not None:
+        earlier.close()
+    outboxes[peer] = outbox
 
 
 async def first_message(requests: AsyncIterator[Any], kind: str, context: grpc.aio.ServicerContext[Any, Any]) -> Any:

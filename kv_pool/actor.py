@@ -17,7 +17,7 @@ import grpc
 from alignedserve.control.convert import failure_to_proto, key_from_proto, key_to_proto, keys_from_proto
 from alignedserve.control.ended_processes import EndedProcesses
 from alignedserve.control.integrity import check_books
-from alignedserve.control.link import Outbox, first_message, serve_stream
+from alignedserve.control.link import Outbox, first_message, follow_on, serve_stream
 from alignedserve.control.metrics import StoreCount, show_stores
 from alignedserve.control.prefixes import stored_tokens
 from alignedserve.control.runtime import RoleServer, RoleSettings
@@ -250,7 +250,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
         except AlignedServeError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
-        self._writers[writer] = outbox
+        follow_on(self._writers, writer, outbox)
         self._deliver(grants)
 
         def on_message(message: kp.PoolWriterMessage) -> None:

@@ -285,6 +285,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self.settings.id} has no buffers")
         owner = f"{hello.id}/{hello.incarnation}/{next(self._streams)}"
         outbox: Outbox[pw.BufferEvent] = Outbox()
+        if (earlier := self._decoders.get(hello.id)) is not None:  # as `follow_on`
+            earlier[0].close()
         self._decoders[hello.id] = (outbox, owner)
         handles = {buffer.kind: buffer.store.handle().to_proto() for buffer in self._instance.buffers.values()}
         stores = pw.BufferStores(

@@ -35,7 +35,7 @@ from alignedserve.cluster.supervisor.rolling import ORDER, SERVE_ROLES
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
 from alignedserve.control.convert import failure_to_proto
-from alignedserve.control.link import Outbox, first_message, serve_stream
+from alignedserve.control.link import Outbox, first_message, follow_on, serve_stream
 from alignedserve.control.role import new_incarnation
 from alignedserve.control.rpc import RpcServer
 from alignedserve.control.samples import with_label
@@ -242,9 +242,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
             return
         logger.info("%s joined: pid %d at %s", key.id, hello.pid, hello.address)
         outbox: Outbox[sv.RoleOrder] = Outbox()
-        if (old := self._outboxes.get(key.id)) is not None:
-            old.close()
-        self._outboxes[key.id] = outbox
+        follow_on(self._outboxes, key.id, outbox)
         outbox.put(sv.RoleOrder(view=self.core.view()))
         self._publish()
         try:

@@ -21,7 +21,7 @@ from alignedserve.control.convert import (
     keys_to_proto,
 )
 from alignedserve.control.integrity import check_books
-from alignedserve.control.link import Outbox, first_message, serve_stream
+from alignedserve.control.link import Outbox, first_message, follow_on, serve_stream
 from alignedserve.control.role import SERVING_STATES
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.metrics import Page
@@ -169,7 +169,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         gateway_id = hello.process.id
         self._outgoing.addresses[gateway_id] = hello.address
         outbox: Outbox[sc.SchedulerMessage] = Outbox()
-        self._outgoing.gateways[gateway_id] = outbox
+        follow_on(self._outgoing.gateways, gateway_id, outbox)
         outbox.put(sc.SchedulerMessage(capacity=sc.Capacity(max_request_tokens=self._capacity)))
         outbox.put(sc.SchedulerMessage(intake=self._intake.message()))
         self._on_gateway_message(gateway_id, first)

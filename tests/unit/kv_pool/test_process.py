@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
-from alignedserve.control.rpc import RpcServer
+from alignedserve.control.rpc import RpcServer, open_channel
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.control.samples import samples
 from alignedserve.errors import AlignedServeError, TransferError
@@ -26,6 +26,8 @@ from alignedserve.kv_pool.attachment import PoolAttachment
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import kv_pool_pb2 as kp
+from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
 from alignedserve.sizing import StorePlan
@@ -123,6 +125,17 @@ async def test_what_it_says_when_it_wakes_up_is_not_heard(pool: Pool) -> None:
     await writer.close()
     with pytest.raises(AlignedServeError):
         await asyncio.wait_for(late, 10.0)
+
+
+async def test_a_stream_that_is_heard_of_too_late_does_not_silence_the_one_that_is_used(pool: Pool) -> None:
+    writer, _ = await writer_with_lease(pool, STOPPED)
+    channel = open_channel(pool.address, TOKEN)
+    late = kp_grpc.KvPoolStub(channel).Write()  # opened before, by a process that has given it up since
+    await late.write(kp.PoolWriterMessage(hello=STOPPED))
+    await asyncio.wait_for(late.read(), 10.0)
+    assert await asyncio.wait_for(writer.take(2 * LEASED), 10.0)
+    await channel.close()
+    await writer.close()
 
 
 async def test_its_successor_gets_a_lease_of_its_own(pool: Pool) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -102,6 +103,23 @@ async def test_a_shard_that_comes_back_is_asked_what_it_holds_though_an_audit_ha
     sent.shards = ["kv_pool-0", "kv_pool-1"]
     server._meet("kv_pool", "kv_pool-0")
     assert told(3 * SETTLE_S) == ["kv_pool-0", "kv_pool-1"]
+
+
+async def test_of_two_streams_of_a_gateway_the_one_that_was_heard_of_first_ends(server: SchedulerServer) -> None:
+    async def requests() -> AsyncIterator[sc.GatewayMessage]:
+        process = pb.ProcessKey(role="gateway", id="gateway-0", incarnation=1)
+        yield sc.GatewayMessage(hello=sc.GatewayHello(process=process, address="127.0.0.1:1"))
+        await asyncio.Event().wait()
+
+    context: Any = None
+    first, second = (server.Link(requests(), context) for _ in range(2))
+    assert (await anext(first)).HasField("capacity")
+    assert (await anext(second)).HasField("capacity")
+    async with asyncio.timeout(5.0):
+        assert [message.WhichOneof("body") async for message in first][1:] == []
+    assert list(server._outgoing.gateways) == ["gateway-0"]
+    await second.aclose()  # type: ignore[attr-defined]
+    assert not server._outgoing.gateways
 
 
 async def test_kv_beyond_what_was_delivered_is_no_base(server: SchedulerServer) -> None:
