@@ -168,11 +168,13 @@ def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
                 name: stack.enter_context(ServeProcess(*common, *switches[name]))
                 for name in sorted(switches, reverse=start % 2 == 1)
             }
-            for number in range(options.rounds):
+            for number in range(-options.warm, options.rounds):
                 rounds: dict[str, Round] = {}
-                seed = options.seed + start * options.rounds + number
+                seed = options.seed + start * (options.warm + options.rounds) + options.warm + number
                 for name in sorted(servers, reverse=(start + number) % 2 == 1):
                     rounds[name] = asyncio.run(Conversations(options, seed).run(servers[name]))
+                if number < 0:
+                    continue
                 compared = ratios(rounds["with"], rounds["without"])
                 found.append({name: shown(one) for name, one in rounds.items()})
                 found[-1]["ratios"] = {key: round(one, 4) for key, one in compared.items()}
@@ -196,6 +198,7 @@ def main() -> int:
     parser.add_argument("--message", type=int, default=40, help="new tokens of each turn")
     parser.add_argument("--answer", type=int, default=32, help="tokens generated in each turn")
     parser.add_argument("--rounds", type=int, default=1, help="of both clusters, in each start")
+    parser.add_argument("--warm", type=int, default=0, help="rounds before these, in which the pool fills")
     parser.add_argument("--starts", type=int, default=1, help="of both clusters: one may be slower for all of its life")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--pool-gib", type=float, default=2.0)

@@ -283,9 +283,11 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         hello: pb.ProcessKey = await first_message(request_iterator, "hello", context)
         if not self._instance.buffers:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self.settings.id} has no buffers")
-        owner = f"{hello.id}/{hello.incarnation}/{next(self._streams)}"
+        process = f"{hello.id}/{hello.incarnation}/"
+        owner = f"{process}{next(self._streams)}"
         outbox: Outbox[pw.BufferEvent] = Outbox()
-        if (earlier := self._decoders.get(hello.id)) is not None:  # as `follow_on`
+        earlier = self._decoders.get(hello.id)
+        if earlier is not None and earlier[1].startswith(process):  # as `follow_on`, but a predecessor may still live
             earlier[0].close()
         self._decoders[hello.id] = (outbox, owner)
         handles = {buffer.kind: buffer.store.handle().to_proto() for buffer in self._instance.buffers.values()}

@@ -48,6 +48,7 @@ GROUPS = (
     Group("profile", 70.0, "alignedserve profile, its file loaded by the scheduler and the simulator"),
     Group("handover", 50.0, "a 2k-token request joins a running batch: time beyond its copy"),
     Group("policies", 95.0, "aligned over fcfs, with the split kernel and with no_split, by profile's cost model"),
+    Group("prefixes", 120.0, "attention over shared blocks, and first tokens with a prefix cache", extra=True),
     Group("sweep", 240.0, "tuning settings of the decode kernel, the best of each shape", extra=True),
 )
 

@@ -142,6 +142,19 @@ ROWS = (
         "reported",
     ),
     Row(
+        "prefix-attention",
+        "prefixes",
+        "attention of 32 requests that share 2,000 tokens, blocks read for each of them over read once for all",
+        "reported",
+    ),
+    Row(
+        "prefix-ttft",
+        "prefixes",
+        "time to first token with 2,000 of 2,050 tokens in the prefix cache over none",
+        "≤ 0.2",
+        ("<=", 0.2),
+    ),
+    Row(
         "bandwidth",
         "bandwidth",
         "bandwidth that one thread block reaches alone, and 2, 4 … all SMs together (the constant of `no_split`)",
