@@ -61,6 +61,7 @@ class PoolWriter:
         self._lease = StandingLease(standing_blocks)
         self._waiters: deque[tuple[int, asyncio.Future[list[int]]]] = deque()
         self._asked: dict[int, _Asked] = {}  # commits, pins and blocks to cache, until the shard has replied
+        self._told: dict[int, kp.PoolWriterMessage] = {}  # what frees blocks, until the shard has heard it for certain
         self._ids = itertools.count(1)
         self._modest_until = 0.0
         self._on_waiting = on_waiting
@@ -169,8 +170,7 @@ class PoolWriter:
 
     def unpin(self, key: RequestKey, kv_tokens: int) -> None:
         """The request no longer holds the `kv_tokens` tokens that it pinned. It may be committed all the same."""
-        if self._link is not None:
-            self._link.send(kp.PoolWriterMessage(unpin=kp.Holding(key=key_to_proto(key), kv_tokens=kv_tokens)))
+        self._tell(kp.PoolWriterMessage(unpin=kp.Holding(key=key_to_proto(key), kv_tokens=kv_tokens)))
 
     async def cache(
         self,
@@ -210,8 +210,14 @@ class PoolWriter:
 
     def release(self, keys: Iterable[RequestKey]) -> None:
         """Free everything that these requests hold in the shard."""
+        self._tell(kp.PoolWriterMessage(release=keys_to_proto(keys)))
+
+    def _tell(self, message: kp.PoolWriterMessage) -> None:
+        """Send a message without a reply. It is sent again over the next stream, unless a later one has a reply."""
+        message.message_id = next(self._ids)
+        self._told[message.message_id] = message
         if self._link is not None:
-            self._link.send(kp.PoolWriterMessage(release=keys_to_proto(keys)))
+            self._link.send(message)
 
     async def close(self) -> None:
         await self._disconnect()
@@ -228,8 +234,8 @@ class PoolWriter:
     def _first(self) -> Iterable[kp.PoolWriterMessage]:
         yield kp.PoolWriterMessage(hello=self._process)
         yield kp.PoolWriterMessage(want_blocks=self._lease.ask(self.waiting_blocks))
-        for asked in self._asked.values():
-            yield asked.message
+        unanswered = {number: asked.message for number, asked in self._asked.items()} | self._told
+        yield from (unanswered[number] for number in sorted(unanswered))
 
     def _on_reply(self, reply: kp.PoolWriterReply) -> None:
         self._heard = True
@@ -242,6 +248,8 @@ class PoolWriter:
         if kind == "recall":
             self._on_recall()
             return
+        while self._told and (oldest := next(iter(self._told))) < reply.message_id:
+            del self._told[oldest]
         asked = self._asked.pop(reply.message_id, None)
         if asked is None or asked.answer.done():
             return

@@ -138,6 +138,24 @@ async def test_a_stream_that_is_heard_of_too_late_does_not_silence_the_one_that_
     await writer.close()
 
 
+async def test_a_release_that_is_lost_with_its_stream_is_said_again(pool: Pool) -> None:
+    writer, blocks = await writer_with_lease(pool, STOPPED)
+    await writer.commit(RequestKey("r"), 16, blocks[:1])
+    assert pool.blocks()["owned"] == 1
+    link = writer._link
+    assert link is not None
+    assert link._outbox is not None
+    link._outbox.put = lambda message: None  # type: ignore[method-assign]  # nothing arrives any more
+    writer.release([RequestKey("r")])
+    link.break_off("it is cut")
+    async with asyncio.timeout(10.0):
+        while pool.blocks()["owned"]:  # noqa: ASYNC110  # no event says so
+            await asyncio.sleep(0.01)
+    await writer.commit(RequestKey("s"), 16, blocks[1:2])
+    assert not writer._told  # the shard's reply to a later message says that it has heard this one
+    await writer.close()
+
+
 async def test_its_successor_gets_a_lease_of_its_own(pool: Pool) -> None:
     old, in_doubt = await writer_with_lease(pool, STOPPED)
     successor = pb.ProcessKey(role="decode", id="decode-0", incarnation=7)
