@@ -33,6 +33,7 @@ from alignedserve.kv_pool.prefix_cache import open_index
 from alignedserve.kv_pool.records import Holding, WriterKey, check_writer
 from alignedserve.kv_pool.stored import renewed, stored_in
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
+from alignedserve.kv_pool.writer import MODEST_S
 from alignedserve.metrics import Page
 from alignedserve.model import ModelInfo
 from alignedserve.proto import common_pb2 as pb
@@ -64,6 +65,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._pool: KvPool | None = None  # the shard's decisions; None until `on_start` has the plan
         self._store: HostBlockStore | None = None  # the shard's memory; None until `on_start`
         self._writers: dict[WriterKey, Outbox[kp.PoolWriterReply]] = {}  # open streams; a fenced writer leaves
+        self._recalling: asyncio.TimerHandle | None = None  # while a writer waits for blocks
         self._schedulers: set[Outbox[kp.PoolReport]] = set()  # open streams; more than one only at a succession
         self._ended_processes = EndedProcesses()  # processes that have ended, according to the views so far
         self._segments = SegmentClient(settings.agent_socket, settings.token)  # maps memory of the node agent
@@ -164,8 +166,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         """`writer` is being fenced and may still write: quarantine its leases, and drop its messages."""
         assert self._pool is not None
         self._pool.writer_lost(writer)
-        outbox = self._writers.pop(writer, None)
-        if outbox is not None:
+        if (outbox := self._writers.pop(writer, None)) is not None:
             outbox.close()
         self._announce()
 
@@ -359,19 +360,20 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._deliver(grants)
 
     def _recall(self) -> None:
-        """If a writer waits for blocks, ask all the others to give back the free blocks of their leases."""
+        """While a writer waits for blocks, ask all the others to give back the free blocks of their leases."""
         assert self._pool is not None
-        first = self._pool.waited_for()
-        if first is None:
-            return
-        for writer, outbox in self._writers.items():
-            if writer != first:
-                outbox.put(kp.PoolWriterReply(recall=pb.Empty()))
+        if self._recalling is not None:
+            self._recalling.cancel()
+        if (first := self._pool.waited_for()) is not None:
+            for writer, outbox in self._writers.items():
+                if writer != first:
+                    outbox.put(kp.PoolWriterReply(recall=pb.Empty()))
+            # Again: they may have no use later for what they use now, and what they give back may be lost with a stream.
+            self._recalling = asyncio.get_running_loop().call_later(MODEST_S, self._recall)
 
     def _deliver(self, grants: Iterable[Grant]) -> None:
         for grant in grants:
-            outbox = self._writers.get(grant.writer)
-            if outbox is not None:  # else: granted again when the writer reconnects
+            if (outbox := self._writers.get(grant.writer)) is not None:  # else granted again when it reconnects
                 outbox.put(kp.PoolWriterReply(granted=kp.BlockIds(ids=grant.block_ids)))
 
     # ---- the scheduler

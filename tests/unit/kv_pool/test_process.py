@@ -156,6 +156,18 @@ async def test_a_release_that_is_lost_with_its_stream_is_said_again(pool: Pool) 
     await writer.close()
 
 
+async def test_blocks_that_a_writer_has_no_use_for_any_more_go_to_the_one_that_waits_for_them(pool: Pool) -> None:
+    writer, blocks = await writer_with_lease(pool, STOPPED)
+    other = PoolWriter(OTHER, TOKEN, 0)
+    await other.connect(pool.address)
+    waiting = asyncio.create_task(other.take(BLOCKS))
+    await asyncio.sleep(0.2)  # the first recall has come, and found them in use
+    writer.give(blocks)
+    assert len(await asyncio.wait_for(waiting, 10.0)) == BLOCKS
+    await writer.close()
+    await other.close()
+
+
 async def test_its_successor_gets_a_lease_of_its_own(pool: Pool) -> None:
     old, in_doubt = await writer_with_lease(pool, STOPPED)
     successor = pb.ProcessKey(role="decode", id="decode-0", incarnation=7)
