@@ -368,7 +368,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             for writer, outbox in self._writers.items():
                 if writer != first:
                     outbox.put(kp.PoolWriterReply(recall=pb.Empty()))
-            # Again: they may have no use later for what they use now, and what they give back may be lost with a stream.
+            # Again: blocks in use now may be of no use later, and what is given back may be lost with a stream.
             self._recalling = asyncio.get_running_loop().call_later(MODEST_S, self._recall)
 
     def _deliver(self, grants: Iterable[Grant]) -> None:

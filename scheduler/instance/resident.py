@@ -11,11 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from alignedserve.errors import AccountingError
-
-_TOKEN_BYTES = array("I").itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +120,7 @@ class ResidentPrefixes:
                 yield node, len(node.block_ids)
                 at += len(node.tokens)
             else:
-                yield node, _equal_bytes(tokens, at, node.tokens) // size
+                yield node, _equal_blocks(tokens, at, node.tokens, size)
                 return
 
     def _part(self, node: _Node, blocks: int, size: int) -> _Node:
@@ -176,9 +172,10 @@ def _up(node: _Node | None) -> Iterator[_Node]:
         node = node.parent
 
 
-def _equal_bytes(tokens: bytes, at: int, other: bytes) -> int:
-    """How many bytes of whole tokens are equal, from the beginning of `other`, which differs, on."""
-    count = min(len(tokens) - at, len(other)) // _TOKEN_BYTES
-    one = np.frombuffer(tokens, np.uint32, count, at)
-    differ = one != np.frombuffer(other, np.uint32, count)
-    return (int(differ.argmax()) if differ.any() else count) * _TOKEN_BYTES
+def _equal_blocks(tokens: bytes, at: int, other: bytes, size: int) -> int:
+    """How many blocks of `size` bytes are equal from `at` on; at least 1, and not all of `other`."""
+    low, high = 1, len(other) // size - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if tokens.startswith(other[: middle * size], at) else (low, middle - 1)
+    return low
