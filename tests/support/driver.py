@@ -94,7 +94,12 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
         await self._server.stop()
 
     def _hello(self) -> list[sc.GatewayMessage]:
-        return [sc.GatewayMessage(hello=sc.GatewayHello(process=self._process, address=self._address))]
+        running = self._open() if self._resubmit else []  # what is unknown to the scheduler is submitted again
+        hello = sc.GatewayHello(process=self._process, address=self._address, running=map(key_to_proto, running))
+        return [sc.GatewayMessage(hello=hello)]
+
+    def _open(self) -> list[RequestKey]:
+        return [answer.key for answer in self.answers.values() if not answer.done.is_set()]
 
     def submit(
         self,
@@ -191,8 +196,7 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
 
     def _ask(self) -> None:
         """Ask for the open requests that the scheduler believes to have ended, because a worker's tokens were lost."""
-        mine = [answer.key for answer in self.answers.values() if not answer.done.is_set()]
-        if mine:
+        if mine := self._open():
             self._link.send(sc.GatewayMessage(open=keys_to_proto(mine)))
 
     def _on_event(self, event: gw.TokenEvent, now_s: float) -> None:
