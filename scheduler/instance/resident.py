@@ -70,11 +70,11 @@ class ResidentPrefixes:
     def find(self, chain: BlockChain) -> list[int] | None:
         """The blocks of the longest prefix of `chain` that is here; None if some of them are being filled."""
         block_ids: list[int] = []
-        last: _Node | None = None
-        for node, blocks in self._path(chain):
+        for node, blocks in self._path(chain, as_far_as_filled=True):
+            if not blocks:
+                return None
             block_ids += node.block_ids[:blocks]
-            last = node
-        return block_ids if last is None or last.source is None or last.source.filled else None
+        return block_ids
 
     def enter(self, chain: BlockChain, block_ids: list[int], *, filled: bool = False) -> Resident:
         """A request holds `block_ids` for its chain: first those that `find` returned, then its own."""
@@ -111,11 +111,18 @@ class ResidentPrefixes:
                 self._join(node, size)
         resident.end = None
 
-    def _path(self, chain: BlockChain) -> Iterator[tuple[_Node, int]]:
-        """The nodes that `chain` goes through, each with how many of its blocks, at least 1, are of the chain."""
+    def _path(self, chain: BlockChain, *, as_far_as_filled: bool = False) -> Iterator[tuple[_Node, int]]:
+        """The nodes that `chain` goes through, each with how many of its blocks, at least 1, are of the chain.
+
+        `as_far_as_filled`: the last is the first that is being filled, with 0. Many requests may wait for it, and
+        comparing takes longer. Nothing that it continues is being filled.
+        """
         tokens, size, at = chain.tokens, chain.block_bytes, 0
         node = self._roots.get(chain.salt)
         while node is not None and (node := node.children.get(tokens[at : at + size])) is not None:
+            if as_far_as_filled and node.source is not None and not node.source.filled:
+                yield node, 0
+                return
             if tokens.startswith(node.tokens, at):
                 yield node, len(node.block_ids)
                 at += len(node.tokens)

@@ -67,7 +67,8 @@ async def test_a_beginning_that_is_held_is_kept() -> None:
     assert (one.blocks, one.shared_blocks, offloader.blocks) == (3, 2, 1)
 
 
-async def test_a_prompt_that_waits_for_room_lets_go_of_its_beginning_and_is_written_in_full() -> None:
+async def waiting_for_room() -> tuple[DirectShard, Offloader, asyncio.Future[tuple[list[Any], list[Any]]], list[int]]:
+    """A prompt that holds its beginning and waits, and the blocks that others have."""
     shard = DirectShard()
     base = shard.pin(FIRST)
     others, shard.at_hand = shard.at_hand, []
@@ -75,6 +76,11 @@ async def test_a_prompt_that_waits_for_room_lets_go_of_its_beginning_and_is_writ
     offloader = offloader_of(shard)
     waiting = asyncio.ensure_future(offloader.offload(job))
     await asyncio.sleep(0.02)
+    return shard, offloader, waiting, others
+
+
+async def test_a_prompt_that_waits_for_room_lets_go_of_its_beginning_and_is_written_in_full() -> None:
+    shard, offloader, waiting, others = await waiting_for_room()
     assert shard.pool.counts().owned == 2
     offloader.give_up_pins()
     await asyncio.sleep(0.02)
@@ -88,13 +94,7 @@ async def test_a_prompt_that_waits_for_room_lets_go_of_its_beginning_and_is_writ
 
 
 async def test_a_prompt_that_waits_for_room_may_be_cancelled_as_it_lets_go() -> None:
-    shard = DirectShard()
-    base = shard.pin(FIRST)
-    others, shard.at_hand = shard.at_hand, []
-    job = PrefilledJob(FIRST, [RequestSpec(FIRST, PROMPT, SamplingParams(), [1])], PROMPT, [5, 6, 7], base, pin=FIRST)
-    offloader = offloader_of(shard)
-    waiting = asyncio.ensure_future(offloader.offload(job))
-    await asyncio.sleep(0.02)
+    shard, offloader, waiting, others = await waiting_for_room()
     offloader.give_up_pins()
     assert offloader.cancel(FIRST)
     assert await waiting == ([], [FIRST])
