@@ -17,8 +17,9 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 MOST_SHARE = 1 / 16
 """Most of the cache's blocks that are held for answers that have ended."""
 
-LEAST_FREE_SHARE = 1 / 8
-"""Of the cache's blocks, so many stay available: running requests must not be evicted for those that have ended."""
+FREE_PER_REQUEST = 2
+"""So many blocks stay available for each running request, which must not be evicted for those that have ended: it needs
+one soon, and as many are the watermark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,10 @@ class Ending:
 
 
 class Endings:
-    """Used by the decode thread. `pool_id`: this node's shard, which alone is written to."""
+    """Used by the decode thread. `pool_id`: this node's shard, which alone is written to.
+
+    Of a request whose prompt lies in the shard of another node, prompt and answer are copied, or nothing.
+    """
 
     def __init__(self, allocator: BlockAllocator, block_size: int, pool_id: str) -> None:
         self._allocator = allocator
@@ -42,22 +46,23 @@ class Endings:
         self._held: dict[RequestKey, int] = {}  # number of blocks
         self._copying: set[RequestKey] = set()
         self._most = int(allocator.capacity * MOST_SHARE)
-        self._least_free = int(allocator.capacity * LEAST_FREE_SHARE)
+        self.running = 0  # requests in the last iteration
 
     def hold(self, key: RequestKey, stored: pb.StoredRequest, kv_tokens: int, block_ids: Sequence[int]) -> None:
         """The request ends now, and its blocks become free after this call. `kv_tokens`: tokens whose KV is theirs."""
-        first = stored.pool_tokens // self._block_size
-        lacking = block_ids[first : kv_tokens // self._block_size]
-        if not lacking or stored.pool_id != self._pool_id or key in self._held:
+        lacking = block_ids[self._first(stored) : kv_tokens // self._block_size]
+        if not lacking or key in self._held:
             return
         room = self._most - sum(self._held.values())  # of a long answer the beginning is held
-        if room > 0 and self._allocator.available_blocks >= self._least_free:
+        if stored.pool_id != self._pool_id and len(lacking) > room:
+            return
+        if room > 0 and self._allocator.available_blocks >= FREE_PER_REQUEST * self.running:
             self._allocator.retain(lacking[:room], ("ended", key))
             self._held[key] = len(lacking[:room])
 
     def ended(self, live: LiveRequest, stored: pb.StoredRequest) -> list[Ending]:
         """What to copy of a request that is held, now that its tokens are known; [] if it is not held."""
-        spec, first = live.spec, stored.pool_tokens // self._block_size
+        spec, first = live.spec, self._first(stored)
         # Not what only an iteration under way writes, which may fail.
         count = min(self._held.get(live.key, 0), (spec.prefix_length - 1) // self._block_size - first)
         if count <= 0:
@@ -67,6 +72,10 @@ class Endings:
         block_ids = self._allocator.blocks_of(("ended", live.key))[:count]
         self._copying.add(live.key)
         return [Ending(live.key, tokens, spec.cache_salt, first, block_ids)]
+
+    def _first(self, stored: pb.StoredRequest) -> int:
+        """The number of the first block that this node's shard lacks, as far as the request tells."""
+        return stored.pool_tokens // self._block_size if stored.pool_id == self._pool_id else 0
 
     def drop(self, key: RequestKey) -> None:
         """The request did not end as expected: free its blocks, unless they are being copied. Idempotent."""

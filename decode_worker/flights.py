@@ -100,6 +100,7 @@ class Flights:
         self._meter.begin()
         step = self._engine.launch(items)
         if self._endings is not None:
+            self._endings.running = len(run)
             for row in last:
                 item = run[row]
                 self._endings.hold(item.key, self._held[item.key].stored, item.kv_tokens + 1, item.block_ids)

@@ -126,10 +126,10 @@ class KvPool(ShardBlocks):
     ) -> list[Grant]:
         """From now on the request holds exactly `block_ids`, in order, with the KV of its first `kv_tokens` tokens.
 
-        The request must hold the first `kept_blocks` of them already (a lease of the same ids does not count: their KV
-        is gone). Each other block must be leased to `writer`, held by the request (in this or an older epoch), or held
-        by `share_with`. Blocks that the request held and that are not listed lose a holder. `checksums`: one for each
-        block, or none; only readers compare them. `payload`: stored for `read`. Idempotent.
+        The request or `share_with` must hold the first `kept_blocks` of them already (a lease of the same ids does not
+        count: their KV is gone). Each other block must be leased to `writer`, or held by the request (in this or an
+        older epoch) or by `share_with`. Blocks that the request held and that are not listed lose a holder.
+        `checksums`: one for each block, or none; only readers compare them. `payload`: stored for `read`. Idempotent.
 
         `token_ids`: the request's first tokens, whose full blocks are indexed under `root` (`prefix_chain.py`); none:
         no block is. If the shard has a block of the same tokens, the request holds that one, and the writer's block
@@ -144,11 +144,15 @@ class KvPool(ShardBlocks):
         self._require_current(key, before)
         self._require_sound(key, kv_tokens, block_ids, checksums)
         own = set(before.block_ids) if before else set()
-        if not own.issuperset(block_ids[:kept_blocks]):
+        base = self._holdings.get(share_with.request_id) if share_with else None
+        sharable = set(base.block_ids) if base is not None and base.key == share_with else set()
+        if not (own | sharable).issuperset(block_ids[:kept_blocks]):
             raise TransferError(
-                f"{self.store_id}: {key.request_id} has lost its first {kept_blocks} blocks: write it in full"
+                f"{self.store_id}: the first {kept_blocks} blocks of {key.request_id} are no longer held: write it in "
+                "full",
+                request_id=key.request_id,
             )
-        fresh, shared = self._sort_out(writer, key, [block for block in block_ids if block not in own], share_with)
+        fresh, shared = self._sort_out(writer, key, [block for block in block_ids if block not in own], sharable)
         placed, joined = None, []
         if self._cache is not None:
             placed = self._cache.place(root, token_ids[:kv_tokens], block_ids, set(fresh), checksums)
@@ -178,13 +182,14 @@ class KvPool(ShardBlocks):
         return len(self.indexed(root, token_ids))
 
     def pin(
-        self, key: RequestKey, root: bytes, token_ids: Sequence[int], most_tokens: int
+        self, key: RequestKey, root: bytes, token_ids: Sequence[int], most_tokens: int, used_tokens: int = 0
     ) -> tuple[Holding, list[Grant]]:
         """The request holds the indexed blocks of the longest prefix of `token_ids`, without the last token.
 
-        At most the KV of `most_tokens` tokens. Like an adopted holding, it has no payload. If the request holds as much
-        KV already in this epoch, or can be decoded from it, that is returned. A holding of an older epoch is replaced.
-        No blocks: nothing is indexed, the epoch is over, or the table is full; then nothing has changed.
+        At most the KV of `most_tokens` tokens. Of the first `used_tokens`, which it has held before, no use is counted.
+        Like an adopted holding, it has no payload. If the request holds as much KV already in this epoch, or can be
+        decoded from it, that is returned. A holding of an older epoch is replaced. No blocks: nothing is indexed, the
+        epoch is over, or the table is full; then nothing has changed.
         """
         before = self._holdings.get(key.request_id)
         mine = before if before is not None and before.key == key else None
@@ -197,7 +202,7 @@ class KvPool(ShardBlocks):
         if not found or (mine is not None and (mine.payload is not None or mine.kv_tokens >= kv_tokens)):
             return mine or Holding(key, 0, ()), []
         try:
-            return self._hold_found(key, found, known)
+            return self._hold_found(key, found, max(known, used_tokens // self.block_size))
         except TransferError:  # no room for the record
             return mine or Holding(key, 0, ()), []
 
@@ -449,14 +454,12 @@ class KvPool(ShardBlocks):
             )
 
     def _sort_out(
-        self, writer: WriterKey, key: RequestKey, block_ids: list[int], share_with: RequestKey | None
+        self, writer: WriterKey, key: RequestKey, block_ids: list[int], sharable: Collection[int]
     ) -> tuple[list[int], list[int]]:
-        """Split `block_ids` into those leased to the writer and those that `share_with` holds.
+        """Split `block_ids` into those leased to the writer and the `sharable` ones.
 
         Raises TransferError if a block is neither.
         """
-        base = self._holdings.get(share_with.request_id) if share_with else None
-        sharable = set(base.block_ids) if base is not None and base.key == share_with else set()
         leased = set(self._blocks.leased_to(writer))
         wrong = [block for block in block_ids if block not in leased and block not in sharable]
         if wrong:

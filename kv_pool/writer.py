@@ -134,7 +134,9 @@ class PoolWriter:
         checksums: Sequence[int] = (),
         payload: bytes = b"",
     ) -> Committed:
-        """From now on the request holds exactly `block_ids`, the first `kept_blocks` of which it holds already.
+        """From now on the request holds exactly `block_ids`.
+
+        It or `share_with` holds the first `kept_blocks` of them already.
 
         `checksums`: one for each block, if blocks are verified. `payload`: stored with the KV (`stored.pack`).
         Returns once the shard has confirmed the commit.

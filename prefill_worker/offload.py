@@ -267,7 +267,7 @@ class Offloader:
                 job.kv_tokens,
                 held.block_ids,
                 holder if first else lead,
-                kept if first and holder is None else 0,
+                kept if first else len(held.block_ids),  # all of a later one: a lease of the same ids has other KV
                 held.checksums,
                 request.SerializeToString(),
             )

@@ -107,6 +107,8 @@ class Prefixes:
             self._pinned.add(lead)
             return None
         if copy_from and (lent := await self._borrow(copy_from, lead, prefix, base)) is not None:
+            if base is not None:  # the loan has all of it, and this shard may need the room for the prompt
+                self._pool.unpin(lead, base.tokens)
             self.hit_tokens["other node"] += lent.tokens
             return lent
         if base is not None:

@@ -81,8 +81,8 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
     def pin(self, pool: KvPool, message: kp.Pin) -> tuple[Holding, list[Grant]]:
         """Hold what is cached of a prompt's beginning for its request. Raises AlignedServeError."""
         tokens, key = prefix_tokens(message.prefix), key_from_proto(message.key)
-        held, grants = pool.pin(key, self.root(message.prefix.salt), tokens, len(tokens))
         before = self._asked.pop(key, None)
+        held, grants = pool.pin(key, self.root(message.prefix.salt), tokens, len(tokens), before or 0)
         self._asked[key] = held.kv_tokens
         if len(self._asked) > MOST_ASKED:
             self._asked.popitem(last=False)

@@ -417,6 +417,8 @@ class Config:
                 "kv_pool.pinned_prompts and gateway.cache_isolation: key exclude each other, because a file has no API "
                 "key: pin with `alignedserve cache pin --api-key-file FILE`"
             )
+        if self.gateway.cache_isolation == "key" and not self.gateway.api_key_file:
+            raise ConfigError("gateway.cache_isolation: key needs gateway.api_key_file, where the keys are")
         if pool.disk_gib and not pool.disk_path:
             raise ConfigError("kv_pool.disk_gib needs kv_pool.disk_path, the folder of the file")
         if pool.disk_path and not pool.disk_gib:

@@ -22,7 +22,7 @@ from alignedserve.testing.reference import greedy, load_reference, random_prompt
 from support.driver import Answer, Driver
 from support.faulty_roles import FOLDER
 from support.held import nothing_held
-from support.traced_roles import TRACE
+from support.traced_roles import EVEN, TRACE
 
 EXAMPLE = Path(__file__).parents[2] / "examples/shortest_first.py"
 SHIPPED = Path(__file__).parents[2] / "scheduler/cost/data"
@@ -66,6 +66,8 @@ def serve(policy: str, folder: Path, *, times: int = 1, learn: bool = False, **f
 
     async def run() -> tuple[list[Answer], str, Path, str]:
         environment, hold = {TRACE: str(trace), FOLDER: str(folder)}, folder / "hang-decode"
+        if learn:  # the noise of a busy machine would only delay it
+            environment[EVEN] = "1"
         module = "support.traced_roles"
         async with LocalCluster(config, environment=environment, output_dir=folder, module=module) as cluster:
             await cluster.wait_ready()

@@ -2,7 +2,8 @@
 
 `python -m support.traced_roles` is `role_main` with them. `TRACE_FILE` in the environment names a file: a
 line for each batch is appended to it, the module and the name of the policy's class. Decode instances hang as
-`faulty_roles` says.
+`faulty_roles` says. With `EVEN_TIMES` set they report times of iterations that depend on the work alone, as on a
+machine without other load whose attention takes each request by itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from alignedserve.control import runtime
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from support.faulty_roles import make_faulty
 
-TRACE = "TRACE_FILE"
+TRACE, EVEN = "TRACE_FILE", "EVEN_TIMES"
 
 
 def _install() -> None:
@@ -42,11 +43,26 @@ def _install() -> None:
     systems.policy_class = traced
 
 
+def _report_even_times() -> None:
+    from alignedserve.decode_worker import loop
+
+    class EvenMeter(loop.PassMeter):
+        def add(
+            self, tokens: int, cached_tokens: int, seconds: float, predicted_s: float = 0.0, padded_tokens: int = 0
+        ) -> None:
+            even_s = 1e-3 + 1e-4 * tokens + 1e-6 * cached_tokens
+            super().add(tokens, cached_tokens, even_s, predicted_s, padded_tokens)
+
+    loop.PassMeter = EvenMeter  # type: ignore[misc]
+
+
 def _new_role(settings: RoleSettings) -> RoleServer:
     if settings.role == "scheduler":
         _install()
     if settings.role == "decode":
         make_faulty(settings.role)
+        if os.environ.get(EVEN):
+            _report_even_times()
     return runtime.new_role(settings)
 
 

@@ -156,7 +156,7 @@ class PoolMachine(RuleBasedStateMachine):
             expected = StaleError
         elif (
             not 0 < tokens <= len(blocks) * GEOMETRY.block_size
-            or not set(own).issuperset(blocks[:kept_blocks])
+            or not sharable.union(own).issuperset(blocks[:kept_blocks])
             or not allowed.issuperset(blocks)
         ):
             expected = TransferError

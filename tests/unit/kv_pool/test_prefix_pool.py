@@ -389,3 +389,31 @@ def test_an_index_opened_over_too_little_memory_is_refused() -> None:
     table = AllocationTable(memory, GEOMETRY, CAPACITY)
     with pytest.raises(TransferError, match="do not fit"):
         table.open_index()
+
+
+def test_a_base_that_its_holder_has_lost_is_not_taken_from_the_writers_own_lease(pool: KvPool) -> None:
+    """Its blocks may hold another prompt's KV by then: the answer that pinned them had ended."""
+    commit(pool, C, PROMPT)
+    pool.release([C])
+    pinned, _ = pool.pin(A, ROOT, PROMPT, 1000)
+    base = list(pinned.block_ids)
+    pool.release([A])
+    mine = leased(pool, PREFILL, CAPACITY)
+    fresh = next(block for block in mine if block not in base)
+    with pytest.raises(TransferError, match="in full"):
+        pool.commit(PREFILL, B, 14, [*base, fresh], share_with=A, kept_blocks=3, token_ids=PROMPT, root=ROOT)
+    assert pool.holding("b") is None
+    assert not pool.indexed(ROOT, PROMPT)
+    pool.check_integrity()
+
+
+def test_a_request_that_asks_again_counts_once(pool: KvPool) -> None:
+    commit(pool, C, PROMPT)
+    pool.release([C])
+    uses = pool._cache.index.queue._uses  # type: ignore[union-attr]
+    held, _ = pool.pin(A, ROOT, PROMPT, 1000)
+    before = [uses[block] for block in held.block_ids]
+    pool.unpin(A, held.kv_tokens)
+    again, _ = pool.pin(A, ROOT, PROMPT, 1000, used_tokens=held.kv_tokens)
+    assert again.block_ids == held.block_ids
+    assert [uses[block] for block in held.block_ids] == before

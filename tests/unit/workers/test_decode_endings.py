@@ -66,3 +66,33 @@ async def test_so_much_is_copied_as_there_are_blocks_at_hand(at_hand: int, cache
     assert len(found) == cached
     assert shard.store.checksums(found) == shard.source.checksums([5, 6, 7, 4][:cached])
     shard.pool.check_integrity()
+
+
+@pytest.mark.parametrize(("capacity", "held"), [(64, 0), (160, 7)])
+def test_of_a_prompt_of_another_node_all_is_copied_or_nothing(capacity: int, held: int) -> None:
+    allocator = BlockAllocator(capacity, "cache")
+    endings = Endings(allocator, 4, "kv_pool-1")
+    spec = RequestSpec(KEY, [1] * 9, SamplingParams(), [2] * 20)
+    stored = pb.StoredRequest(spec=spec_to_proto(spec), pool_id="kv_pool-0", pool_tokens=9)
+    block_ids = allocator.allocate(8, KEY)
+    assert block_ids is not None
+    endings.hold(KEY, stored, 28, block_ids)
+    allocator.release_all(KEY)
+    assert allocator.owned_blocks == held
+    found = endings.ended(LiveRequest(spec, None), stored)
+    assert found == ([Ending(KEY, ([1] * 9 + [2] * 20)[:28], b"", 0, block_ids[:7])] if held else [])
+
+
+@pytest.mark.parametrize(("running", "held"), [(12, 5), (13, 0)])
+def test_nothing_is_held_that_running_requests_need_soon(running: int, held: int) -> None:
+    allocator = BlockAllocator(160, "cache")
+    endings = Endings(allocator, 4, "kv_pool-0")
+    endings.running = running
+    spec = RequestSpec(KEY, [1] * 9, SamplingParams(), [2] * 20)
+    stored = pb.StoredRequest(spec=spec_to_proto(spec), pool_id="kv_pool-0", pool_tokens=9)
+    block_ids = allocator.allocate(8, KEY)
+    assert allocator.allocate(128, RequestKey("others")) is not None
+    assert block_ids is not None
+    endings.hold(KEY, stored, 28, block_ids)
+    allocator.release_all(KEY)
+    assert allocator.owned_blocks == 128 + held

@@ -12,7 +12,7 @@ from alignedserve.prefill_worker.loop import PrefilledJob
 from alignedserve.prefill_worker.offload import Offloader
 from alignedserve.request import RequestKey, RequestSpec, SamplingParams
 from alignedserve.transfer.copier import Copier
-from support.direct_shard import PROMPT, ROOT, WRITER, DirectShard
+from support.direct_shard import BLOCKS, PROMPT, ROOT, WRITER, DirectShard
 
 FIRST, SECOND, THIRD = (RequestKey(name) for name in ("first", "second", "third"))
 
@@ -46,6 +46,25 @@ async def test_a_prompt_is_written_in_full_if_the_answer_that_held_its_beginning
     shard.pool.give_back(WRITER, shard.at_hand)
     counts = shard.pool.counts()
     assert (counts.owned, counts.leased, counts.cached) == (0, 0, 2)
+
+
+@pytest.mark.parametrize("others", [[SECOND], [SECOND, THIRD]])
+async def test_blocks_that_another_prompt_has_by_now_are_not_taken_for_the_beginning(others: list[RequestKey]) -> None:
+    """They were given up after the answer that held them had ended, and leased again to this very instance."""
+    shard = DirectShard()
+    base = shard.pin(FIRST)
+    shard.release([FIRST])
+    shard.at_hand += [block for grant in shard.pool.want(WRITER, BLOCKS - 10) for block in grant.block_ids]
+    for block in base.block_ids:
+        shard.at_hand.remove(block)
+        shard.store.blocks[block] = 0
+    specs = [RequestSpec(key, PROMPT, SamplingParams(), [1]) for key in others]
+    prefilled, _ = await offloader_of(shard).offload(PrefilledJob(FIRST, specs, PROMPT, [5, 6, 7], base, pin=FIRST))
+    assert [one.shared_blocks for one in prefilled] == [0] * len(others)
+    for key in others:
+        held = shard.pool.holding(key.request_id)
+        assert held is not None
+        assert shard.store.checksums(held.block_ids) == shard.source.checksums([5, 6, 7])
 
 
 async def test_what_a_newer_epoch_has_replaced_is_not_written_again() -> None:
