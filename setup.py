@@ -49,6 +49,7 @@ setup(
     package_data={
         "alignedserve": ["py.typed", "models/*/*"],
         "alignedserve.proto": ["*.pyi"],
+        "alignedserve.gateway.live": ["static/*", "static/vendor/*"],
         "alignedserve.scheduler.cost": ["data/*.json"],
     },
 )

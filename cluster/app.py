@@ -24,6 +24,7 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 from alignedserve import __version__, logs
 from alignedserve.admin import admin_key
 from alignedserve.cluster.launch.actors import ACTORS, RoleActor
+from alignedserve.cluster.launch.environment import telemetry_environment
 from alignedserve.cluster.launch.preflight import check_model_if_here
 from alignedserve.cluster.launch.ray_groups import NAMESPACE
 from alignedserve.cluster.launch.ray_launcher import RayLauncher
@@ -336,7 +337,7 @@ def application(config: Config, *, wait_ready: bool) -> Application:
         graceful_shutdown_timeout_s=config.gateway.drain_s + REPLICA_ENDS_S,
         logging_config=LOGGING,
     )
-    return cast(Application, gateway.bind(tree, supervisor, wait_ready))
+    return cast(Application, gateway.bind(tree, supervisor, wait_ready, telemetry_environment()))
 
 
 def _replicas(config: Config) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from alignedserve.errors import AlignedServeError, OverloadedError, RequestError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import (
+    MOST_STEPS,
     FinishReason,
     GrammarKind,
     GrammarSpec,
@@ -87,17 +88,17 @@ def _grammar_from_proto(message: pb.Grammar) -> GrammarSpec:
 
 def timings_to_proto(stopwatch: Stopwatch) -> pb.Timings:
     spent = {f"{stage}_s": seconds for stage, seconds in stopwatch.spent_s.items()}
-    begun = {str(stage): since_ns for stage, since_ns in stopwatch.begun_ns.items()}
+    steps = [pb.StageStep(stage=stage, begun_ns=begun_ns) for stage, begun_ns in stopwatch.steps]
     return pb.Timings(
-        stage=stopwatch.stage, since_ns=stopwatch.since_ns, begun_ns=begun, bubble_s=stopwatch.bubble_s, **spent
+        stage=stopwatch.stage, since_ns=stopwatch.since_ns, steps=steps, bubble_s=stopwatch.bubble_s, **spent
     )
 
 
 def timings_from_proto(message: pb.Timings) -> Stopwatch:
     spent = {stage: value for stage in Stage if (value := getattr(message, f"{stage}_s"))}
-    begun = {stage: message.begun_ns[stage] for stage in Stage if stage in message.begun_ns}
+    steps = [(Stage(step.stage), step.begun_ns) for step in message.steps]
     bubble_s = message.bubble_s if message.HasField("bubble_s") else None
-    return Stopwatch(Stage(message.stage or Stage.QUEUE), message.since_ns, spent, begun, bubble_s)
+    return Stopwatch(Stage(message.stage or Stage.QUEUE), message.since_ns, spent, steps, bubble_s)
 
 
 def spec_to_proto(spec: RequestSpec) -> pb.RequestSpec:
@@ -189,8 +190,8 @@ def failure_event(spec: RequestSpec, error: BaseException) -> gw.TokenEvent:
 def enter_stage(timings: pb.Timings, stage: Stage, now_ns: int) -> None:
     """Does `Stopwatch.enter` on a message, without converting it."""
     if timings.since_ns and timings.stage:
-        if timings.stage not in timings.begun_ns:
-            timings.begun_ns[timings.stage] = timings.since_ns
+        if (not timings.steps or timings.steps[-1].stage != timings.stage) and len(timings.steps) < MOST_STEPS:
+            timings.steps.add(stage=timings.stage, begun_ns=timings.since_ns)
         name = f"{timings.stage}_s"
         setattr(timings, name, getattr(timings, name) + max(0, now_ns - timings.since_ns) / 1e9)
     timings.stage = stage

@@ -58,6 +58,11 @@ class SupervisorClient:
         status: sv.ClusterStatus = await self._call("GetStatus", pb.Empty(), STATUS_TIMEOUT_S)
         return status
 
+    async def live(self, *, config: bool = False) -> sv.LiveState:
+        """What all processes said in their last heartbeats, recent events and, with `config`, the configuration."""
+        live: sv.LiveState = await self._call("GetLive", sv.LiveQuery(config=config), STATUS_TIMEOUT_S)
+        return live
+
     async def check_integrity(self) -> sv.IntegrityReport:
         """Makes every process recount its stores and state now."""
         report: sv.IntegrityReport = await self._call("CheckIntegrity", pb.Empty(), INTEGRITY_TIMEOUT_S)
@@ -139,6 +144,10 @@ async def _stop(supervisor: SupervisorClient, body: Json) -> Json:
     return {"grace_s": reply.grace_s, "command": {"pid": reply.command_pid, "host": reply.command_host}}
 
 
+async def _config(supervisor: SupervisorClient, body: Json) -> Json:
+    return {"yaml": (await supervisor.live(config=True)).config}
+
+
 _STRINGS = {"type": "array", "items": {"type": "string"}}
 _COUNT = {"type": "integer", "minimum": 1, "maximum": MOST_INSTANCES}
 _COMMAND = {"type": "object", "properties": {"pid": {"type": "integer"}, "host": {"type": "string"}}}
@@ -162,6 +171,7 @@ ORDERS: Mapping[str, Order] = {
         },
         _restart,
     ),
+    "config": Order("Show the cluster's configuration", {}, {"yaml": {"type": "string"}}, _config),
     "stop": Order("Drain the cluster and end it", {}, {"grace_s": {"type": "number"}, "command": _COMMAND}, _stop),
 }
 """Every order by name. The gateways serve each under /alignedserve/NAME."""

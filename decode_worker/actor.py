@@ -22,6 +22,7 @@ from alignedserve.decode_worker.buffer_link import BufferLink
 from alignedserve.decode_worker.endings import Ending
 from alignedserve.decode_worker.held import EvictionOrder, Outcome
 from alignedserve.decode_worker.instance import DecodeInstance
+from alignedserve.decode_worker.live import live_decode
 from alignedserve.decode_worker.loop import DecodeLoop
 from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.kv_pool.stored import pooled
@@ -90,6 +91,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         instance.engine.show_metrics(page)
         show_channels(page, instance.channels)
         beat.metrics = page.text()
+        beat.live = live_decode(status, instance.compute.lengths)
         return beat
 
     async def check_integrity(self) -> list[sv.BookCheck]:

@@ -98,6 +98,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         self._leaving: set[str] = set()  # stores whose candidates are given back
         self._cancelled: OrderedDict[RequestKey, None] = OrderedDict()  # cancelled before they were announced here
         self._status: IterationStatus = scheduler.status()
+        self._lengths: Sequence[int] = ()  # of the last iteration's requests
         self.pass_meter = PassMeter()
         self._passes_since_s: float | None = None  # None: nothing runs
         self.iterations = iterations if iterations is not None else IterationMeter(None)
@@ -115,6 +116,11 @@ class DecodeLoop(ComputeThread[[Outcome]]):
     def status(self) -> IterationStatus:
         """The status as of the last iteration boundary."""
         return self._status
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Prefix lengths of the last iteration; none if nothing runs."""
+        return self._lengths if self._status.running else ()
 
     def show_metrics(self, page: Page) -> None:
         status = self.status
@@ -243,8 +249,9 @@ class DecodeLoop(ComputeThread[[Outcome]]):
     def _take(self, flight: Flight, following: Flight | None, outcome: Outcome) -> None:
         self._flights.take(flight, following, outcome)
         now_s = time.perf_counter()
+        self._lengths = lengths = flight.lengths
         if self._passes_since_s is not None:
-            requests, lengths = len(flight.lives), flight.lengths
+            requests = len(flight.lives)
             took = requests, sum(lengths), now_s - self._passes_since_s
             self.pass_meter.add(*took, padded_tokens=requests * max(lengths))
             self._scheduler.observe(*took)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.errors import AuthenticationError, ConfigError
+from alignedserve.gateway.live.sessions import Sessions, cookie_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ _OTHERS = stat.S_IRWXO
 # Paths that are answered without a key. All others require a key if there is a key file, except Serve's own
 # /-/healthz and /-/routes, which this application does not see.
 OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/metrics", "/openapi.json"})
+_NAVIGATES = (b"same-origin", b"none")  # what `sec-fetch-site` says of a page's own requests, and of a typed address
 
 Stamp = tuple[int, int, int, int]
 
@@ -38,7 +40,9 @@ class ApiKeys:
     clients out. Raises ConfigError if the file is invalid at the start.
     """
 
-    def __init__(self, path: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: str = "", clock: Callable[[], float] = time.monotonic, secret: str = "") -> None:
+        """`secret`: the cluster's, for sessions of browsers."""
+        self._sessions = Sessions(secret)
         self._path = Path(path).expanduser() if path else None
         self._clock = clock
         self._checked_at = clock()
@@ -73,6 +77,22 @@ class ApiKeys:
             what = "this API key is unknown" if given else "an API key is required"
             raise AuthenticationError(f"{what}: send a key as `Authorization: Bearer KEY`")
         return found
+
+    def identify(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+        """Like `check`, for the headers of an HTTP request: without a key, a browser's session counts."""
+        headers = list(headers)
+        offered = of_headers(headers)
+        if self._path is not None and not offered and (value := cookie_of(headers)):
+            site = next((found for name, found in headers if name == b"sec-fetch-site"), b"none")
+            key_hash = self._sessions.key_hash(value) if site in _NAVIGATES else None
+            self._look_again(self._path)
+            if key_hash in self._hashes:
+                return key_hash or b""
+        return self.check(offered)
+
+    def begin_session(self, key: str) -> str:
+        """The value of a cookie for the holder of a key. Raises AuthenticationError if the key is not known."""
+        return self._sessions.begin(self.check([key.encode("utf-8", "replace")]))
 
     def _look_again(self, path: Path) -> None:
         now = self._clock()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import orjson
@@ -27,11 +28,15 @@ from alignedserve.gateway.reply.answers import AnswerView, Part
 from alignedserve.gateway.reply.best import best_views
 from alignedserve.gateway.reply.replies import LEAST_LOGPROB, Parts, timings
 from alignedserve.gateway.reply.written_calls import WrittenCall, written_calls
+from alignedserve.gateway.tracing.grpc_calls import traced
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import inference_pb2 as inf
 from alignedserve.proto import inference_pb2_grpc as inf_grpc
 from alignedserve.request import FinishReason, GrammarKind, TokenLogprobs
 from alignedserve.text import Tokenizer
+
+if TYPE_CHECKING:
+    from alignedserve.gateway.tracing.tracing import Tracing
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 TOOL_CALLS = "tool_calls"  # a finish reason of replies only
@@ -262,25 +267,25 @@ def _timings(plan: CallPlan, answer: Answer | None) -> inf.RequestTimings | None
 class InferenceServicer(inf_grpc.InferenceServicer):
     """The service on a plain gRPC server, without Ray Serve."""
 
-    def __init__(self, service: InferenceService) -> None:
-        self._service = service
+    def __init__(self, service: InferenceService, tracing: Tracing | None = None) -> None:
+        self._service, self._tracing = service, tracing
 
     async def Generate(self, request: inf.GenerateRequest, context: Any) -> inf.GenerateResponse:
         try:
-            return await self._service.generate(request)
+            async with traced(self._tracing, "Generate", context):
+                return await self._service.generate(request)
         except Exception as error:
             await _abort(context, error)
             raise
 
     async def Stream(self, request: inf.GenerateRequest, context: Any) -> AsyncIterator[inf.GenerateChunk]:
-        chunks = self._service.stream(request)
+        chunks = contextlib.aclosing(self._service.stream(request))
         try:
-            async for chunk in chunks:
-                yield chunk
+            async with traced(self._tracing, "Stream", context), chunks as new:
+                async for chunk in new:
+                    yield chunk
         except Exception as error:
             await _abort(context, error)
-        finally:
-            await chunks.aclose()
 
     async def Cancel(self, request: inf.CancelRequest, context: Any) -> inf.CancelResponse:
         return await self._service.cancel(request)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from alignedserve.errors import AlignedServeError
-from alignedserve.request import FinishReason
+from alignedserve.request import FinishReason, Stage
 
 if TYPE_CHECKING:
     from alignedserve.gateway.ledger.calls import Answer
@@ -19,6 +19,7 @@ _TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _ITL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _LAST = ("completed", "failed", "expired", "cancelled")
 _OF_LINE = ("answered", "failed")
+_STAGE_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _TOTAL_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -56,6 +57,14 @@ class GatewayMetrics:
         self._ttft = self._histogram("ttft_seconds", "arrival to first token", _TTFT_S)
         self._itl = self._histogram("itl_seconds", "between two tokens of an answer", _ITL_S)
         self._total = self._histogram("request_seconds", "arrival to last token", _TOTAL_S)
+        stages = Histogram(
+            "alignedserve_gateway_stage_seconds",
+            "seconds of a request in a stage, repetitions after evictions included",
+            ["instance", "stage"],
+            buckets=_STAGE_S,
+            registry=self.registry,
+        )
+        self._stages = {stage: stages.labels(instance, stage.value) for stage in Stage}
 
     def _counter(self, name: str, doc: str) -> Counter:
         counter = Counter(f"alignedserve_gateway_{name}", doc, ["instance"], registry=self.registry)
@@ -90,6 +99,8 @@ class GatewayMetrics:
         self._outcomes.labels(self._instance, finish.value).inc()
         if not answer.call.plan.offline:
             self._total.observe(time.monotonic() - answer.call.arrival_s)
+            for stage, seconds in answer.stopwatch.spent_s.items():
+                self._stages[stage].observe(seconds)
 
     def on_batch_end(self, status: str) -> None:
         """This gateway has brought a batch into its last status."""

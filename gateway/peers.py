@@ -7,10 +7,12 @@ import logging
 from typing import Any
 
 import grpc
+import orjson
 
 from alignedserve.control.rpc import TokenChannel, one_answer, open_channel
 from alignedserve.errors import UnavailableError
 from alignedserve.gateway.ledger.ledger import Ledger
+from alignedserve.gateway.live.history import RecentRequests, requests_of
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.proto import gateway_pb2_grpc as gw_grpc
 from alignedserve.proto import supervisor_pb2 as sv
@@ -43,28 +45,44 @@ class GatewayPeers:
     async def cancel(self, call_id: str, owner: bytes | None) -> bool:
         """Cancels a call at the other gateways; whether a gateway had it. `owner`: as in `Ledger.cancel_call`."""
         asked = gw.CallId(call_id=call_id, owner=owner or b"", whosever=owner is None)
-        found = await asyncio.gather(*(self._cancel_at(channel, asked) for channel in self._channels.values()))
-        return any(found)
+        found = await self._ask_all("CancelCall", asked)
+        return any(answer.found for answer in found)
+
+    async def requests(self, query: gw.RequestsQuery) -> list[dict[str, Any]]:
+        """What the other gateways know of requests (`alignedserve.gateway.live.history`)."""
+        found = await self._ask_all("Requests", query)
+        return [one for answer in found for one in orjson.loads(answer.json)]
 
     async def close(self) -> None:
         while self._channels:
             await self._channels.popitem()[1].close()
 
-    async def _cancel_at(self, channel: TokenChannel, asked: gw.CallId) -> bool:
+    async def _ask_all(self, method: str, question: Any) -> list[Any]:
+        """The answers of those that answer."""
+        found = await asyncio.gather(*(self._ask(channel, method, question) for channel in self._channels.values()))
+        return [answer for answer in found if answer is not None]
+
+    async def _ask(self, channel: TokenChannel, method: str, question: Any) -> Any:
         try:
-            answer = await one_answer(gw_grpc.GatewayPeerStub(channel).CancelCall(asked, timeout=ANSWER_WITHIN_S))
+            return await one_answer(
+                getattr(gw_grpc.GatewayPeerStub(channel), method)(question, timeout=ANSWER_WITHIN_S)
+            )
         except UnavailableError as error:
             logger.debug("another gateway cannot be reached: %s", error.message)
-            return False
-        return bool(answer.found)
+            return None
 
 
 class PeerService(gw_grpc.GatewayPeerServicer):
     """Answers the other gateways."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: Ledger, recent: RecentRequests) -> None:
+        self._ledger, self._recent = ledger, recent
 
     async def CancelCall(self, request: gw.CallId, context: grpc.aio.ServicerContext[Any, Any]) -> gw.CallFound:
         owner = None if request.whosever else request.owner
         return gw.CallFound(found=self._ledger.cancel_call(request.call_id, owner))
+
+    async def Requests(
+        self, request: gw.RequestsQuery, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> gw.RequestsFound:
+        return gw.RequestsFound(json=orjson.dumps(requests_of(self._ledger, self._recent, request)).decode())

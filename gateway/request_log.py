@@ -150,7 +150,7 @@ def entry_of(answer: Answer, gateway_id: str, now_ns: int) -> dict[str, Any]:
         "arrival_unix_s": call.arrival_ns / 1e9,
         "input_tokens": len(answer.prompt.token_ids),
         "output_tokens": len(answer.tokens),
-        "outcome": _outcome(answer),
+        "outcome": outcome_of(answer),
         "epoch": answer.epoch,
         "resumed": bool(call.plan.resume),
         "wait_objective_s": call.plan.wait_objective_s,
@@ -170,7 +170,8 @@ def entry_of(answer: Answer, gateway_id: str, now_ns: int) -> dict[str, Any]:
     return entry
 
 
-def _outcome(answer: Answer) -> str:
+def outcome_of(answer: Answer) -> str:
+    """How an answer has ended: its finish reason, or an error's code."""
     if answer.finish is not None:
         return answer.finish.value
     return "cancelled" if answer.call.error is None else answer.call.error.code

@@ -8,9 +8,12 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import orjson
+
 from alignedserve.control.convert import failure_from_proto, key_to_proto, keys_from_proto, keys_to_proto
 from alignedserve.control.link import DuplexLink
-from alignedserve.control.rpc import TokenChannel, open_channel
+from alignedserve.control.rpc import TokenChannel, one_answer, open_channel
+from alignedserve.errors import UnavailableError
 from alignedserve.gateway.body.planning import ServedModel
 from alignedserve.gateway.ledger.intake import Intake
 from alignedserve.gateway.ledger.ledger import Ledger
@@ -23,6 +26,7 @@ from alignedserve.request import RequestKey
 logger = logging.getLogger(__name__)
 
 _CONFIRM_S = 0.5
+TELLS_WITHIN_S = 1.0
 
 
 class SchedulerLink:
@@ -96,6 +100,22 @@ class SchedulerLink:
 
     def ask(self, keys: Sequence[RequestKey]) -> bool:
         return self.up and self._send(open=keys_to_proto(keys))
+
+    async def told(self, request_ids: Sequence[str]) -> dict[str, Any]:
+        """What the scheduler knows of requests, by id: alignedserve.scheduler.process.telling.stays_json.
+
+        Empty if there is no scheduler.
+        """
+        if self._channel is None:
+            return {}
+        query = sc.StaysQuery(request_ids=request_ids)
+        try:
+            found = await one_answer(sc_grpc.SchedulerStub(self._channel).Stays(query, timeout=TELLS_WITHIN_S))
+        except UnavailableError as error:
+            logger.debug("the scheduler does not tell of requests: %s", error.message)
+            return {}
+        told: dict[str, Any] = orjson.loads(found.json)
+        return told
 
     def _send(self, **body: Any) -> bool:
         return self._link is not None and self._link.send(sc.GatewayMessage(**body))

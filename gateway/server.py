@@ -40,6 +40,9 @@ from alignedserve.gateway.health import Health, book_entry, judge, role_entry
 from alignedserve.gateway.http.http_app import build_app
 from alignedserve.gateway.ledger.intake import Intake
 from alignedserve.gateway.ledger.ledger import Ledger
+from alignedserve.gateway.live.history import RecentRequests
+from alignedserve.gateway.live.service import LiveService
+from alignedserve.gateway.metric_aliases import vllm_metrics
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.peers import GatewayPeers, PeerService
 from alignedserve.gateway.pinning.board import PinBoard
@@ -53,6 +56,7 @@ from alignedserve.gateway.request_log import RequestLog
 from alignedserve.gateway.scheduler_link import SchedulerLink
 from alignedserve.gateway.spec_source import SpecSource
 from alignedserve.gateway.token_sink import TokenSink
+from alignedserve.gateway.tracing.start import start_tracing
 from alignedserve.metrics import Page
 from alignedserve.model import ModelInfo, read_config
 from alignedserve.proto import gateway_pb2_grpc as gw_grpc
@@ -105,6 +109,7 @@ class GatewayServer(RoleServer):
         gateway = self.config.gateway
         self.state = "ready"
         self.model = model  # its `info` is None until the first view that has it
+        self.tracing = start_tracing(self.config.traces, settings.id, model)  # None: traces are off
         self.admin_key = admin_key(settings.token)  # opens the operations endpoints; derived from the cluster's token
         # For operations: status, integrity, scaling, restarts. It calls the last known address.
         self.supervisor = SupervisorClient(settings.token, lambda: self.supervisor_address)
@@ -119,6 +124,8 @@ class GatewayServer(RoleServer):
         self.scheduler = SchedulerLink(self.process, settings.token, self.ledger, self.intake, model)
         self.ledger.attach(self.scheduler)
         self.peers = GatewayPeers(settings.id, settings.token)  # the other gateways of the last view
+        self._recent = RecentRequests()  # that ended here
+        self.ledger.on_ended = self._recent.note
         self._hints = PrefixHints(settings.token)  # what the shards of the last view have of a prompt
         model.look_up = self._hints.add if model.cache is not None else None
         # Tells the shards how requests ended.
@@ -136,12 +143,26 @@ class GatewayServer(RoleServer):
         self._model_info_text = ""  # JSON that `model.info` was read from; "" until a view has it
         self._model_known = asyncio.Event()  # set with `model.info`, for good
         self._started_unix_s = time.time()  # for the status; never changes
-        self.api_keys = ApiKeys(gateway.api_key_file)  # the configured file's; without a file no key is required
+        # The configured file's; without a file no key is required.
+        self.api_keys = ApiKeys(gateway.api_key_file, secret=settings.token)
+        # What people see who look; asks others only while somebody does.
+        self.live_service = LiveService(
+            self.supervisor,
+            self.ledger,
+            self._recent,
+            self.peers,
+            self.scheduler,
+            lambda: self.view,
+            model.name,
+            prefix_cache=model.cache is not None,
+        )
         # Runs batches of the store in `batches.folder`; without one its endpoints refuse.
         self.batches = BatchService(
             self.config.batches, gateway, settings.id, self.ledger, self.intake, model, self._metrics
         )
-        self.asgi_app: Starlette = build_app(gateway, self.ledger, self.intake, self, self.api_keys, self.batches)
+        self.asgi_app: Starlette = build_app(
+            gateway, self.ledger, self.intake, self, self.api_keys, self.batches, self.tracing
+        )
         self.inference = InferenceService(self.ledger, self.intake, model, gateway.max_body_bytes, self.cancel_call)
 
     @classmethod
@@ -149,8 +170,8 @@ class GatewayServer(RoleServer):
         """Reads the tokenizer and chat template, starts the gateway's servers, and joins the supervisor.
 
         `model_path` is the resolved local folder. `locate` returns the address of a restarted supervisor. Raises
-        ModelError if the tokenizer or chat template cannot be read, ConfigError if `batches.folder` or the file of
-        pinned prompts cannot be used.
+        ModelError if the tokenizer or chat template cannot be read, ConfigError if `batches.folder`, the file of pinned
+        prompts or the exporter of traces cannot be used.
         """
         config = from_tree(settings.config)
         tokenizer = await asyncio.to_thread(Tokenizer.from_folder, model_path)
@@ -222,7 +243,7 @@ class GatewayServer(RoleServer):
         return [
             (gw_grpc.add_TokenSinkServicer_to_server, TokenSink(self.ledger)),
             (gw_grpc.add_SpecSourceServicer_to_server, SpecSource(self.ledger)),
-            (gw_grpc.add_GatewayPeerServicer_to_server, PeerService(self.ledger)),
+            (gw_grpc.add_GatewayPeerServicer_to_server, PeerService(self.ledger, self._recent)),
         ]
 
     async def on_start(self) -> None:
@@ -263,6 +284,7 @@ class GatewayServer(RoleServer):
         self._keeper.close()
         self._endings.close()
         self._drain.close()
+        self.live_service.close()
         self.ledger.close_all()
         if self._ticker is not None:
             self._ticker.cancel()
@@ -276,6 +298,8 @@ class GatewayServer(RoleServer):
         await self.supervisor.close()
         if self._request_log is not None:
             await asyncio.to_thread(self._request_log.close)
+        if self.tracing is not None:
+            await self.tracing.close()
 
     # ---- for the operations endpoints
 
@@ -308,7 +332,11 @@ class GatewayServer(RoleServer):
         """
         status = await self._status()
         text = "" if status is None else status.metrics
-        return text if f'instance="{self.process.id}"' in text else merge([text, self._own_metrics()])
+        if f'instance="{self.process.id}"' not in text:
+            text = merge([text, self._own_metrics()])
+        if self.config.gateway.metric_aliases == "vllm":
+            text += vllm_metrics(text, self.model.name)
+        return text
 
     async def status_json(self) -> dict[str, Any]:
         """All processes and the cluster's state, for `alignedserve status`."""
@@ -350,6 +378,7 @@ class GatewayServer(RoleServer):
 
     def _on_drain(self) -> None:
         self.set_state(self._drain.state or "ready")
+        self.live_service.feed.set_open(not self._drain.state)
         self.batches.wake()
 
     def _holds(self) -> str:

@@ -30,6 +30,10 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
+# Longer than clients reuse idle connections (httpx: 5 s): one that ends as a client uses it again breaks its request.
+KEPT_ALIVE_S = 75
+
+
 class StandaloneGateway:
     """Serves a GatewayServer on two ports (0: any free port) while the context is open.
 
@@ -59,6 +63,7 @@ class StandaloneGateway:
             lifespan="off",
             ws="none",
             timeout_graceful_shutdown=1,
+            timeout_keep_alive=KEPT_ALIVE_S,
         )
         self._uvicorn = _Uvicorn(config)
         self._task = asyncio.get_running_loop().create_task(self._uvicorn.serve(sockets=[listener]))
@@ -66,7 +71,8 @@ class StandaloneGateway:
             interceptors=[ApiKeyCheck(self._server.api_keys)],
             options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)],
         )
-        inf_grpc.add_InferenceServicer_to_server(InferenceServicer(self._server.inference), self._grpc)
+        service = InferenceServicer(self._server.inference, self._server.tracing)
+        inf_grpc.add_InferenceServicer_to_server(service, self._grpc)
         try:
             self.grpc_port = self._grpc.add_insecure_port(f"{self.host}:{self.grpc_port}")
         except RuntimeError as error:

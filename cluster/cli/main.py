@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from alignedserve import __version__
-from alignedserve.cluster.cli import cache_command
+from alignedserve.cluster.cli import cache_command, debug_bundle, explain_command, monitoring_command, top_command
 from alignedserve.cluster.cli.operate import COMMANDS, add_url
 from alignedserve.cluster.cli.refused_flags import REFUSED_FLAGS, refuse_unsupported
 from alignedserve.errors import AlignedServeError, ConfigError, ModelError
@@ -82,6 +82,13 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "--log-format": ("log.format", {"metavar": "text|json", "help": "format of log records"}),
     "--log-dir": ("log.dir", {"metavar": "DIR", "help": "folder for one log file per process"}),
 }
+LOOKS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "cache": cache_command.run,
+    "debug-bundle": debug_bundle.run,
+    "top": top_command.run,
+    "explain": explain_command.run,
+    "monitoring": monitoring_command.run,
+}
 # The flags that `profile` takes. It serves in a small cluster with a configuration of its own.
 PROFILE_FLAGS = ("--model", "--device", "--dtype", "--trust-remote-code")
 SERVE_SWITCHES: dict[str, tuple[str, bool, str]] = {
@@ -90,10 +97,12 @@ SERVE_SWITCHES: dict[str, tuple[str, bool, str]] = {
         False,
         "no candidate buffers: copy KV from the pool to decode instances directly",
     ),
+    "--no-dashboard": ("gateway.dashboard", False, "do not serve the live page at / and /dashboard"),
     "--no-prefix-cache": ("kv_pool.prefix_cache", False, "do not keep the KV of ended requests"),
     "--verify-kv": ("kv_pool.verify", True, "compare a checksum of every KV block after each copy"),
     "--trust-remote-code": ("model.trust_remote_code", True, "run Python code that comes with the model"),
     "--share-gpu": ("cluster.share_gpu", True, "let several instances share one GPU"),
+    "--traces": ("traces.enabled", True, "send OpenTelemetry traces of requests, to OTEL_EXPORTER_OTLP_ENDPOINT"),
 }
 
 
@@ -147,6 +156,10 @@ def make_parser() -> tuple[_Parser, Mapping[str, _Parser]]:
     status.add_argument("--json", action="store_true", help="print JSON and nothing else")
     for name, command in COMMANDS.items():
         command.add_options(add(name, command.summary))
+    top_command.add_options(add("top", "Show the newest running cluster of this user live, in the terminal."))
+    debug_bundle.add_options(add("debug-bundle", "Put what an issue report needs into one archive, without secrets."))
+    explain_command.add_options(add("explain", "Say where a request's time went, and what would help."))
+    monitoring_command.add_options(add("monitoring", "Write the files of Prometheus and Grafana for a cluster."))
     cache_command.add_options(add("cache", "Pin, list and drop what the prefix caches of a running cluster keep."))
     doctor = add("doctor", "Show what this machine offers for a configuration, and what is missing.")
     _add_configuration(doctor)
@@ -195,8 +208,8 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
             return show_status(options.url, as_json=options.json, api_key_file=options.api_key_file)
         case name if name in COMMANDS:
             return COMMANDS[name].run(options)
-        case "cache":
-            return cache_command.run(options)
+        case name if name in LOOKS:
+            return LOOKS[name](options)
         case "policies":
             from alignedserve.cluster.cli.policies_command import list_policies
 

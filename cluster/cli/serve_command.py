@@ -41,6 +41,7 @@ from alignedserve.cluster.serve.stopped_processes import StoppedWatch
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, resolve_device
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError, UnavailableError
+from alignedserve.gateway.tracing.start import check_traces
 from alignedserve.model import resolve_model
 from alignedserve.scheduler.systems import FOLDER_VARIABLE
 
@@ -67,6 +68,7 @@ def serve(config: Config) -> int:
     check_batches(config)
     check_pinned_prompts(config)
     check_cost_model(config)
+    check_traces(config.traces)
     check_tls()
     config = _absolute(config, folder)
     session = RaySession(config)
@@ -392,4 +394,6 @@ class _ServeCommand:
         self._console.line(f"  curl -N {url}/v1/completions {header} -d '{json.dumps(body)}'")
         if live := self._session.live_url():  # clients cannot take all of its connections
             self._console.line(f"for probes, /live, /health and /metrics are also on {live}")
+        if gateway.dashboard:
+            self._console.line(f"watch it and try it at {url}/")
         self._console.line("press Ctrl-C to end it")

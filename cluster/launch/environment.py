@@ -41,3 +41,8 @@ def role_environment(settings: RoleSettings) -> dict[str, str]:
 
 def is_local_model(path: str) -> bool:
     return path in SHIPPED_MODELS or Path(path).expanduser().is_dir()
+
+
+def telemetry_environment() -> dict[str, str]:
+    """OpenTelemetry's variables of this process, for the gateways on all nodes."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("OTEL_")}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COUNTS = frozenset({"cluster.prefill", "cluster.decode"})
-# Besides gateway.* and batches.*: Ray Serve replaces gateways anyway.
+# Besides gateway.*, batches.* and traces.*: Ray Serve replaces gateways anyway.
 SERVES = frozenset(
     {"cluster.name", "kv_pool.pinned_prompts", "model.chat_template", "model.tool_parser", "model.reasoning_parser"}
 )
@@ -82,7 +82,7 @@ def compare(old: Config, new: Config) -> Change:
         section = key.partition(".")[0]
         if key in COUNTS:
             counts = True
-        elif section in ("gateway", "batches") or key in SERVES:
+        elif section in ("gateway", "batches", "traces") or key in SERVES:
             continue
         elif section in ("supervisor", "log"):
             rolled |= ALL_ROLES

@@ -29,11 +29,12 @@ from alignedserve.cluster.supervisor.integrity import check_cluster
 from alignedserve.cluster.supervisor.managed_process import Phase, Slot
 from alignedserve.cluster.supervisor.placing import FRESH_S, Placing
 from alignedserve.cluster.supervisor.plan import Node, Shape, check_gpus, plan_processes
+from alignedserve.cluster.supervisor.recent_events import RecentEvents
 from alignedserve.cluster.supervisor.redeploy import NO_CHANGE, Change, follow
 from alignedserve.cluster.supervisor.role_settings import Identity, device_of, role_settings
 from alignedserve.cluster.supervisor.rolling import ORDER, SERVE_ROLES
 from alignedserve.config import Config
-from alignedserve.config_sources import to_tree
+from alignedserve.config_sources import to_tree, to_yaml
 from alignedserve.control.convert import failure_to_proto
 from alignedserve.control.link import Outbox, first_message, follow_on, serve_stream
 from alignedserve.control.role import new_incarnation
@@ -68,6 +69,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._outboxes: dict[str, Outbox[sv.RoleOrder]] = {}  # by id, of processes with an open stream
         self._told_version = 0  # of the view that was last sent to all processes; 0: none
         self._collector = Collector(self._outboxes)  # asks all processes for their metrics
+        self._events = RecentEvents()  # of this supervisor, from `start` to `close`
         self._fencer = Fencer(lambda: self.core.roster, launcher, identity.token)  # ends processes
         self._watchdog = Watchdog(self._on_dead)  # watches the processes of this node
         self._here = ""  # id of this process's node; "" until `start`
@@ -93,6 +95,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
     async def start(self, change: Change = NO_CHANGE) -> None:
         """Serve, find running processes and start the missing ones. `change` says how running processes follow the
         configuration. Raises ResourceError if no node has the required resources."""
+        self._events.start()
         nodes = list(await self._launcher.nodes())
         self._here = self._fencer.here = nodes[0].node_id
         found = await self._launcher.find()
@@ -201,6 +204,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
             await self._server.stop()
         await end_tasks(self._tasks)
         self._watchdog.close()
+        self._events.stop()
         await self._launcher.close()
 
     def _let_roles_go(self) -> None:
@@ -257,6 +261,14 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, sv.ClusterStatus]
     ) -> sv.ClusterStatus:
         return await self.status()
+
+    async def GetLive(
+        self, request: sv.LiveQuery, context: grpc.aio.ServicerContext[sv.LiveQuery, sv.LiveState]
+    ) -> sv.LiveState:
+        lives = {member.key.id: member.beat.live for member, _ in self.core.roster.members() if member.beat.live}
+        status = await self.status(fresh=False)
+        config = to_yaml(self.config, docs=False) if request.config else ""
+        return sv.LiveState(status=status, lives=lives, events=self._events.newest(), config=config)
 
     async def CheckIntegrity(
         self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, sv.IntegrityReport]

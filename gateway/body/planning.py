@@ -24,6 +24,7 @@ from alignedserve.gateway.body.truncation import MOST, most_tokens, truncated
 from alignedserve.gateway.dialects.families import AUTO
 from alignedserve.gateway.dialects.model_dialects import ModelDialects, Reading, choose_dialects
 from alignedserve.gateway.failures import ContextLengthError, ModelNotFoundError
+from alignedserve.gateway.tracing.current import note_chat
 from alignedserve.grammar.compiled import Grammars
 from alignedserve.model import ModelInfo
 from alignedserve.request import GrammarSpec, SamplingParams
@@ -192,6 +193,7 @@ async def plan_chat(model: ServedModel, request: ChatRequest, call_id: str = "")
     info = model.require(request.model)
     began_s = time.monotonic()
     _check_stops(model, request)
+    note_chat(request.messages)
     use = request.tool_use()
     async with _within_limits(model, request, "messages"):
         written, whole = await chat_tokens(model, request, most_tokens(request, model.limit[0]))

@@ -12,6 +12,7 @@ import orjson
 
 from alignedserve.errors import AlignedServeError
 from alignedserve.gateway.failures import MalformedJsonError, as_error, error_object, retry_headers
+from alignedserve.gateway.tracing.current import note_error
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,9 @@ def report(error: BaseException) -> AlignedServeError:
     """The error that the client gets. An error of another type is a bug: it is logged with its traceback."""
     if not isinstance(error, AlignedServeError):
         logger.error("a request failed", exc_info=error)
-    return as_error(error)
+    found = as_error(error)
+    note_error(found)
+    return found
 
 
 def json_app(handler: Handler) -> App:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from starlette.applications import Starlette
@@ -34,11 +34,16 @@ from alignedserve.gateway.http.request_id import RecordsRequestId
 from alignedserve.gateway.http.tokens import TokenEndpoints
 from alignedserve.gateway.ledger.intake import Intake
 from alignedserve.gateway.ledger.ledger import Ledger
+from alignedserve.gateway.live.endpoints import LiveEndpoints
 from alignedserve.gateway.pinning.orders import orders as cache_orders
 from alignedserve.gateway.reply.openai_replies import ChatReply, CompletionReply
+from alignedserve.gateway.tracing.http_calls import traced
 from alignedserve.gateway.translated.messages_reply import MessagesReply, messages_error
 from alignedserve.gateway.translated.messages_request import parse_messages, plan_message
 from alignedserve.gateway.translated.responses_endpoints import ResponsesEndpoint, StoredResponses
+
+if TYPE_CHECKING:
+    from alignedserve.gateway.tracing.tracing import Tracing
 
 _ANTHROPICS = "/v1/messages"
 
@@ -60,6 +65,7 @@ def build_app(
     server: Operator,
     keys: ApiKeys,
     batches: BatchService,
+    tracing: Tracing | None = None,
 ) -> Starlette:
     """The ASGI application of one gateway. `batches` gets the endpoints that answer its lines."""
     bodies = BodyReader(config.max_body_bytes)
@@ -83,17 +89,21 @@ def build_app(
     async def openapi(scope: Scope, receive: Receive, send: Send) -> None:
         await send_bytes(send, openapi_json(keys.wanted), "application/json")
 
-    def route(path: str, handle: App, method: str) -> Route:
+    def route(path: str, handle: App, method: str, *, is_open: bool = False) -> Route:
         shape = _error_body(path)
         app = posted(handle, shape) if method == "POST" else handle
-        return Route(path, _Endpoint(app if path in OPEN_PATHS else guarded(app, keys, shape)), methods=[method])
+        is_open = is_open or path in OPEN_PATHS
+        return Route(path, _Endpoint(app if is_open else guarded(app, keys, shape)), methods=[method])
 
-    posts: dict[str, App] = {
+    generating: dict[str, App] = {
         "/v1/completions": completions,
         "/v1/chat/completions": chat,
         "/v1/responses": responses,
-        "/v1/responses/input_tokens": tokens.count_response,
         "/v1/messages": messages,
+    }
+    posts: dict[str, App] = {
+        **{path: traced(endpoint, tracing, path) for path, endpoint in generating.items()},
+        "/v1/responses/input_tokens": tokens.count_response,
         "/v1/messages/count_tokens": tokens.count,
         "/v1/embeddings": operations.embeddings,
         "/v1/requests/{request_id:path}/cancel": operations.cancel,
@@ -121,17 +131,28 @@ def build_app(
     lines = {"/v1/completions": completions, "/v1/chat/completions": chat, "/v1/responses": responses}
     batches.endpoints = {path: endpoint.answer_offline for path, endpoint in lines.items()}
     stored = [*BatchEndpoints(batches, bodies).routes(), *StoredResponses(batches).routes()]
+    live = LiveEndpoints(server.live_service, keys) if config.dashboard else None
     app = Starlette(
         routes=[
             *(route(path, handle, "POST") for path, handle in posts.items()),
             *(route(path, handle, "GET") for path, handle in gets.items()),
             *(route(path, handle, method) for method, path, handle in stored),
+            *(route(path, handle, method, is_open=is_open) for method, path, handle, is_open in _live(live)),
         ],
         middleware=[*cors(config), Middleware(bodies.closing_where_unread), Middleware(RecordsRequestId)],
         exception_handlers={HTTPException: _routing_error, Exception: _failure},
     )
     app.router.redirect_slashes = False  # they go to the host that the client named, and skip the key check
     return app
+
+
+def _live(live: LiveEndpoints | None) -> list[tuple[str, str, App, bool]]:
+    """(method, path, endpoint, whether no API key is needed) of the live page."""
+    if live is None:
+        return []
+    found = [("GET", path, app, True) for path, app in live.open_gets().items()]
+    found += [("POST", path, app, True) for path, app in live.open_posts().items()]
+    return found + [("GET", path, app, False) for path, app in live.guarded_gets().items()]
 
 
 def _error_body(path: str) -> ErrorBody:

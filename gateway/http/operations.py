@@ -14,6 +14,7 @@ from alignedserve.gateway.http.admin import NotAdminError, check_key, shows_key
 from alignedserve.gateway.http.asgi import Receive, Scope, Send, report, send_bytes, send_error, send_json
 from alignedserve.gateway.ledger.calls import caller
 from alignedserve.gateway.ledger.ledger import Ledger
+from alignedserve.gateway.live.service import LiveService
 from alignedserve.gateway.pinning.orders import CacheOrders
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -27,6 +28,7 @@ class Operator(Protocol):
     supervisor: SupervisorClient
     admin_key: str
     cache_orders: CacheOrders
+    live_service: LiveService
 
     async def health(self) -> Health: ...
 

@@ -8,11 +8,12 @@ import time
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from alignedserve.control.convert import key_to_proto
 from alignedserve.errors import AlignedServeError
 from alignedserve.gateway.body.planning import CallPlan, PromptPlan, derive_seed
+from alignedserve.gateway.tracing.current import current_trace
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import (
     FinishReason,
@@ -82,6 +83,8 @@ class Answer:
     decode_id: str = ""
     cached_tokens: int = 0  # of the prompt, whose KV was in the prefix cache
     calls_tools: bool = False  # it has ended with tool calls, whose results will come
+    moves: tuple[tuple[int, str], ...] = ()  # (Unix ns, decode instance) when tokens first came from another one
+    losses: tuple[tuple[int, str], ...] = ()  # (Unix ns, reason)
 
     @property
     def key(self) -> RequestKey:
@@ -91,7 +94,14 @@ class Answer:
     def ended(self) -> bool:
         return self.state is AnswerState.ENDED
 
-    def next_epoch(self) -> None:
+    @property
+    def log_extra(self) -> dict[str, Any]:
+        """`extra` of log records about it."""
+        trace = self.call.trace
+        return {"request_id": self.request_id, "trace": None if trace is None else trace.ids}
+
+    def next_epoch(self, reason: str = "") -> None:
+        self.losses += ((time.time_ns(), reason),)
         self.epoch += 1
         self.early.clear()
         self.state = AnswerState.UNSENT
@@ -110,7 +120,9 @@ class Answer:
             self.prefill_id = prefill_id or sender_id
         else:
             self.prefill_id = prefill_id or self.prefill_id
-            self.decode_id = decode_id or sender_id
+            if (now := decode_id or sender_id) != self.decode_id:
+                self.decode_id = now
+                self.moves += ((time.time_ns(), now),)
 
     def note_tokens(self, now_s: float) -> None:
         """Notes the time of new tokens, which are already in `tokens`."""
@@ -215,6 +227,9 @@ class Call:
         self.salt = b"" if plan.cache is None else plan.cache.whole_salt(caller.get())
         self.sent_id = sent_request_id.get()
         self.session = plan.session or sent_session.get()
+        self.trace = None if plan.offline or plan.probe else current_trace.get()
+        if self.trace is not None:
+            self.trace.call = self
         self.arrival_ns = time.time_ns()
         self.arrival_s = time.monotonic()
         self.answers = [

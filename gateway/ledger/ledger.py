@@ -72,6 +72,7 @@ class Ledger:
         self._draining = False  # no call is accepted, until `take_calls`
         self._asked_s = 0.0  # when the scheduler was last asked about silent requests (time.monotonic)
         self.on_closed: Callable[[Call], None] | None = None  # gets each call whose reader has finished
+        self.on_ended: Callable[[Answer], None] | None = None  # gets each answer that has ended
         self._empty = asyncio.Event()  # set while `_open` is empty
         self._empty.set()
 
@@ -170,6 +171,16 @@ class Ledger:
             self._fail(call, CancelledError("the request was cancelled"))
         return bool(calls)
 
+    def answers_of(self, name: str, owner: bytes | None) -> list[Answer]:
+        """The open answers of a call, by its id or by that of a request; `owner`: as in `cancel_call`."""
+        calls = [call for key, call in self._calls.items() if owner is None or key[0] == owner]
+        return [
+            answer
+            for call in calls
+            for answer in call.answers
+            if not answer.ended and name in (call.plan.id, answer.request_id)
+        ]
+
     def drain(self) -> None:
         """Accept no more calls."""
         self._draining = True
@@ -202,7 +213,7 @@ class Ledger:
             except AlignedServeError as error:
                 self._fail(answer.call, error)
             except Exception:  # an invalid event ends its own call only, not the stream of all requests
-                logger.exception("an event from %s cannot be read", sender_id, extra={"request_id": answer.request_id})
+                logger.exception("an event from %s cannot be read", sender_id, extra=answer.log_extra)
                 self._fail(answer.call, AlignedServeError(f"{sender_id} sent an event that cannot be read"))
 
     def on_worker_gone(self, role: str, worker_id: str) -> None:
@@ -221,8 +232,7 @@ class Ledger:
             self._lose(answers, "it was cancelled by the cluster")
             return
         for answer in answers:
-            self._drop(answer)
-            self._fail(answer.call, error)
+            self._fail(answer.call, error, gone=[answer])
 
     def on_lost(self, keys: Iterable[RequestKey], reason: str) -> None:
         self._lose(self._current(keys), reason)
@@ -320,8 +330,8 @@ class Ledger:
             if role != "prefill":
                 self.decoded_s = now_s
         if new.finish is FinishReason.ERROR:
-            self._drop(answer)  # the worker holds nothing of it any more, so there is nothing to cancel
-            raise failure_from_proto(event.failure)
+            self._fail(answer.call, failure_from_proto(event.failure), gone=[answer])
+            return
         cancelled = new.finish is FinishReason.CANCELLED
         if cancelled:
             new.finish = None
@@ -360,11 +370,11 @@ class Ledger:
                 self._finish(answer, finish)
                 answer.call.add(answer, finish=finish)
             else:
-                answer.next_epoch()
+                answer.next_epoch(reason)
                 self._count(answer.call).resubmissions.inc()
                 delay_s = 0.0 if answer.setbacks == 1 else _FIRST_BACKOFF_S * 2.0 ** (answer.setbacks - 2)
                 delayed.setdefault(delay_s, []).append(answer)
-                logger.info("epoch %d: %s", answer.epoch, reason, extra={"request_id": answer.request_id})
+                logger.info("epoch %d: %s", answer.epoch, reason, extra=answer.log_extra)
         self._submitter.submit(delayed.pop(0.0, ()))
         for delay_s, some in delayed.items():
             asyncio.get_running_loop().call_later(delay_s, self._submitter.submit, some)
@@ -383,17 +393,24 @@ class Ledger:
         if call.open:
             self._fail(call, DeadlineError(f"the request did not end within its timeout of {call.plan.timeout_s:g} s"))
 
-    def _fail(self, call: Call, error: AlignedServeError) -> None:
-        """Ends all answers of a call with an error: a client gets either all its answers, or an error."""
+    def _fail(self, call: Call, error: AlignedServeError, gone: Iterable[Answer] = ()) -> None:
+        """Ends all answers of a call with an error: a client gets either all its answers, or an error.
+
+        `gone`: those that no process holds any more, so that there is nothing to cancel.
+        """
         if call.error is None and call.open:
             self._count(call).on_call_failed(error)
             call.fail(error)
+        for answer in gone:
+            self._drop(answer)
         self._cancel([answer for answer in call.answers if not answer.ended])
 
     def _drop(self, answer: Answer) -> None:
         answer.state = AnswerState.ENDED
         if self._log is not None and not answer.call.plan.probe:
             self._log.note(answer)
+        if self.on_ended is not None:
+            self.on_ended(answer)
         if self._open.pop(answer.request_id, None) is not None and answer.call.plan.probe:
             self._open_of_probes -= 1
         if not self._open:

@@ -89,7 +89,7 @@ class Submitter:
         again = [answer for answer in answers if answer.state is not AnswerState.RUNNING]
         for answer in again:
             if answer.state is AnswerState.SUBMITTED:  # whether the scheduler received it is unknown
-                answer.next_epoch()
+                answer.next_epoch("the link to the scheduler broke")
         self.submit(again)
 
     def _submit_group(self, group: Sequence[Answer]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, NoReturn
 
 import ray
@@ -27,6 +28,7 @@ from alignedserve.gateway.ledger import calls  # modules: the deployment is pick
 from alignedserve.gateway.serve.proxy_watch import ProxyWatch
 from alignedserve.gateway.serve.ray_private import close_internal_port, guard_grpc, is_ending
 from alignedserve.gateway.server import GatewayServer
+from alignedserve.gateway.tracing.grpc_calls import traced
 from alignedserve.model import resolve_model
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import inference_pb2 as inf
@@ -58,9 +60,18 @@ class Gateway:
     """
 
     async def __init__(  # type: ignore[misc]  # awaited
-        self, tree: Tree, supervisor: DeploymentHandle[Any], wait_ready: bool = False
+        self,
+        tree: Tree,
+        supervisor: DeploymentHandle[Any],
+        wait_ready: bool = False,
+        telemetry: Mapping[str, str] | None = None,
     ) -> None:
-        """`wait_ready`: return only when the cluster can serve; raises the error for which the cluster cannot start."""
+        """`wait_ready`: return only when the cluster can serve; raises the error for which the cluster cannot start.
+
+        `telemetry`: variables of OpenTelemetry. Those of this node go first.
+        """
+        for name, value in (telemetry or {}).items():
+            os.environ.setdefault(name, value)
         close_internal_port()
         config = from_tree(tree)
         self._supervisor = supervisor
@@ -121,24 +132,24 @@ class Gateway:
     async def Generate(self, request: inf.GenerateRequest, grpc_context: RayServegRPCContext) -> inf.GenerateResponse:
         try:
             self._check_key(grpc_context)
-            with self._proxies.covers():
-                return await self._server.inference.generate(request)
+            async with traced(self._server.tracing, "Generate", grpc_context):
+                with self._proxies.covers():
+                    return await self._server.inference.generate(request)
         except Exception as error:
             _refuse(grpc_context, error)
 
     async def Stream(
         self, request: inf.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncIterator[inf.GenerateChunk]:
-        chunks = self._server.inference.stream(request)
+        chunks = contextlib.aclosing(self._server.inference.stream(request))
         try:
             self._check_key(grpc_context)
-            with self._proxies.covers():
-                async for chunk in chunks:
-                    yield chunk
+            async with traced(self._server.tracing, "Stream", grpc_context), chunks as new:
+                with self._proxies.covers():
+                    async for chunk in new:
+                        yield chunk
         except Exception as error:
             _refuse(grpc_context, error)
-        finally:
-            await chunks.aclose()
 
     async def Cancel(self, request: inf.CancelRequest, grpc_context: RayServegRPCContext) -> inf.CancelResponse:
         try:

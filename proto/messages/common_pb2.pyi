@@ -183,14 +183,7 @@ class Grammar(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., text: _Optional[str] = ..., whitespace: _Optional[str] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "pool_s", "prefetch_s", "handover_s", "decode_s", "stage", "since_ns", "begun_ns", "bubble_s")
-    class BegunNsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    __slots__ = ("queue_s", "prefill_s", "pool_s", "prefetch_s", "handover_s", "decode_s", "stage", "since_ns", "bubble_s", "steps")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     POOL_S_FIELD_NUMBER: _ClassVar[int]
@@ -199,8 +192,8 @@ class Timings(_message.Message):
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     SINCE_NS_FIELD_NUMBER: _ClassVar[int]
-    BEGUN_NS_FIELD_NUMBER: _ClassVar[int]
     BUBBLE_S_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     pool_s: float
@@ -209,9 +202,17 @@ class Timings(_message.Message):
     decode_s: float
     stage: str
     since_ns: int
-    begun_ns: _containers.ScalarMap[str, int]
     bubble_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., pool_s: _Optional[float] = ..., prefetch_s: _Optional[float] = ..., handover_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., stage: _Optional[str] = ..., since_ns: _Optional[int] = ..., begun_ns: _Optional[_Mapping[str, int]] = ..., bubble_s: _Optional[float] = ...) -> None: ...
+    steps: _containers.RepeatedCompositeFieldContainer[StageStep]
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., pool_s: _Optional[float] = ..., prefetch_s: _Optional[float] = ..., handover_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., stage: _Optional[str] = ..., since_ns: _Optional[int] = ..., bubble_s: _Optional[float] = ..., steps: _Optional[_Iterable[_Union[StageStep, _Mapping]]] = ...) -> None: ...
+
+class StageStep(_message.Message):
+    __slots__ = ("stage", "begun_ns")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_NS_FIELD_NUMBER: _ClassVar[int]
+    stage: str
+    begun_ns: int
+    def __init__(self, stage: _Optional[str] = ..., begun_ns: _Optional[int] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
     __slots__ = ("key", "prompt_token_ids", "output_token_ids", "sampling", "gateway_id", "gateway_address", "group_id", "group_size", "arrival_ns", "deadline_ns", "timings", "wait_objective_s", "priority", "cache_salt")

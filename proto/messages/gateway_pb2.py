@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from alignedserve.proto import common_pb2 as alignedserve_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n alignedserve/proto/gateway.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\">\n\x0cRequestSpecs\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.alignedserve.v1.RequestSpec\":\n\x06\x43\x61llId\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\x0c\x12\x10\n\x08whosever\x18\x03 \x01(\x08\"\x1a\n\tCallFound\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"f\n\nTokenBatch\x12+\n\x06sender\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12+\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x1b.alignedserve.v1.TokenEvent\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"W\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12(\n\x03top\x18\x02 \x03(\x0b\x32\x1b.alignedserve.v1.TopLogprob\x12\x0c\n\x04rank\x18\x03 \x01(\r\"\xf3\x02\n\nTokenEvent\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12/\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1d.alignedserve.v1.TokenLogprob\x12\x36\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1d.alignedserve.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12)\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x18.alignedserve.v1.Failure\x12)\n\x07timings\x18\x08 \x01(\x0b\x32\x18.alignedserve.v1.Timings\x12\x12\n\nprefill_id\x18\t \x01(\t\x12\x11\n\tdecode_id\x18\n \x01(\t\x12\x15\n\rcached_tokens\x18\x0b \x01(\r2J\n\tTokenSink\x12=\n\x04Push\x12\x1b.alignedserve.v1.TokenBatch\x1a\x16.alignedserve.v1.Empty(\x01\x32X\n\nSpecSource\x12J\n\tReadSpecs\x12\x1c.alignedserve.v1.RequestKeys\x1a\x1d.alignedserve.v1.RequestSpecs0\x01\x32P\n\x0bGatewayPeer\x12\x41\n\nCancelCall\x12\x17.alignedserve.v1.CallId\x1a\x1a.alignedserve.v1.CallFoundb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n alignedserve/proto/gateway.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\">\n\x0cRequestSpecs\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.alignedserve.v1.RequestSpec\":\n\x06\x43\x61llId\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\x0c\x12\x10\n\x08whosever\x18\x03 \x01(\x08\"p\n\rRequestsQuery\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\x0c\x12\x10\n\x08whosever\x18\x03 \x01(\x08\x12\x0e\n\x06newest\x18\x04 \x01(\x08\x12\x0c\n\x04most\x18\x05 \x01(\r\x12\x14\n\x0csince_unix_s\x18\x06 \x01(\x01\"\x1d\n\rRequestsFound\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x1a\n\tCallFound\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"f\n\nTokenBatch\x12+\n\x06sender\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12+\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x1b.alignedserve.v1.TokenEvent\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"W\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12(\n\x03top\x18\x02 \x03(\x0b\x32\x1b.alignedserve.v1.TopLogprob\x12\x0c\n\x04rank\x18\x03 \x01(\r\"\xf3\x02\n\nTokenEvent\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12/\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1d.alignedserve.v1.TokenLogprob\x12\x36\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1d.alignedserve.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12)\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x18.alignedserve.v1.Failure\x12)\n\x07timings\x18\x08 \x01(\x0b\x32\x18.alignedserve.v1.Timings\x12\x12\n\nprefill_id\x18\t \x01(\t\x12\x11\n\tdecode_id\x18\n \x01(\t\x12\x15\n\rcached_tokens\x18\x0b \x01(\r2J\n\tTokenSink\x12=\n\x04Push\x12\x1b.alignedserve.v1.TokenBatch\x1a\x16.alignedserve.v1.Empty(\x01\x32X\n\nSpecSource\x12J\n\tReadSpecs\x12\x1c.alignedserve.v1.RequestKeys\x1a\x1d.alignedserve.v1.RequestSpecs0\x01\x32\x9c\x01\n\x0bGatewayPeer\x12\x41\n\nCancelCall\x12\x17.alignedserve.v1.CallId\x1a\x1a.alignedserve.v1.CallFound\x12J\n\x08Requests\x12\x1e.alignedserve.v1.RequestsQuery\x1a\x1e.alignedserve.v1.RequestsFoundb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,20 +38,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REQUESTSPECS']._serialized_end=148
   _globals['_CALLID']._serialized_start=150
   _globals['_CALLID']._serialized_end=208
-  _globals['_CALLFOUND']._serialized_start=210
-  _globals['_CALLFOUND']._serialized_end=236
-  _globals['_TOKENBATCH']._serialized_start=238
-  _globals['_TOKENBATCH']._serialized_end=340
-  _globals['_TOPLOGPROB']._serialized_start=342
-  _globals['_TOPLOGPROB']._serialized_end=389
-  _globals['_TOKENLOGPROB']._serialized_start=391
-  _globals['_TOKENLOGPROB']._serialized_end=478
-  _globals['_TOKENEVENT']._serialized_start=481
-  _globals['_TOKENEVENT']._serialized_end=852
-  _globals['_TOKENSINK']._serialized_start=854
-  _globals['_TOKENSINK']._serialized_end=928
-  _globals['_SPECSOURCE']._serialized_start=930
-  _globals['_SPECSOURCE']._serialized_end=1018
-  _globals['_GATEWAYPEER']._serialized_start=1020
-  _globals['_GATEWAYPEER']._serialized_end=1100
+  _globals['_REQUESTSQUERY']._serialized_start=210
+  _globals['_REQUESTSQUERY']._serialized_end=322
+  _globals['_REQUESTSFOUND']._serialized_start=324
+  _globals['_REQUESTSFOUND']._serialized_end=353
+  _globals['_CALLFOUND']._serialized_start=355
+  _globals['_CALLFOUND']._serialized_end=381
+  _globals['_TOKENBATCH']._serialized_start=383
+  _globals['_TOKENBATCH']._serialized_end=485
+  _globals['_TOPLOGPROB']._serialized_start=487
+  _globals['_TOPLOGPROB']._serialized_end=534
+  _globals['_TOKENLOGPROB']._serialized_start=536
+  _globals['_TOKENLOGPROB']._serialized_end=623
+  _globals['_TOKENEVENT']._serialized_start=626
+  _globals['_TOKENEVENT']._serialized_end=997
+  _globals['_TOKENSINK']._serialized_start=999
+  _globals['_TOKENSINK']._serialized_end=1073
+  _globals['_SPECSOURCE']._serialized_start=1075
+  _globals['_SPECSOURCE']._serialized_end=1163
+  _globals['_GATEWAYPEER']._serialized_start=1166
+  _globals['_GATEWAYPEER']._serialized_end=1322
 # @@protoc_insertion_point(module_scope)

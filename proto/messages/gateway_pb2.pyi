@@ -23,6 +23,28 @@ class CallId(_message.Message):
     whosever: bool
     def __init__(self, call_id: _Optional[str] = ..., owner: _Optional[bytes] = ..., whosever: bool = ...) -> None: ...
 
+class RequestsQuery(_message.Message):
+    __slots__ = ("id", "owner", "whosever", "newest", "most", "since_unix_s")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    WHOSEVER_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    SINCE_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    owner: bytes
+    whosever: bool
+    newest: bool
+    most: int
+    since_unix_s: float
+    def __init__(self, id: _Optional[str] = ..., owner: _Optional[bytes] = ..., whosever: bool = ..., newest: bool = ..., most: _Optional[int] = ..., since_unix_s: _Optional[float] = ...) -> None: ...
+
+class RequestsFound(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...
+
 class CallFound(_message.Message):
     __slots__ = ("found",)
     FOUND_FIELD_NUMBER: _ClassVar[int]

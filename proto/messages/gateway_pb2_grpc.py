@@ -187,6 +187,11 @@ class GatewayPeerStub(object):
                 request_serializer=alignedserve_dot_proto_dot_gateway__pb2.CallId.SerializeToString,
                 response_deserializer=alignedserve_dot_proto_dot_gateway__pb2.CallFound.FromString,
                 _registered_method=True)
+        self.Requests = channel.unary_unary(
+                '/alignedserve.v1.GatewayPeer/Requests',
+                request_serializer=alignedserve_dot_proto_dot_gateway__pb2.RequestsQuery.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_gateway__pb2.RequestsFound.FromString,
+                _registered_method=True)
 
 
 class GatewayPeerServicer(object):
@@ -199,6 +204,13 @@ class GatewayPeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Requests(self, request, context):
+        """Requests of this gateway that are open or ended of late: for people who look. It is not forwarded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GatewayPeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -206,6 +218,11 @@ def add_GatewayPeerServicer_to_server(servicer, server):
                     servicer.CancelCall,
                     request_deserializer=alignedserve_dot_proto_dot_gateway__pb2.CallId.FromString,
                     response_serializer=alignedserve_dot_proto_dot_gateway__pb2.CallFound.SerializeToString,
+            ),
+            'Requests': grpc.unary_unary_rpc_method_handler(
+                    servicer.Requests,
+                    request_deserializer=alignedserve_dot_proto_dot_gateway__pb2.RequestsQuery.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_gateway__pb2.RequestsFound.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -235,6 +252,33 @@ class GatewayPeer(object):
             '/alignedserve.v1.GatewayPeer/CancelCall',
             alignedserve_dot_proto_dot_gateway__pb2.CallId.SerializeToString,
             alignedserve_dot_proto_dot_gateway__pb2.CallFound.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Requests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alignedserve.v1.GatewayPeer/Requests',
+            alignedserve_dot_proto_dot_gateway__pb2.RequestsQuery.SerializeToString,
+            alignedserve_dot_proto_dot_gateway__pb2.RequestsFound.FromString,
             options,
             channel_credentials,
             insecure,

@@ -100,3 +100,15 @@ class SchedulerDescription(_message.Message):
     prefetched: int
     decoding: int
     def __init__(self, queued: _Optional[int] = ..., prefilling: _Optional[int] = ..., waiting_in_pool: _Optional[int] = ..., prefetched: _Optional[int] = ..., decoding: _Optional[int] = ...) -> None: ...
+
+class StaysQuery(_message.Message):
+    __slots__ = ("request_ids",)
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class StaysFound(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...

@@ -45,6 +45,11 @@ class SchedulerStub(object):
                 request_serializer=alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
                 response_deserializer=alignedserve_dot_proto_dot_scheduler__pb2.SchedulerDescription.FromString,
                 _registered_method=True)
+        self.Stays = channel.unary_unary(
+                '/alignedserve.v1.Scheduler/Stays',
+                request_serializer=alignedserve_dot_proto_dot_scheduler__pb2.StaysQuery.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_scheduler__pb2.StaysFound.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer(object):
@@ -63,6 +68,13 @@ class SchedulerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Stays(self, request, context):
+        """What went first while these requests waited in the pool, as far as it is remembered: for people who ask why.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +87,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
                     response_serializer=alignedserve_dot_proto_dot_scheduler__pb2.SchedulerDescription.SerializeToString,
+            ),
+            'Stays': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stays,
+                    request_deserializer=alignedserve_dot_proto_dot_scheduler__pb2.StaysQuery.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_scheduler__pb2.StaysFound.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +148,33 @@ class Scheduler(object):
             '/alignedserve.v1.Scheduler/Describe',
             alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
             alignedserve_dot_proto_dot_scheduler__pb2.SchedulerDescription.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stays(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alignedserve.v1.Scheduler/Stays',
+            alignedserve_dot_proto_dot_scheduler__pb2.StaysQuery.SerializeToString,
+            alignedserve_dot_proto_dot_scheduler__pb2.StaysFound.FromString,
             options,
             channel_credentials,
             insecure,

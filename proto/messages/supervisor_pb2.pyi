@@ -58,7 +58,7 @@ class RoleHello(_message.Message):
     def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., started_ticks: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("state", "progress", "holds", "failure", "model_info", "stores", "gauges", "metrics", "busy", "alarms", "step_s", "reaches", "drained")
+    __slots__ = ("state", "progress", "holds", "failure", "model_info", "stores", "gauges", "metrics", "busy", "alarms", "step_s", "reaches", "live", "drained")
     class GaugesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class Heartbeat(_message.Message):
     ALARMS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     REACHES_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     state: str
     progress: int
@@ -91,8 +92,9 @@ class Heartbeat(_message.Message):
     alarms: _containers.RepeatedScalarFieldContainer[str]
     step_s: float
     reaches: _containers.RepeatedScalarFieldContainer[str]
+    live: str
     drained: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, state: _Optional[str] = ..., progress: _Optional[int] = ..., holds: _Optional[str] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., model_info: _Optional[str] = ..., stores: _Optional[_Iterable[_Union[_common_pb2.StoreHandle, _Mapping]]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[str] = ..., busy: bool = ..., alarms: _Optional[_Iterable[str]] = ..., step_s: _Optional[float] = ..., reaches: _Optional[_Iterable[str]] = ..., drained: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, state: _Optional[str] = ..., progress: _Optional[int] = ..., holds: _Optional[str] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., model_info: _Optional[str] = ..., stores: _Optional[_Iterable[_Union[_common_pb2.StoreHandle, _Mapping]]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[str] = ..., busy: bool = ..., alarms: _Optional[_Iterable[str]] = ..., step_s: _Optional[float] = ..., reaches: _Optional[_Iterable[str]] = ..., live: _Optional[str] = ..., drained: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RoleOrder(_message.Message):
     __slots__ = ("view", "end", "refused", "report", "heard")
@@ -238,6 +240,41 @@ class ClusterStatus(_message.Message):
     scale_failure: _common_pb2.Failure
     restart: Restart
     def __init__(self, peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., cluster_id: _Optional[str] = ..., state: _Optional[str] = ..., missing: _Optional[_Iterable[str]] = ..., degraded: _Optional[_Iterable[str]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., metrics: _Optional[str] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., scale_failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., restart: _Optional[_Union[Restart, _Mapping]] = ...) -> None: ...
+
+class LiveQuery(_message.Message):
+    __slots__ = ("config",)
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    config: bool
+    def __init__(self, config: bool = ...) -> None: ...
+
+class LiveState(_message.Message):
+    __slots__ = ("status", "lives", "events", "config")
+    class LivesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    LIVES_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    status: ClusterStatus
+    lives: _containers.ScalarMap[str, str]
+    events: _containers.RepeatedCompositeFieldContainer[ClusterEvent]
+    config: str
+    def __init__(self, status: _Optional[_Union[ClusterStatus, _Mapping]] = ..., lives: _Optional[_Mapping[str, str]] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ..., config: _Optional[str] = ...) -> None: ...
+
+class ClusterEvent(_message.Message):
+    __slots__ = ("unix_s", "level", "text")
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    unix_s: float
+    level: str
+    text: str
+    def __init__(self, unix_s: _Optional[float] = ..., level: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
     __slots__ = ("prefill", "decode")

@@ -45,6 +45,11 @@ class SupervisorStub(object):
                 request_serializer=alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
                 response_deserializer=alignedserve_dot_proto_dot_supervisor__pb2.ClusterStatus.FromString,
                 _registered_method=True)
+        self.GetLive = channel.unary_unary(
+                '/alignedserve.v1.Supervisor/GetLive',
+                request_serializer=alignedserve_dot_proto_dot_supervisor__pb2.LiveQuery.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_supervisor__pb2.LiveState.FromString,
+                _registered_method=True)
         self.CheckIntegrity = channel.unary_unary(
                 '/alignedserve.v1.Supervisor/CheckIntegrity',
                 request_serializer=alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
@@ -84,6 +89,13 @@ class SupervisorServicer(object):
 
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLive(self, request, context):
+        """What every process said of itself in its last heartbeat, and what has happened of late. Asks no process anything.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -135,6 +147,11 @@ def add_SupervisorServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
                     response_serializer=alignedserve_dot_proto_dot_supervisor__pb2.ClusterStatus.SerializeToString,
+            ),
+            'GetLive': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLive,
+                    request_deserializer=alignedserve_dot_proto_dot_supervisor__pb2.LiveQuery.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_supervisor__pb2.LiveState.SerializeToString,
             ),
             'CheckIntegrity': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckIntegrity,
@@ -216,6 +233,33 @@ class Supervisor(object):
             '/alignedserve.v1.Supervisor/GetStatus',
             alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
             alignedserve_dot_proto_dot_supervisor__pb2.ClusterStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLive(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alignedserve.v1.Supervisor/GetLive',
+            alignedserve_dot_proto_dot_supervisor__pb2.LiveQuery.SerializeToString,
+            alignedserve_dot_proto_dot_supervisor__pb2.LiveState.FromString,
             options,
             channel_credentials,
             insecure,

@@ -19,6 +19,7 @@ from alignedserve.errors import AccountingError
 from alignedserve.request import BATCH_PRIORITY, RequestKey
 from alignedserve.scheduler.core.events import RequestMeta
 from alignedserve.scheduler.core.pool_shard import PoolShard
+from alignedserve.scheduler.core.pool_stays import Arrival, PoolStays, WaitingLengths
 from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.scheduler.priorities import rank_of
 
@@ -63,6 +64,7 @@ class Record:
     cancelled: bool = False  # its cancellation was requested
     recalled: bool = False  # it was recalled from its decode instance
     moved: bool = False  # it was returned after a recall, and has not joined since
+    arrival: Arrival | None = None  # in the pool, where it waits or waited last
 
     @property
     def key(self) -> RequestKey:
@@ -88,6 +90,8 @@ class RequestTable:
         self._by_gateway: dict[str, dict[RequestKey, None]] = {}
         self.counts = dict.fromkeys(RequestState, 0)
         self.background = dict.fromkeys(RequestState, 0)  # of `counts`, those that only take what others leave
+        self.waiting = WaitingLengths()  # of those in state WAITING, whose `kv_tokens` do not change meanwhile
+        self.stays = PoolStays()  # in state WAITING, which have ended
 
     def __len__(self) -> int:
         return len(self._records)
@@ -136,6 +140,11 @@ class RequestTable:
         background = record.background
         self.counts[record.state] -= 1
         self.background[record.state] -= background
+        if record.state is RequestState.WAITING:
+            self.waiting.add(record.kv_tokens, -1)
+        elif state is RequestState.WAITING:
+            self.waiting.add(record.kv_tokens, 1)
+            record.arrival = self.stays.arrive(self.counts[state])
         record.state = state
         record.entered_s[state] = now_s
         if state is not RequestState.ENDED:
@@ -149,12 +158,22 @@ class RequestTable:
         if not of_gateway:
             del self._by_gateway[record.meta.gateway_id]
 
+    def leave_pool(self, record: Record, decode_id: str, now_s: float) -> None:
+        """WAITING -> PREFETCHED."""
+        waited_s, arrival = now_s - record.entered_s[RequestState.WAITING], record.arrival
+        self.move(record, RequestState.PREFETCHED, now_s)
+        if arrival is not None:
+            self.stays.leave(record.key.request_id, arrival, record.kv_tokens, waited_s, decode_id)
+
     def check_integrity(self) -> None:
         counts, background = dict.fromkeys(RequestState, 0), dict.fromkeys(RequestState, 0)
+        waiting = WaitingLengths()
         for record in self._records.values():
+            if record.state is RequestState.WAITING:
+                waiting.add(record.kv_tokens, 1)
             counts[record.state] += 1
             background[record.state] += record.background
         gateways = sum(len(keys) for keys in self._by_gateway.values())
-        right = counts == self.counts and background == self.background
+        right = counts == self.counts and background == self.background and waiting.same(self.waiting)
         if not right or not len(self._records) == len(self._by_id) == gateways:
             raise AccountingError("the request table does not match a recount")

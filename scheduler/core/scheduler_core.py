@@ -22,7 +22,7 @@ from alignedserve.scheduler.core.overload import Headroom, Overload
 from alignedserve.scheduler.core.pool_relief import PoolRelief
 from alignedserve.scheduler.core.prefetcher import PrefetchPlanner
 from alignedserve.scheduler.core.prefill_dispatch import PrefillDispatch
-from alignedserve.scheduler.core.request_table import Record, RequestState
+from alignedserve.scheduler.core.request_table import Record, RequestState, RequestTable
 from alignedserve.scheduler.core.routing.load import PrefillLoad
 from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.cost.prior import cost_model_factory
@@ -111,14 +111,16 @@ class SchedulerCore:
 
     def describe(self) -> dict[str, int]:
         """Open requests by state."""
-        counts = self._state.table.counts
-        return {
-            "queued": counts[RequestState.QUEUED],
-            "prefilling": counts[RequestState.PREFILLING],
-            "waiting_in_pool": counts[RequestState.WAITING],
-            "prefetched": counts[RequestState.PREFETCHED],
-            "decoding": counts[RequestState.DECODING],
-        }
+        return dict(zip(_STATES, self._state.table.counts.values(), strict=False))  # both in the order of a life
+
+    @property
+    def table(self) -> RequestTable:
+        """Every open request, to be looked at."""
+        return self._state.table
+
+    def decodes(self) -> Iterable[DecodeView]:
+        """What is known of each decode instance, to be looked at."""
+        return self._state.instances.decode.values()
 
     @property
     def dropped_for_room(self) -> int:

@@ -191,7 +191,7 @@ class CoreState:
         """WAITING -> PREFETCHED: from here on `decode_id` decides."""
         self._detach(record)
         self.clock.leave_pool(record.key)
-        self.table.move(record, RequestState.PREFETCHED, now_s)
+        self.table.leave_pool(record, decode_id, now_s)
         record.decode_id, record.prefill_id, record.buffer = decode_id, prefill_id, kind
         decode = self.instances.decode[decode_id]
         decode.candidates[kind][record.key] = record

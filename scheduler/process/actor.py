@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -24,7 +24,6 @@ from alignedserve.control.integrity import check_books
 from alignedserve.control.link import Outbox, first_message, follow_on, serve_stream
 from alignedserve.control.role import SERVING_STATES
 from alignedserve.control.runtime import RoleServer, RoleSettings
-from alignedserve.metrics import Page
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import kv_pool_pb2 as kp
@@ -52,7 +51,8 @@ from alignedserve.scheduler.process.messaging import (
 from alignedserve.scheduler.process.owners import Owners
 from alignedserve.scheduler.process.pool_audit import LeftBehind, PoolAudit
 from alignedserve.scheduler.process.succession import Succession
-from alignedserve.scheduler.systems import decides, default_objective_s
+from alignedserve.scheduler.process.telling import heartbeat_of, stays_json
+from alignedserve.scheduler.systems import default_objective_s
 
 logger = logging.getLogger(__name__)
 
@@ -135,26 +135,12 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def describe(self) -> sv.Heartbeat:
         if self._core is None:
             return sv.Heartbeat()
-        counts = self._counts()
         self.progress = self._ticks
         self.busy = True  # it always ticks, so `progress` must always grow
         self.step_s = self.config.scheduler.tick_s
-        holds = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count)
-        alarm = self._core.alarm(time.monotonic())
-        self._drained = self._core.drained()
-        return sv.Heartbeat(
-            holds=holds or "no requests",
-            metrics=self._metrics(self._core),
-            alarms=[alarm] if alarm else [],
-            drained=self._drained,
-        )
-
-    def _metrics(self, core: SchedulerCore) -> str:
-        page = Page(instance=self.settings.id)
-        core.show_metrics(page, time.monotonic())
-        meaning = "1; the label names the class that forms batches"
-        page.gauge("scheduler_policy", meaning, 1, policy=decides(core.policy))
-        return page.text()
+        beat = heartbeat_of(self._core, self.settings.id)
+        self._drained = list(beat.drained)
+        return beat
 
     async def check_integrity(self) -> list[sv.BookCheck]:
         return [check_books("requests", self.settings.id, self._core.check_integrity)] if self._core else []
@@ -493,8 +479,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             self.report()
 
     async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> sc.SchedulerDescription:
-        return sc.SchedulerDescription(**self._counts())
+        return sc.SchedulerDescription(**(self._core.describe() if self._core is not None else {}))
 
-    def _counts(self) -> dict[str, int]:
-        described: Any = self._core.describe() if self._core is not None else {}
-        return dict(described) if isinstance(described, dict) else asdict(described)
+    async def Stays(self, request: sc.StaysQuery, context: grpc.aio.ServicerContext[Any, Any]) -> sc.StaysFound:
+        return sc.StaysFound(json=stays_json(self._core, request.request_ids) if self._core is not None else "{}")

@@ -274,6 +274,10 @@ class GatewayConfig:
     request_log: str = _key(
         "", "file for one JSON line per request: lengths, timestamps, hashes of blocks; empty: none"
     )
+    metric_aliases: str = _key(
+        "none", "also serve metrics under the names of other servers: none, vllm", choices=("none", "vllm")
+    )
+    dashboard: bool = _key(True, "serve the live page at / and /dashboard")
     drain_s: float = _key(25.0, "seconds that open requests get to finish when a gateway drains", low=0.0, high=3600.0)
     cors_origins: str = _key("", "web pages that may call, by origin, separated by commas; *: all; empty: none")
     cors_methods: str = _key("GET, POST", "HTTP methods that these pages may use")
@@ -354,6 +358,20 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TracesConfig:
+    """Where spans go is said by OpenTelemetry's standard variables."""
+
+    enabled: bool = _key(False, "send OpenTelemetry traces; OTEL_EXPORTER_OTLP_ENDPOINT switches them on, too")
+    sample: float = _key(
+        1.0,
+        "share of calls that are traced; a caller's traceparent and OTEL_TRACES_SAMPLER go first",
+        low=0.0,
+        high=1.0,
+    )
+    content: bool = _key(False, "put prompts and answers into traces")
+
+
+@dataclass(frozen=True, slots=True)
 class LogConfig:
     format: str = _key("text", "log format, one line per record", choices=("text", "json"))
     level: str = _key("info", "lowest severity that is logged", choices=("debug", "info", "warning", "error"))
@@ -374,6 +392,7 @@ class Config:
     batches: BatchesConfig = field(default_factory=BatchesConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    traces: TracesConfig = field(default_factory=TracesConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,7 @@
-"""Logging of every role: one line per record, as text or JSON, with role, instance and, if known, request id."""
+"""Logging of every role: one line per record, as text or JSON, with role, instance and, if known, request id.
+
+JSON lines of a gateway also have the ids of trace and span while a traced call is handled.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from typing import TextIO
 from alignedserve.config import LogConfig
 
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
+# Ids of the trace and the span of the call that is handled; None: it is not traced.
+trace: contextvars.ContextVar[tuple[str, str] | None] = contextvars.ContextVar("trace", default=None)
 
 
 class _Formatter(logging.Formatter):
@@ -33,6 +38,8 @@ class _Formatter(logging.Formatter):
         }
         if request := getattr(record, "request_id", None) or request_id.get():
             fields["request_id"] = request
+        if ids := getattr(record, "trace", None) or trace.get():
+            fields["trace_id"], fields["span_id"] = ids
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return fields

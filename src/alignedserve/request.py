@@ -36,6 +36,8 @@ class Stage(enum.StrEnum):
     DECODE = "decode"
 
 
+MOST_STEPS = 48  # of a request that are remembered
+
 PROBE = "~probe-"
 """Prefix of the ids of probes (`gateway/pulse.py`). A client's id never contains a tilde."""
 
@@ -178,14 +180,19 @@ class Stopwatch:
     stage: Stage = Stage.QUEUE
     since_ns: int = 0
     spent_s: dict[Stage, float] = field(default_factory=dict)
-    begun_ns: dict[Stage, int] = field(default_factory=dict)
-    """When each finished stage first began, in Unix nanoseconds."""
+    steps: list[tuple[Stage, int]] = field(default_factory=list)
+    """The first MOST_STEPS stages that are over, in order, and when each began. An eviction repeats stages."""
     bubble_s: float | None = None
     """Predicted seconds of `decode` lost to unequal prefix lengths (the bubble). None: there is no cost model."""
 
     def waste(self, bubble_s: float) -> None:
         """Add an iteration's predicted bubble in seconds. It is negative if unequal lengths shortened the iteration."""
         self.bubble_s = (self.bubble_s or 0.0) + bubble_s
+
+    @property
+    def begun_ns(self) -> dict[Stage, int]:
+        """When each finished stage first began, in Unix nanoseconds."""
+        return dict(reversed(self.steps))
 
     def enter(self, stage: Stage, now_ns: int) -> None:
         """Close the current stage at `now_ns` and open `stage`."""
@@ -194,7 +201,8 @@ class Stopwatch:
 
     def close(self, now_ns: int) -> None:
         if self.since_ns:
-            self.begun_ns.setdefault(self.stage, self.since_ns)
+            if (not self.steps or self.steps[-1][0] is not self.stage) and len(self.steps) < MOST_STEPS:
+                self.steps.append((self.stage, self.since_ns))
             self.spent_s[self.stage] = self.spent_s.get(self.stage, 0.0) + max(0, now_ns - self.since_ns) / 1e9
         self.since_ns = now_ns
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -20,28 +19,11 @@ from alignedserve.request import SamplingParams
 from alignedserve.scheduler.systems import served_settings
 from alignedserve.testing.models import make_model
 from support.driver import Driver
+from support.metrics_page import Metric, described
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/operations/metrics.md"
-ROW = re.compile(r"^\| `(alignedserve_\w+)` \| (\w+) \| ([^|]+) \| (.+) \|$", re.MULTILINE)
 ON_A_GPU = re.compile(r"decode_(graph|eager|sampled)_|_page_lock")  # what a CPU has none of
 VOCAB_SIZE = 400
-
-
-class Metric(NamedTuple):
-    kind: str
-    labels: frozenset[str]
-    meaning: str
-
-
-def described() -> dict[str, Metric]:
-    """Those of the page, by name."""
-    found: dict[str, Metric] = {}
-    labels: frozenset[str] = frozenset()
-    for name, kind, told, meaning in ROW.findall(PAGE.read_text(encoding="utf-8")):
-        labels = labels if told == "the same" else frozenset(re.findall(r"`(\w+)`", told))
-        found[name] = Metric(kind, labels, meaning.replace("`", ""))
-    return found
 
 
 def exported(folder: Path) -> str:

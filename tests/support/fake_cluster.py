@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from types import TracebackType
 from typing import Any, Self
 
+import grpc
+
 from alignedserve.control.convert import (
     failure_to_proto,
     key_to_proto,
@@ -34,6 +36,7 @@ from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
 from alignedserve.request import FinishReason, RequestKey, RequestSpec, Stage, Stopwatch, TokenLogprobs
+from support.fake_live import fake_live, fake_stays
 
 TOKEN = "fake-cluster"
 ROLES = ("prefill", "decode", "kv_pool", "scheduler")
@@ -80,6 +83,9 @@ class _Scheduler(sc_grpc.SchedulerServicer):
         finally:
             self._cluster.outboxes.remove(outbox)
 
+    async def Stays(self, request: sc.StaysQuery, context: Any) -> sc.StaysFound:
+        return fake_stays(request, self._cluster.told)
+
 
 class _Supervisor(sv_grpc.SupervisorServicer):
     def __init__(self, cluster: FakeCluster) -> None:
@@ -99,6 +105,11 @@ class _Supervisor(sv_grpc.SupervisorServicer):
         return sv.ClusterStatus(
             peers=self._cluster.view().peers, cluster_id="fake", state="ready", metrics=FAKE_METRICS
         )
+
+    async def GetLive(self, request: sv.LiveQuery, context: Any) -> sv.LiveState:
+        if self._cluster.no_live:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "it is told to be away")
+        return fake_live(self._cluster.view().peers)
 
     async def CheckIntegrity(self, request: pb.Empty, context: Any) -> sv.IntegrityReport:
         return sv.IntegrityReport(books=self._cluster.books)
@@ -153,6 +164,9 @@ class FakeCluster:
         self.outboxes: list[Outbox[sc.SchedulerMessage]] = []
         self.views: list[Outbox[sv.RoleOrder]] = []
         self.errors: list[BaseException] = []
+        self.no_live = False  # whether the supervisor has no state to show
+        self.told: dict[str, str] = {}  # the scheduler's states of open requests, by id, for people who look
+        self.gateways: dict[str, str] = {}  # addresses of gateways in the view, by id
         self._news = asyncio.Event()
         self._version = 1
         self._tasks: set[asyncio.Task[None]] = set()
@@ -225,7 +239,8 @@ class FakeCluster:
         )
         if finish is not None:
             event.finish_reason = finish
-            event.timings.CopyFrom(timings_to_proto(Stopwatch(Stage.DECODE, time.time_ns(), {Stage.PREFILL: 0.25})))
+            usual = Stopwatch(Stage.DECODE, time.time_ns(), {Stage.PREFILL: 0.25})
+            event.timings.CopyFrom(timings_to_proto(spec.stopwatch if spec.stopwatch.steps else usual))
         if error is not None:
             event.finish_reason = FinishReason.ERROR
             event.failure.CopyFrom(failure_to_proto(error))
@@ -311,6 +326,9 @@ class FakeCluster:
             for role, state in self.states.items()
             if state
         ]
+        for name, address in self.gateways.items():
+            process = pb.ProcessKey(role="gateway", id=name, incarnation=1)
+            peers.append(sv.Peer(process=process, pid=1, address=address, state="ready"))
         model_info = self.info.to_json() if self.info is not None else ""
         return sv.ClusterView(
             version=self._version,

@@ -38,16 +38,18 @@ async def running_gateway(
     wait: bool = True,
     batches: Mapping[str, Any] | None = None,
     kv_pool: Mapping[str, Any] | None = None,
+    traces: Mapping[str, Any] | None = None,
     **gateway_keys: Any,
 ) -> AsyncIterator[RunningGateway]:
     """Start a gateway with settings of the `gateway` section, and by default the tokenizer of the shipped model.
 
-    `batches`, `kv_pool`: settings of the sections of these names.
+    `batches`, `kv_pool`, `traces`: settings of the sections of these names.
     """
     config = Config()
     config = replace(config, gateway=replace(config.gateway, **gateway_keys))
     config = replace(config, batches=replace(config.batches, **(batches or {})))
     config = replace(config, kv_pool=replace(config.kv_pool, **(kv_pool or {})))
+    config = replace(config, traces=replace(config.traces, **(traces or {})))
     path = model_path or resolve_model("tiny")
     settings = _settings(gateway_id, to_tree(config), supervisor_address=cluster.address, token=TOKEN)
     server = await GatewayServer.create(settings, path)

@@ -74,7 +74,7 @@ class Front:
         self.intake = Intake(64, metrics)
         self.ledger.attach(self.port)
         self.cache_orders = CacheOrders(PinBoard(self.ledger, self.model, dict, sv.ClusterView), self.model)
-        config = GatewayConfig(max_body_mib=0.25, max_prompts=8)
+        config = GatewayConfig(max_body_mib=0.25, max_prompts=8, dashboard=False)
         off = BatchService(BatchesConfig(), config, "gateway-0", self.ledger, self.intake, self.model, metrics)
         app = build_app(config, self.ledger, self.intake, self, ApiKeys(), off)  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -44,16 +44,17 @@ def _install() -> None:
 
 
 def _report_even_times() -> None:
+    from alignedserve.control.passes import PassMeter
     from alignedserve.decode_worker import loop
 
-    class EvenMeter(loop.PassMeter):
+    class EvenMeter(PassMeter):
         def add(
             self, tokens: int, cached_tokens: int, seconds: float, predicted_s: float = 0.0, padded_tokens: int = 0
         ) -> None:
             even_s = 1e-3 + 1e-4 * tokens + 1e-6 * cached_tokens
             super().add(tokens, cached_tokens, even_s, predicted_s, padded_tokens)
 
-    loop.PassMeter = EvenMeter  # type: ignore[misc]
+    loop.PassMeter = EvenMeter  # type: ignore[attr-defined]
 
 
 def _new_role(settings: RoleSettings) -> RoleServer:

@@ -22,6 +22,7 @@ ABOUT = {
     "gateway": "HTTP, gRPC, limits and draining.",
     "supervisor": "Starting, watching and replacing processes.",
     "engine": "Computing the model.",
+    "traces": "OpenTelemetry traces; [which variables](../operations/traces.md) say where they go.",
     "log": "Logs.",
 }
 HEAD = f"""\

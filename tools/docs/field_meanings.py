@@ -168,6 +168,7 @@ MEANINGS: dict[str, str] = {
     "done": "Whether the restart has ended.",
     "failure": "Why it failed; empty if it did not.",
     "grace_s": "Seconds that open requests have.",
+    "yaml": "The configuration, as in a configuration file.",
     "command": "The command that started the cluster, which ends with it.",
     "command.host": "Its host.",
     "node": "The node.",

@@ -39,7 +39,12 @@ def test_an_unchanged_configuration_asks_for_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"gateway": {"max_queue": 7, "drain_s": 3.0}}, {"model": {"chat_template": "own.jinja"}}]
+    "arguments",
+    [
+        {"gateway": {"max_queue": 7, "drain_s": 3.0}},
+        {"model": {"chat_template": "own.jinja"}},
+        {"traces": {"sample": 0.1}},
+    ],
 )
 def test_what_gateways_alone_read_leaves_everything_else_as_it_is(arguments: dict[str, Any]) -> None:
     assert change(**arguments).is_none

@@ -285,6 +285,9 @@ def expected_names() -> set[str]:
     for name in COMPONENTS:
         expected |= {f"alignedserve/{name}/{file.relative_to(ROOT / name)}" for file in (ROOT / name).rglob("*.py")}
     expected |= {f"alignedserve/scheduler/cost/data/{file.name}" for file in ROOT.glob("scheduler/cost/data/*.json")}
+    static = ROOT / "gateway/live/static"
+    page = (file.relative_to(ROOT) for file in static.rglob("*") if file.is_file())
+    expected |= {f"alignedserve/{file.as_posix()}" for file in page}
     messages = ROOT / "proto/messages"
     expected |= {f"alignedserve/proto/{file.name}" for file in messages.iterdir() if file.suffix in (".py", ".pyi")}
     shared = ROOT / "src/alignedserve"

@@ -1,0 +1,211 @@
+"""`alignedserve top`: the live page's figures in a terminal, also over ssh; `--once --json` for scripts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from alignedserve.cluster.cli.operate import add_url
+from alignedserve.cluster.cli.status_command import ask_newest
+from alignedserve.errors import AuthenticationError, UnavailableError
+
+ANSWERS_WITHIN_S = 10.0
+AGAIN_S = 1.0
+STRIP = " ▁▂▃▄▅▆▇█"
+MOST_EVENTS = 8
+
+Json = dict[str, Any]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_url(parser, "newest")
+    parser.add_argument("--once", action="store_true", help="print one state, over the first two seconds, and end")
+    parser.add_argument("--json", action="store_true", help="print states as JSON, one a line")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Show states until Ctrl-C; with `--once` one. Raises AuthenticationError and UnavailableError."""
+
+    def fetch(address: str, *, api_key: str) -> tuple[str, Iterator[Json]]:
+        return api_key, feed(address, api_key=api_key)
+
+    url, (api_key, states) = ask_newest(given.url, given.api_key_file, fetch)
+    if given.once:
+        next(states)  # rates need two
+        states = iter([next(states)])
+    if given.json:
+        for state in states:
+            print(json.dumps(state), flush=True)
+        return 0
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    if given.once:
+        console.print(screen(url, next(states)))
+        return 0
+    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        while True:
+            try:
+                for state in states:
+                    live.update(screen(url, state), refresh=True)
+            except UnavailableError as error:  # a gateway may end; HAProxy leads to another
+                live.update(f"{url}: {error.message}; trying again", refresh=True)
+            time.sleep(AGAIN_S)
+            states = again(url, api_key)
+
+
+def feed(url: str, *, api_key: str = "") -> Iterator[Json]:
+    """The states of the cluster, one each second. Raises UnavailableError, also when the stream ends."""
+    request = urllib.request.Request(url.rstrip("/") + "/dashboard/feed")
+    if api_key:
+        request.add_header("authorization", f"Bearer {api_key}")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        stream = opener.open(request, timeout=ANSWERS_WITHIN_S)
+    except urllib.error.HTTPError as error:
+        if error.code == AuthenticationError.http_status:
+            raise AuthenticationError(f"{url} asks for an API key: give --api-key-file FILE") from error
+        what = "has no live page (gateway.dashboard)" if error.code == 404 else f"answered with HTTP {error.code}"
+        raise UnavailableError(f"{url} {what}") from error
+    except OSError as error:
+        raise UnavailableError(f"{url} does not answer: {error}") from error
+    return _states(url, stream)
+
+
+def again(url: str, api_key: str) -> Iterator[Json]:
+    """The feed of a cluster that may not answer yet: no states then."""
+    try:
+        return feed(url, api_key=api_key)
+    except UnavailableError:
+        return iter(())
+
+
+def _states(url: str, stream: Any) -> Iterator[Json]:
+    try:
+        with stream:
+            for line in stream:
+                if line.startswith(b"data: "):
+                    yield json.loads(line[6:])
+    except OSError as error:
+        raise UnavailableError(f"{url} does not answer any more: {error}") from error
+    raise UnavailableError(f"{url} has ended the stream")
+
+
+# ---- the screen
+
+
+def screen(url: str, state: Json) -> Any:
+    """A state, drawn with Rich."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[Any] = [Text(line) for line in _head(url, state)]
+    parts += [_waiting(state["waiting"]), _instances(state), _stores(state), _events(state["events"])]
+    return Group(*(part for part in parts if part is not None))
+
+
+def _head(url: str, state: Json) -> list[str]:
+    health, rates, requests = state["health"], state["rates"], state["requests"]
+    problems = [f"missing: {name}" for name in health["missing"]] + health["degraded"]
+    problems += [f"stale: {state['stale']}"] if state.get("stale") else []
+    ttft, itl = rates["ttft_s"] or {}, rates["itl_s"] or {}
+    lines = [
+        f"{url}  {state['model']}  {health['state']}" + (f"  ({'; '.join(problems)})" if problems else ""),
+        f"requests/s {_number(rates['requests_per_s'])}  tokens/s {_number(rates['output_tokens_per_s'])}"
+        f"  TTFT P50 {_ms(ttft.get('p50'))} P99 {_ms(ttft.get('p99'))}"
+        f"  between tokens P50 {_ms(itl.get('p50'))} P99 {_ms(itl.get('p99'))}"
+        f"  bubble {_share(rates['bubble_share'])}",
+        "  ".join(f"{name.replace('_', ' ')} {count}" for name, count in requests.items()),
+    ]
+    if cache := state["prefix_cache"]:
+        hits, looked = _share(cache["hit_share"]), _number(cache["queried_tokens_per_s"])
+        lines.append(f"prefix cache: {hits} of {looked} prompt tokens/s found")
+    return lines
+
+
+def _waiting(rows: Sequence[Sequence[int]]) -> Any:
+    from rich.text import Text
+
+    if not rows:
+        return Text("nothing waits in the pool")
+    strip = bars([count for _, _, count in rows])
+    return Text(f"waiting by prefix length: {rows[0][0]} {strip} {rows[-1][1]} tokens")
+
+
+def bars(counts: Sequence[int]) -> str:
+    """A character for each count, as high as its share of the largest."""
+    most = max(counts, default=0)
+    return "".join(STRIP[-(-count * (len(STRIP) - 1) // most)] if most else " " for count in counts)
+
+
+def _table(*columns: str) -> Any:
+    from rich.table import Table
+
+    return Table(*columns, box=None, pad_edge=False, header_style="bold")
+
+
+def _instances(state: Json) -> Any:
+    table = _table("instance", "state", "running", "lengths", "spread", "candidates", "iterations/s", "blocks in use")
+    for one in state["decode"]:
+        lengths, waiting = one["lengths"], one["candidates"]
+        spread = f"{lengths[-1] / max(1, lengths[0]):.1f} x" if lengths else ""
+        switch = " (switch)" if one["switching"] else ""
+        table.add_row(
+            one["id"],
+            one["state"],
+            f"{len(lengths)}/{one['max_running']}{switch}",
+            f"{lengths[0]} to {lengths[-1]}" if lengths else "",
+            spread,
+            f"{len(waiting['batch'])} + {len(waiting['requests'])}",
+            _number(one["iterations_per_s"]),
+            _used(one["cache"]),
+        )
+    for one in state["prefill"]:
+        used = ", ".join(_used(buffer) for buffer in one["buffers"])
+        table.add_row(
+            one["id"], one["state"], f"{one['pending_tokens']} tokens", "", "", "", _number(one["passes_per_s"]), used
+        )
+    return table
+
+
+def _stores(state: Json) -> Any:
+    table = _table("shard", "state", "free", "owned", "cached", "blocks", "pinned", "on disk")
+    for one in state["pool"]:
+        disk = one["disk"]
+        on_disk = f"{disk['cached']}/{disk['capacity']}" if disk else ""
+        counts = [str(one[name]) for name in ("free", "owned", "cached", "capacity", "pinned")]
+        table.add_row(one["id"], one["state"], *counts, on_disk)
+    return table
+
+
+def _events(events: Sequence[Json]) -> Any:
+    table = _table("event", "")
+    for event in events[-MOST_EVENTS:]:
+        table.add_row(time.strftime("%H:%M:%S", time.localtime(event["unix_s"])), event["text"])
+    return table if events else None
+
+
+def _used(blocks: Json) -> str:
+    return f"{blocks['owned']}/{blocks['capacity']}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"

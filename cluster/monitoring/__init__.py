@@ -1,0 +1,1 @@
+"""What Prometheus and Grafana are given: a dashboard, alert rules, and the files that start both."""

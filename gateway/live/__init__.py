@@ -1,0 +1,1 @@
+"""What the live page, `alignedserve top` and `alignedserve explain` show."""

@@ -1,0 +1,208 @@
+"""The live page's endpoints: its files, a login where there are API keys, the feed, and single requests."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import PurePosixPath
+from typing import Any, Protocol
+from urllib.parse import parse_qs
+
+import orjson
+
+from alignedserve import __version__
+from alignedserve.errors import AuthenticationError, InvalidRequestError, NotFoundError, OverloadedError
+from alignedserve.gateway.api_keys import ApiKeys
+from alignedserve.gateway.failures import ShuttingDownError
+from alignedserve.gateway.http.asgi import (
+    App,
+    ClientGoneError,
+    DisconnectWatch,
+    Receive,
+    Scope,
+    Send,
+    parse_json,
+    report,
+    send_bytes,
+    send_error,
+    send_json,
+    start,
+)
+from alignedserve.gateway.http.body_reader import BodyReader
+from alignedserve.gateway.ledger.calls import caller
+from alignedserve.gateway.live.feed import MOST_VIEWERS, LiveFeed
+from alignedserve.gateway.live.sessions import COOKIE, LASTS_S
+
+MOST_LOGIN_BYTES = 8192
+SLOWEST_SINCE_S = 300.0
+SLOWEST = 10
+SLOWEST_EVERY_S = 3.0
+MOST_LISTED = 200
+STATIC = "alignedserve.gateway.live"
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_SECURE = {
+    "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+Json = dict[str, Any]
+
+
+class Source(Protocol):
+    """What the endpoints need of the gateway's server."""
+
+    feed: LiveFeed
+    model_name: str
+
+    async def requests(self, owner: bytes | None, *, newest: bool, most: int, since_unix_s: float) -> list[Json]: ...
+
+    async def request(self, request_id: str, owner: bytes | None) -> Json | None: ...
+
+
+class LiveEndpoints:
+    """`open_ones`: by path, without an API key; `guarded_ones` need one where there are keys."""
+
+    def __init__(self, source: Source, keys: ApiKeys) -> None:
+        self._source = source
+        self._keys = keys
+        self._bodies = BodyReader(MOST_LOGIN_BYTES)
+        self._files = _static_files()
+
+    def open_gets(self) -> Mapping[str, App]:
+        return {"/": self.page, "/dashboard": self.page, "/dashboard/static/{name:path}": self.file}
+
+    def open_posts(self) -> Mapping[str, App]:
+        return {"/dashboard/login": self.login, "/dashboard/logout": self.logout}
+
+    def guarded_gets(self) -> Mapping[str, App]:
+        return {
+            "/dashboard/feed": self.feed,
+            "/dashboard/requests": self.list_requests,
+            "/dashboard/requests/{request_id:path}": self.one_request,
+        }
+
+    # ---- files
+
+    async def page(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The page; without a session, where keys are needed, a form that asks for a key."""
+        await self._send_file(scope, send, "index.html" if self._may_look(scope) else "login.html")
+
+    async def file(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = scope["path_params"]["name"]
+        if name not in self._files or name.endswith(".html"):
+            await send_error(send, NotFoundError(f"/dashboard/static/{name[:100]} does not exist"))
+            return
+        await self._send_file(scope, send, name)
+
+    async def _send_file(self, scope: Scope, send: Send, name: str) -> None:
+        kind = _TYPES.get(PurePosixPath(name).suffix, "text/plain")
+        content = self._files[name]
+        if kind == "text/html":  # a browser resolves links by the page's own path, which may be / or /dashboard
+            content = content.replace(b"{{root}}", scope.get("root_path", "").rstrip("/").encode())
+        await send_bytes(send, content, f"{kind}; charset=utf-8", headers=_SECURE)
+
+    # ---- sessions
+
+    def _may_look(self, scope: Scope) -> bool:
+        try:
+            self._keys.identify(scope["headers"])
+        except AuthenticationError:
+            return False
+        return True
+
+    async def login(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = parse_json(await self._bodies.read(scope, receive) or b"{}")
+            key = body.get("api_key") if isinstance(body, dict) else None
+            if not isinstance(key, str):
+                raise InvalidRequestError("api_key must be a string", param="api_key")
+            value = self._keys.begin_session(key)
+        except ClientGoneError:
+            return
+        except Exception as error:
+            await send_error(send, report(error))
+            return
+        await _set_cookie(scope, send, value, int(LASTS_S))
+
+    async def logout(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _set_cookie(scope, send, "", 0)
+
+    # ---- data
+
+    async def feed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Server-sent events: `state` each second."""
+        if not self._source.feed.open:
+            await send_error(send, ShuttingDownError("this gateway is shutting down"))
+            return
+        if self._source.feed.viewers >= MOST_VIEWERS:
+            await send_error(send, OverloadedError(f"{MOST_VIEWERS} viewers look already", retry_after_s=10.0))
+            return
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        with DisconnectWatch(receive) as watch, contextlib.suppress(ClientGoneError):
+            await start(send, 200, "text/event-stream; charset=utf-8", headers)
+            await watch.unless_gone(self._send_states(send))
+
+    async def _send_states(self, send: Send) -> None:
+        owner, slowest, asked_s = self._owner(), list[Json](), -SLOWEST_EVERY_S
+        async with contextlib.aclosing(self._source.feed.states()) as states:
+            async for state in states:
+                now_s = time.monotonic()
+                if now_s - asked_s >= SLOWEST_EVERY_S:
+                    since_s = time.time() - SLOWEST_SINCE_S
+                    slowest = await self._source.requests(owner, newest=False, most=SLOWEST, since_unix_s=since_s)
+                    asked_s = now_s
+                whole = {"version": __version__, "model": self._source.model_name, **state, "slowest": slowest}
+                event = b"event: state\ndata: " + orjson.dumps(whole) + b"\n\n"
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def list_requests(self, scope: Scope, receive: Receive, send: Send) -> None:
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        order, most = query.get("sort", ["slowest"])[-1], query.get("most", ["50"])[-1]
+        if order not in ("slowest", "newest") or not most.isdecimal() or not 1 <= int(most) <= MOST_LISTED:
+            message = f"sort must be slowest or newest, and most a number from 1 to {MOST_LISTED}"
+            await send_error(send, InvalidRequestError(message))
+            return
+        found = await self._source.requests(self._owner(), newest=order == "newest", most=int(most), since_unix_s=0.0)
+        await send_json(send, {"requests": found}, headers={"cache-control": "no-store"})
+
+    async def one_request(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = scope["path_params"]["request_id"]
+        found = await self._source.request(request_id, self._owner())
+        if found is None:
+            message = f"request {request_id[:200]!r} is not open, and not among those that ended of late"
+            await send_error(send, NotFoundError(message))
+            return
+        await send_json(send, found, headers={"cache-control": "no-store"})
+
+    def _owner(self) -> bytes | None:
+        """Whose requests are shown: those of the caller's API key; None: all, where there are no keys."""
+        return caller.get() if self._keys.wanted else None
+
+
+def _static_files() -> dict[str, bytes]:
+    """Every file of the page, by its path below the folder."""
+    found: dict[str, bytes] = {}
+    folders = [("", resources.files(STATIC) / "static")]
+    while folders:
+        prefix, folder = folders.pop()
+        for item in folder.iterdir():
+            if item.is_dir():
+                folders.append((f"{prefix}{item.name}/", item))
+            else:
+                found[prefix + item.name] = item.read_bytes()
+    return found
+
+
+async def _set_cookie(scope: Scope, send: Send, value: str, lasts_s: int) -> None:
+    secure = "; Secure" if scope.get("scheme") == "https" else ""
+    cookie = f"{COOKIE}={value}; Path=/; Max-Age={lasts_s}; HttpOnly; SameSite=Strict{secure}"
+    headers = {"set-cookie": cookie, "cache-control": "no-store"}
+    pairs = [(name.encode(), text.encode("latin-1")) for name, text in headers.items()]
+    await send({"type": "http.response.start", "status": 204, "headers": pairs})
+    await send({"type": "http.response.body", "body": b""})

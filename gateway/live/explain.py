@@ -1,0 +1,140 @@
+"""Where a request's time went, in words, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+Said = Iterator[tuple[str, str]]  # a sentence about the request, or "", and advice, or ""
+
+LONG_S = 0.5  # shorter waits need no advice
+SHORT_S = 0.01  # shorter stages need no words
+LARGE_SHARE = 0.3
+UNEQUAL_SHARE = 0.1  # of the decode time
+
+_NAMES = {
+    "queue": "the wait for prefill",
+    "prefill": "prefill",
+    "pool": "the wait in the pool",
+    "prefetch": "prefetch",
+    "handover": "hand-over",
+    "decode": "decode",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A request as `alignedserve.gateway.live.history` describes it, its stays in the pool as the scheduler does, and
+    what advice depends on.
+    """
+
+    request: Json
+    stays: Sequence[Json]
+    prefill: int  # instances
+    decode: int
+    prefix_cache: bool
+
+    def stage_s(self, stage: str) -> float:
+        return float(self.request["stages"].get(stage, 0.0))
+
+    def matters(self, seconds: float) -> bool:
+        return seconds >= LONG_S and seconds >= LARGE_SHARE * self.request["took_s"]
+
+
+def explain(told: Told) -> tuple[list[str], list[str]]:
+    """Sentences about an ended or open request, and advice."""
+    said = [pair for part in (_summary, _queue, _prefill, _pool, _copies, _decode, _losses) for pair in part(told)]
+    return [words for words, _ in said if words], [advice for _, advice in said if advice]
+
+
+def _summary(told: Told) -> Said:
+    request, stages = told.request, told.request["stages"]
+    where = " and ".join(filter(None, (request["prefill_id"], request["decode_id"])))
+    at = f" at {where}" if where else ""
+    if request["outcome"] == "open":
+        yield f"It has run for {_s(request['took_s'])}{at}.", ""
+        return
+    longest = max(stages, key=lambda stage: stages[stage], default="")
+    most = f"; most of it was {_NAMES[longest]} ({_s(stages[longest])})" if longest and stages[longest] else ""
+    yield f"It took {_s(request['took_s'])}{at} and ended with {request['outcome']}{most}.", ""
+
+
+def _queue(told: Told) -> Said:
+    if (queued_s := told.stage_s("queue")) >= SHORT_S:
+        yield f"It waited {_s(queued_s)} for prefill: other prompts came first, or the pool had no room for it.", ""
+    if told.matters(queued_s):
+        yield "", f"More prefill instances shorten the queue: alignedserve scale --prefill {told.prefill + 1}"
+
+
+def _prefill(told: Told) -> Said:
+    if not (prefill_s := told.stage_s("prefill")):
+        return
+    tokens, cached = told.request["input_tokens"], told.request["cached_tokens"]
+    known = f"; {_count(cached, 'token')} of it were in the prefix cache" if cached else ""
+    yield f"Its prompt of {_count(tokens, 'token')} took {_s(prefill_s)} to compute{known}.", ""
+    if told.matters(prefill_s) and not told.prefix_cache:
+        yield "", "The prefix cache is off. With it, prompts that begin like earlier ones are computed faster."
+
+
+def _pool(told: Told) -> Said:
+    waited_s = told.stage_s("pool")
+    for number, stay in enumerate(told.stays):
+        yield _stay(stay, first=number == 0), ""
+    if waited_s >= SHORT_S and not told.stays:
+        yield f"It waited {_s(waited_s)} in the pool for a batch.", ""
+    if len(told.stays) > 1:
+        advice = "A larger decode cache, or more decode instances, avoid evictions."
+        yield f"It was evicted {_times(len(told.stays) - 1)}, since the decode cache was full.", advice
+    if told.matters(waited_s):
+        yield "", f"More decode instances shorten the wait in the pool: alignedserve scale --decode {told.decode + 1}"
+        yield "", "A wait objective bounds it: wait_objective_s in the request, or scheduler.starvation_after_s."
+
+
+def _stay(stay: Json, *, first: bool) -> str:
+    again = "" if first else " again"
+    waited = f"It waited {_s(stay['waited_s'])} in the pool{again}"
+    if not stay["sent_first"]:
+        return f"{waited}; no other request went first."
+    lengths = [f"{stay[kind]:,} {kind}" for kind in ("shorter", "longer") if stay[kind]]
+    which = f" ({' and '.join(lengths)} than its {stay['kv_tokens']:,} tokens)" if lengths else ""
+    ahead, sent = stay["ahead"], stay["sent_first"]
+    return (
+        f"{waited}: {_count(ahead, 'request')} waited there already, and {_count(sent, 'request')} went first{which}."
+    )
+
+
+def _copies(told: Told) -> Said:
+    if (copies_s := told.stage_s("prefetch") + told.stage_s("handover")) >= SHORT_S:
+        yield f"It was prefetched and handed over for {_s(copies_s)}: its KV was copied, and it waited to join.", ""
+
+
+def _decode(told: Told) -> Said:
+    decode_s, tokens = told.stage_s("decode"), told.request["output_tokens"]
+    if not decode_s or tokens < 2:
+        return
+    yield f"It decoded {_count(tokens, 'token')} in {_s(decode_s)}, {_s(decode_s / (tokens - 1))} each.", ""
+    bubble_s = told.request.get("bubble_s") or 0.0
+    if bubble_s > UNEQUAL_SHARE * decode_s:
+        advice = "The waiting rule `rounds` makes batches of similar lengths: scheduler.waiting_rule."
+        yield f"Of that, {_s(bubble_s)} are the predicted cost of unequal lengths in its batches.", advice
+
+
+def _losses(told: Told) -> Said:
+    if epoch := told.request["epoch"]:
+        yield f"A process that had it was lost, {_times(epoch)}; it was submitted again and went on.", ""
+
+
+def _s(seconds: float) -> str:
+    if seconds < 0.0095:
+        return f"{1e3 * seconds:.1f} ms"
+    return f"{1e3 * seconds:.0f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number} times")

@@ -1,0 +1,82 @@
+"""What a gateway shows to people who look: the cluster's state, and requests of all gateways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from alignedserve.control.supervisor_client import SupervisorClient
+from alignedserve.gateway.ledger.ledger import Ledger
+from alignedserve.gateway.live.explain import Told, explain
+from alignedserve.gateway.live.feed import LiveFeed
+from alignedserve.gateway.live.history import RecentRequests, ordered, requests_of
+from alignedserve.gateway.live.timeline import open_timeline, timeline
+from alignedserve.gateway.peers import GatewayPeers
+from alignedserve.gateway.scheduler_link import SchedulerLink
+from alignedserve.proto import gateway_pb2 as gw
+from alignedserve.proto import supervisor_pb2 as sv
+
+Json = dict[str, Any]
+
+
+class LiveService:
+    """`view`: the last view from the supervisor."""
+
+    def __init__(
+        self,
+        supervisor: SupervisorClient,
+        ledger: Ledger,
+        recent: RecentRequests,
+        peers: GatewayPeers,
+        scheduler: SchedulerLink,
+        view: Callable[[], sv.ClusterView],
+        model_name: str,
+        *,
+        prefix_cache: bool,
+    ) -> None:
+        self.feed = LiveFeed(supervisor.live)
+        self.model_name = model_name
+        self._ledger, self._recent, self._peers, self._scheduler = ledger, recent, peers, scheduler
+        self._view = view
+        self._prefix_cache = prefix_cache
+
+    def close(self) -> None:
+        self.feed.close()
+
+    async def requests(self, owner: bytes | None, *, newest: bool, most: int, since_unix_s: float) -> list[Json]:
+        """Requests that have ended, of all gateways. `owner`: the hash of an API key; None: of all keys."""
+        query = gw.RequestsQuery(
+            owner=owner or b"", whosever=owner is None, newest=newest, most=most, since_unix_s=since_unix_s
+        )
+        found = [*requests_of(self._ledger, self._recent, query), *await self._peers.requests(query)]
+        return ordered(found, newest=newest)[:most]
+
+    async def request(self, request_id: str, owner: bytes | None) -> Json | None:
+        """One request, open or ended, with its timeline and an explanation; of a call with several, all of them.
+
+        `others` has those after the first. None if no gateway knows it.
+        """
+        query = gw.RequestsQuery(id=request_id, owner=owner or b"", whosever=owner is None)
+        found = requests_of(self._ledger, self._recent, query) or await self._peers.requests(query)
+        if not found:
+            return None
+        found.sort(key=lambda one: str(one["request_id"]))
+        told = await self._scheduler.told([one["request_id"] for one in found])
+        first, *others = [self._whole(one, told.get(one["request_id"], {"stays": []})) for one in found]
+        return {**first, "others": others}
+
+    def _whole(self, request: Json, told: Json) -> Json:
+        view, stays = self._view(), told["stays"]
+        if request["outcome"] == "open" and (now := told.get("open")) is not None:
+            bars = open_timeline(request, now)
+            stages: dict[str, float] = {}
+            for bar in bars:
+                stages[bar["stage"]] = stages.get(bar["stage"], 0.0) + bar["end_s"] - bar["begin_s"]
+            where = {key: now[key] or request[key] for key in ("prefill_id", "decode_id")}
+            request = {**request, **where, "stages": stages}
+        else:
+            bars = timeline(request, stays)
+        words, advice = explain(Told(request, stays, view.prefill, view.decode, self._prefix_cache))
+        shown = {key: value for key, value in request.items() if key != "steps"}
+        is_open = request["outcome"] == "open"
+        return {**shown, "open": is_open, "timeline": bars, "explanation": words, "advice": advice, "stays": stays}

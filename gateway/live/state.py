@@ -1,0 +1,163 @@
+"""The state that the live page and `alignedserve top` show: the cluster at one moment, from what its processes said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from alignedserve.gateway.health import role_entry
+from alignedserve.gateway.live.samples import Change, Samples
+from alignedserve.proto import supervisor_pb2 as sv
+
+MOST_EVENTS = 100
+_GOOD = ("stop", "length", "tool_calls", "cancelled")
+_REFUSED = ("overloaded",)
+_RATES = (
+    "requests_per_s",
+    "output_tokens_per_s",
+    "prompt_tokens_per_s",
+    "failed_per_s",
+    "refused_per_s",
+    "ttft_s",
+    "itl_s",
+    "bubble_share",
+)
+_STATES = ("queued", "prefilling", "waiting_in_pool", "prefetched", "decoding")
+_BLOCKS = ("free", "owned", "cached")
+
+Json = dict[str, Any]
+
+
+def live_state(live: sv.LiveState, change: Change) -> Json:
+    """The cluster's state as JSON. `change`: of its metrics, up to now. Fields without data are None.
+
+    docs/operations/dashboard.md describes the fields.
+    """
+    now, status = change.now, live.status
+    lives = {name: _read(text) for name, text in live.lives.items()}
+    scheduler: Json = next((found for name, found in lives.items() if name.startswith("scheduler")), {})
+    peers = {
+        role: [peer for peer in status.peers if peer.process.role == role] for role in ("prefill", "decode", "kv_pool")
+    }
+    return {
+        "cluster": status.cluster_id,
+        "health": {"state": status.state, "missing": list(status.missing), "degraded": list(status.degraded)},
+        "rates": _rates(change),
+        "requests": {
+            "open": round(now.sum("gateway_open_requests")),
+            **{state: round(now.sum(f"requests_{state}")) for state in _STATES},
+        },
+        "waiting": scheduler.get("waiting", []),
+        "decode": [
+            _decode(peer, change, lives.get(peer.process.id, {}), scheduler.get("candidates", {}))
+            for peer in peers["decode"]
+        ],
+        "prefill": [_prefill(peer, change) for peer in peers["prefill"]],
+        "pool": [_shard(peer, now) for peer in peers["kv_pool"]],
+        "prefix_cache": _prefix_cache(change),
+        "channels": _channels(change),
+        "roles": [role_entry(peer) for peer in status.peers],
+        "events": [{"unix_s": one.unix_s, "level": one.level, "text": one.text} for one in live.events[-MOST_EVENTS:]],
+    }
+
+
+def _read(text: str) -> Json:
+    found = json.loads(text)
+    return found if isinstance(found, dict) else {}
+
+
+def _rates(change: Change) -> Json:
+    if change.before is change.now:
+        return dict.fromkeys(_RATES)
+    ended = change.grown("outcome", "gateway_requests_total")
+    refused = sum(grown for outcome, grown in ended.items() if outcome in _REFUSED)
+    failed = sum(grown for outcome, grown in ended.items() if outcome not in (*_GOOD, *_REFUSED))
+    ttft, itl = (change.quantiles(f"gateway_{name}_seconds", 0.5, 0.99) for name in ("ttft", "itl"))
+    return {
+        "requests_per_s": sum(ended.values()) / change.seconds,
+        "output_tokens_per_s": change.rate("gateway_output_tokens_total"),
+        "prompt_tokens_per_s": change.rate("gateway_prompt_tokens_total"),
+        "failed_per_s": failed / change.seconds,
+        "refused_per_s": refused / change.seconds,
+        "ttft_s": {"p50": ttft[0], "p99": ttft[1]},
+        "itl_s": {"p50": itl[0], "p99": itl[1]},
+        "bubble_share": change.share("iteration_bubble_seconds_sum", "iteration_predicted_seconds_total"),
+    }
+
+
+def _blocks(now: Samples, **labels: str) -> Json:
+    counts = now.by("state", "kv_blocks", **labels)
+    return {
+        **{state: round(counts.get(state, 0.0)) for state in _BLOCKS},
+        "capacity": round(now.sum("kv_capacity_blocks", **labels)),
+    }
+
+
+def _decode(peer: sv.Peer, change: Change, live: Mapping[str, Any], candidates: Mapping[str, Any]) -> Json:
+    name = peer.process.id
+    return {
+        "id": name,
+        "state": peer.state,
+        "lengths": live.get("lengths", []),
+        "batch": live.get("batch", 0),
+        "switching": live.get("switching", False),
+        "max_running": live.get("max_running", 0),
+        "candidates": candidates.get(name, {"batch": [], "requests": []}),
+        "iterations_per_s": change.rate("decode_iterations_total", instance=name),
+        "evictions_per_s": change.rate("decode_evictions_total", instance=name),
+        "bubble_share": change.share(
+            "iteration_bubble_seconds_sum", "iteration_predicted_seconds_total", instance=name
+        ),
+        "cache": _blocks(change.now, instance=name, store=f"{name}/cache"),
+    }
+
+
+def _prefill(peer: sv.Peer, change: Change) -> Json:
+    name, now = peer.process.id, change.now
+    stores = sorted(now.by("store", "kv_capacity_blocks", instance=name))
+    return {
+        "id": name,
+        "state": peer.state,
+        "pending_tokens": round(now.sum("prefill_pending_tokens", instance=name)),
+        "passes_per_s": change.rate("prefill_passes_total", instance=name),
+        "busy_share": change.rate("prefill_seconds_total", instance=name),
+        "buffers": [{"store": store, **_blocks(now, instance=name, store=store)} for store in stores],
+    }
+
+
+def _shard(peer: sv.Peer, now: Samples) -> Json:
+    name = peer.process.id
+    disk = _blocks(now, instance=name, store=f"{name}/disk")
+    return {
+        "id": name,
+        "state": peer.state,
+        **_blocks(now, instance=name, store=name),
+        "pinned": round(now.sum("pool_pinned_blocks", instance=name)),
+        "disk": disk if disk["capacity"] else None,
+    }
+
+
+def _prefix_cache(change: Change) -> Json | None:
+    queried = change.rate("prefix_cache_queried_tokens_total")
+    if not change.now.by("instance", "prefix_cache_queried_tokens_total"):
+        return None
+    hits = {tier: change.rate("prefix_cache_hit_tokens_total", tier=tier) for tier in ("host", "disk")}
+    return {
+        "queried_tokens_per_s": queried,
+        "hit_share": sum(hits.values()) / queried if queried else None,
+        "disk_hit_share": hits["disk"] / queried if queried else None,
+    }
+
+
+def _channels(change: Change) -> list[Json]:
+    """Those that copied something, the busiest first."""
+    names = {"bytes_per_s": "bytes_total", "copies_per_s": "copies_total", "busy_share": "busy_seconds_total"}
+    found: dict[tuple[str, ...], Json] = {}
+    for field, name in names.items():
+        for labels, grown in change.each(f"transfer_{name}"):
+            ends = {key: labels[key] for key in ("source", "destination", "channel")}
+            channel = found.setdefault((*ends.values(), labels["instance"]), {**ends, **dict.fromkeys(names, 0.0)})
+            channel[field] = grown / change.seconds
+    busy = (channel for channel in found.values() if channel["bytes_per_s"])
+    return sorted(busy, key=lambda channel: -channel["bytes_per_s"])

@@ -1,0 +1,61 @@
+"""The timeline of one request: in which stage it was when, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+Json = dict[str, Any]
+
+STAGE_OF = {
+    "queued": "queue",
+    "prefilling": "prefill",
+    "waiting": "pool",
+    "prefetched": "prefetch",
+    "decoding": "decode",
+}
+"""The stage of a request in a state of the scheduler's."""
+
+
+def timeline(request: Json, stays: Sequence[Json]) -> list[Json]:
+    """Bars of a request that has ended, in seconds after its arrival. An eviction repeats stages.
+
+    `stays`: in the pool, as the scheduler tells them: where the request decoded after each.
+    """
+    steps: list[list[Any]] = request["steps"]
+    decodes = _decodes(request, stays)
+    ends = [begin_s for _, begin_s in steps[1:]] + [request["took_s"]]
+    bars, where = [], ""
+    for (stage, begin_s), end_s in zip(steps, ends, strict=True):
+        if stage == "pool":
+            where = next(decodes)
+        bars.append(_bar(stage, _place(stage, request, where or request["decode_id"]), begin_s, end_s))
+    return bars
+
+
+def open_timeline(request: Json, told: Mapping[str, Any]) -> list[Json]:
+    """Bars of a request that is open, from when it entered each state of the scheduler's last."""
+    took_s = request["took_s"]
+    begun = sorted((took_s - age_s, STAGE_OF[state]) for state, age_s in told["ages_s"].items())
+    ends = [begin_s for begin_s, _ in begun[1:]] + [took_s]
+    known = {**request, **{key: told[key] or request[key] for key in ("prefill_id", "decode_id")}}
+    return [
+        _bar(stage, _place(stage, known, known["decode_id"]), max(0.0, begin_s), max(0.0, end_s))
+        for (begin_s, stage), end_s in zip(begun, ends, strict=True)
+    ]
+
+
+def _decodes(request: Json, stays: Sequence[Json]) -> Iterator[str]:
+    """The decode instance after each stay in the pool; the last one for good."""
+    yield from (stay["decode_id"] for stay in stays[:-1])
+    while True:
+        yield request["decode_id"]
+
+
+def _place(stage: str, request: Json, decode_id: str) -> str:
+    places = {"queue": "scheduler", "prefill": request["prefill_id"], "pool": "kv_pool"}
+    return str(places.get(stage, decode_id))
+
+
+def _bar(stage: str, where: str, begin_s: float, end_s: float) -> Json:
+    return {"stage": stage, "where": where, "begin_s": begin_s, "end_s": end_s}

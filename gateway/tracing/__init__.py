@@ -1,0 +1,1 @@
+"""OpenTelemetry traces of calls. What is imported while traces are off imports nothing of OpenTelemetry."""

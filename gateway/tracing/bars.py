@@ -1,0 +1,80 @@
+"""The stages of an answer as stretches of time, by its stopwatch or, without one, by the gateway's own times."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from alignedserve.gateway.live.history import describe
+from alignedserve.gateway.live.timeline import timeline
+from alignedserve.request import MOST_STEPS, Stage
+
+if TYPE_CHECKING:
+    from alignedserve.gateway.ledger.calls import Answer
+
+UNTIL_FIRST, FURTHER, LOST = "until_first_token", "further_tokens", "lost"
+
+
+class Bar(NamedTuple):
+    """Times are Unix nanoseconds. `instance`: "" if it is not known."""
+
+    stage: str
+    instance: str
+    begin_ns: int
+    end_ns: int
+
+
+def bars_of(answer: Answer, now_ns: int) -> list[Bar]:
+    """Each begins where the last ends. `now_ns`: the end of an answer that was cut off."""
+    watch, arrival_ns = answer.stopwatch, answer.call.arrival_ns
+    if not watch.steps:
+        return _by_own_times(answer, now_ns)
+    request = {**describe(answer), "took_s": (watch.since_ns - arrival_ns) / 1e9}
+    found = [
+        Bar(bar["stage"], bar["where"], *(arrival_ns + round(bar[end] * 1e9) for end in ("begin_s", "end_s")))
+        for bar in timeline(request, _stays(answer))
+    ]
+    if answer.losses:  # the stopwatch has only the last epoch
+        found.insert(0, Bar(LOST, "", arrival_ns, found[0].begin_ns))
+    return found[:-1] if len(watch.steps) == MOST_STEPS else found  # what followed the last step is unknown
+
+
+def first_token_ns(answer: Answer) -> int:
+    return _unix_ns(answer, answer.first_token_s)
+
+
+def evicted_ns(answer: Answer) -> list[int]:
+    """When it left a running batch."""
+    return [
+        begun_ns
+        for (before, _), (stage, begun_ns) in pairwise(answer.stopwatch.steps)
+        if before is Stage.DECODE and stage in (Stage.POOL, Stage.PREFETCH)
+    ]
+
+
+def _by_own_times(answer: Answer, now_ns: int) -> list[Bar]:
+    """It was cut off, or a stop string has ended it here: no worker has sent its stopwatch."""
+    if answer.finish is not None and not answer.sent_s:
+        return []  # there was nothing to compute
+    arrival_ns = answer.call.arrival_ns
+    begin_ns = arrival_ns if answer.losses or not answer.sent_s else _unix_ns(answer, answer.sent_s)
+    if not answer.first_token_s:
+        return [Bar(UNTIL_FIRST, answer.prefill_id, begin_ns, now_ns)]
+    first_ns = first_token_ns(answer)
+    end_ns = now_ns if answer.finish is None else _unix_ns(answer, answer.last_token_s)
+    first = Bar(UNTIL_FIRST, answer.prefill_id, begin_ns, first_ns)
+    return [first, Bar(FURTHER, answer.decode_id, first_ns, end_ns)] if end_ns > first_ns else [first]
+
+
+def _unix_ns(answer: Answer, monotonic_s: float) -> int:
+    return answer.call.arrival_ns + round((monotonic_s - answer.call.arrival_s) * 1e9)
+
+
+def _stays(answer: Answer) -> list[dict[str, Any]]:
+    """Where it decoded after each stay in the pool: where its tokens had come from when the next one began."""
+    stays_ns = [begun_ns for stage, begun_ns in answer.stopwatch.steps if stage is Stage.POOL]
+    found = [
+        next((decode_id for moved_ns, decode_id in reversed(answer.moves) if moved_ns <= next_ns), answer.decode_id)
+        for next_ns in stays_ns[1:]
+    ]
+    return [{"decode_id": decode_id} for decode_id in (*found, answer.decode_id)]

@@ -1,0 +1,126 @@
+"""What waits in the pool by prefix length, and what went first while a request waited: for people who look."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+SUB_BITS = 3  # buckets for each doubling: 8, so that a bucket is at most an eighth wide
+MOST_SENT = 1 << 16  # sent requests whose lengths are remembered
+MOST_STAYS = 1 << 14  # ended stays that are remembered
+MOST_OF_ONE = 64  # of one request
+
+
+def bucket_of(tokens: int) -> int:
+    """The number of a length's bucket. Lengths below 16 have one each."""
+    shift = max(0, tokens.bit_length() - SUB_BITS - 1)
+    return (shift << SUB_BITS) + (tokens >> shift)
+
+
+def bounds_of(bucket: int) -> tuple[int, int]:
+    """The first and the last length in a bucket."""
+    shift = max(0, (bucket >> SUB_BITS) - 1)
+    first = (bucket - (shift << SUB_BITS)) << shift
+    return first, first + (1 << shift) - 1
+
+
+class WaitingLengths:
+    """Counts by bucket. O(1) for each change; some 150 buckets up to a million tokens."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def add(self, tokens: int, change: int) -> None:
+        bucket = bucket_of(tokens)
+        count = self._counts.get(bucket, 0) + change
+        if count:
+            self._counts[bucket] = count
+        else:
+            self._counts.pop(bucket, None)
+
+    def rows(self) -> list[tuple[int, int, int]]:
+        """(first length, last length, requests) of each bucket that is not empty, shortest first."""
+        return [(*bounds_of(bucket), count) for bucket, count in sorted(self._counts.items())]
+
+    def same(self, other: WaitingLengths) -> bool:
+        return self._counts == other._counts
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """The state of the pool when a request entered it.
+
+    `ahead`: requests that waited already. `sent`: requests that had been sent since the start.
+    """
+
+    ahead: int = 0
+    sent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """One stay in the pool. `sent_first`: requests that left it meanwhile for a decode instance.
+
+    Of them `shorter` and `longer` by prefix length, as far as they are remembered.
+    """
+
+    decode_id: str
+    kv_tokens: int
+    waited_s: float
+    ahead: int
+    sent_first: int
+    shorter: int
+    longer: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    arrival: Arrival
+    sent: int
+    kv_tokens: int
+    waited_s: float
+    decode_id: str
+
+
+class PoolStays:
+    """Remembers the newest stays by request id, all epochs together. O(1) for each request; `of` counts."""
+
+    def __init__(self) -> None:
+        self._sent = 0
+        self._lengths: deque[int] = deque(maxlen=MOST_SENT)  # of the last requests that were sent, the newest last
+        self._left: OrderedDict[str, list[_Left]] = OrderedDict()  # by request id, the one that left last at the end
+        self._count = 0
+
+    def arrive(self, ahead: int) -> Arrival:
+        return Arrival(ahead, self._sent)
+
+    def leave(self, request_id: str, arrival: Arrival, kv_tokens: int, waited_s: float, decode_id: str) -> None:
+        """The request is sent to a decode instance."""
+        stays = self._left.setdefault(request_id, [])
+        stays.append(_Left(arrival, self._sent, kv_tokens, waited_s, decode_id))
+        self._left.move_to_end(request_id)
+        self._count += 1
+        while self._count > MOST_STAYS and len(self._left) > 1:
+            self._count -= len(self._left.popitem(last=False)[1])
+        if len(stays) > MOST_OF_ONE:
+            del stays[0]
+            self._count -= 1
+        self._sent += 1
+        self._lengths.append(kv_tokens)
+
+    def of(self, request_id: str) -> Iterator[Stay]:
+        """The request's ended stays, the first one first."""
+        oldest = self._sent - len(self._lengths)
+        lengths = list(self._lengths) if request_id in self._left else []
+        for left in self._left.get(request_id, ()):
+            known = lengths[max(0, left.arrival.sent - oldest) : max(0, left.sent - oldest)]
+            yield Stay(
+                left.decode_id,
+                left.kv_tokens,
+                left.waited_s,
+                left.arrival.ahead,
+                left.sent - left.arrival.sent,
+                sum(tokens < left.kv_tokens for tokens in known),
+                sum(tokens > left.kv_tokens for tokens in known),
+            )

@@ -1,0 +1,114 @@
+"""A request's timeline, and the words about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from alignedserve.gateway.live.explain import Told, explain
+from alignedserve.gateway.live.timeline import open_timeline, timeline
+
+
+def request(**changes: Any) -> dict[str, Any]:
+    return {
+        "id": "cmpl-1",
+        "request_id": "cmpl-1-0",
+        "took_s": 6.0,
+        "input_tokens": 120,
+        "output_tokens": 21,
+        "cached_tokens": 64,
+        "outcome": "length",
+        "prefill_id": "prefill-0",
+        "decode_id": "decode-1",
+        "epoch": 0,
+        "bubble_s": None,
+        "stages": {"queue": 0.1, "prefill": 0.2, "pool": 3.2, "prefetch": 0.2, "handover": 0.3, "decode": 2.0},
+        "steps": [
+            ["queue", 0.0],
+            ["prefill", 0.1],
+            ["pool", 0.3],
+            ["prefetch", 2.5],
+            ["handover", 2.6],
+            ["decode", 2.8],
+            ["pool", 3.8],
+            ["prefetch", 4.8],
+            ["handover", 4.9],
+            ["decode", 5.0],
+        ],
+        **changes,
+    }
+
+
+def stay(**changes: Any) -> dict[str, Any]:
+    usual = {"decode_id": "decode-0", "kv_tokens": 121, "waited_s": 2.2, "ahead": 40, "sent_first": 45}
+    return {**usual, "shorter": 4, "longer": 41, **changes}
+
+
+def told(stays: list[dict[str, Any]], **changes: Any) -> Told:
+    return Told(request(**changes), stays, prefill=1, decode=2, prefix_cache=True)
+
+
+def test_the_pool_says_what_went_first_and_what_helps() -> None:
+    words, advice = explain(told([stay()]))
+    assert "It waited 2.2 s in the pool: 40 requests waited there already, and 45 requests went first" in words[3]
+    assert "(4 shorter and 41 longer than its 121 tokens)" in words[3]
+    assert any("alignedserve scale --decode 3" in one for one in advice)
+    assert not any("--prefill" in one for one in advice)
+    assert words[0] == (
+        "It took 6.0 s at prefill-0 and decode-1 and ended with length; most of it was the wait in the pool (3.2 s)."
+    )
+    assert "64 tokens of it were in the prefix cache" in words[2]
+    assert "It decoded 21 tokens in 2.0 s, 100 ms each." in words
+
+
+def test_an_eviction_and_a_loss_are_named() -> None:
+    words, advice = explain(told([stay(), stay(decode_id="decode-1", sent_first=0)], epoch=2))
+    assert "It waited 2.2 s in the pool again; no other request went first." in words
+    assert any(one.startswith("It was evicted once") for one in words)
+    assert any("submitted again" in one and "twice" in one for one in words)
+    assert any("decode cache" in one for one in advice)
+
+
+def test_a_short_request_needs_no_advice() -> None:
+    words, advice = explain(told([], took_s=0.2, stages={"prefill": 0.05, "decode": 0.1}, outcome="stop"))
+    assert not advice
+    assert len(words) == 3
+
+
+def test_a_request_without_any_stage_is_summed_up() -> None:
+    refused = request(stages={}, steps=[], outcome="overloaded", prefill_id="", decode_id="", output_tokens=0)
+    words, advice = explain(Told(refused, [], 1, 1, prefix_cache=True))
+    assert words == ["It took 6.0 s and ended with overloaded."]
+    assert not advice
+
+
+def test_the_timeline_says_where_each_stage_was() -> None:
+    bars = timeline(request(), [stay(), stay(decode_id="decode-1")])
+    assert [(bar["stage"], bar["where"]) for bar in bars] == [
+        ("queue", "scheduler"),
+        ("prefill", "prefill-0"),
+        ("pool", "kv_pool"),
+        ("prefetch", "decode-0"),
+        ("handover", "decode-0"),
+        ("decode", "decode-0"),
+        ("pool", "kv_pool"),
+        ("prefetch", "decode-1"),
+        ("handover", "decode-1"),
+        ("decode", "decode-1"),
+    ]
+    assert [bar["end_s"] for bar in bars[:-1]] == [bar["begin_s"] for bar in bars[1:]]
+    assert bars[-1]["end_s"] == 6.0
+
+
+def test_the_timeline_of_an_open_request_ends_now() -> None:
+    now = {
+        "state": "waiting",
+        "ages_s": {"queued": 2.0, "prefilling": 1.5, "waiting": 1.0},
+        "prefill_id": "prefill-1",
+        "decode_id": "",
+    }
+    bars = open_timeline(request(took_s=2.0, prefill_id="", decode_id="", outcome="open"), now)
+    assert [(bar["stage"], bar["where"], bar["begin_s"], bar["end_s"]) for bar in bars] == [
+        ("queue", "scheduler", 0.0, 0.5),
+        ("prefill", "prefill-1", 0.5, 1.0),
+        ("pool", "kv_pool", 1.0, 2.0),
+    ]

@@ -1,0 +1,217 @@
+"""The live page's endpoints: its files, the feed, requests, and the login where there are API keys."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from alignedserve.cluster.cli.explain_command import described
+from alignedserve.cluster.cli.top_command import screen
+from alignedserve.errors import OverloadedError
+from alignedserve.gateway.live.sessions import COOKIE
+from support.fake_cluster import FakeCluster, counting_script
+from support.gateway import RunningGateway, running_gateway
+
+KEYS = ("sk-first", "sk-second")
+BODY = {"prompt": "a b c", "max_tokens": 3}
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[FakeCluster]:
+    async with FakeCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def gateway(cluster: FakeCluster) -> AsyncIterator[RunningGateway]:
+    async with running_gateway(cluster) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+async def guarded(cluster: FakeCluster, tmp_path: Path) -> AsyncIterator[RunningGateway]:
+    path = tmp_path / "keys"
+    path.write_text("\n".join(KEYS))
+    path.chmod(0o600)
+    async with running_gateway(cluster, api_key_file=str(path)) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+async def http(gateway: RunningGateway) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=10.0) as client:
+        yield client
+
+
+async def states(client: httpx.AsyncClient, count: int, **headers: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    async with client.stream("GET", "/dashboard/feed", headers=headers) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                found.append(json.loads(line.removeprefix("data: ")))
+            if len(found) == count:
+                return found
+    raise AssertionError("the feed has ended")
+
+
+async def test_the_page_and_its_files_are_there_and_name_no_other_host(http: httpx.AsyncClient) -> None:
+    for path in ("/", "/dashboard"):
+        page = await http.get(path)
+        assert page.status_code == 200
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        assert "default-src 'self'" in page.headers["content-security-policy"]
+        assert "{{root}}" not in page.text
+        assert "http://" not in page.text
+        assert "https://" not in page.text
+    names = [part.partition('"')[0] for part in page.text.replace("href=", "src=").split('src="/')[1:]]
+    assert "dashboard/static/app.js" in names
+    for name in names:
+        assert (await http.get(f"/{name}")).status_code == 200, name
+    for name in ("static/index.html", "static/../endpoints.py", "static/", "static/nothing.js"):
+        assert (await http.get(httpx.URL(http.base_url, raw_path=f"/dashboard/{name}".encode()))).status_code == 404
+
+
+async def test_the_feed_shows_the_cluster_and_reads_nothing_while_nobody_looks(
+    gateway: RunningGateway, http: httpx.AsyncClient
+) -> None:
+    await http.post("/v1/completions", json=BODY)
+    first, second = await states(http, 2)
+    assert first["model"] == "tiny"
+    assert first["health"]["state"] == "ready"
+    assert first["rates"]["requests_per_s"] is None
+    assert second["rates"]["requests_per_s"] == 0
+    assert second["waiting"] == [[16, 17, 2], [256, 287, 1]]
+    (decode,) = second["decode"]
+    assert (decode["id"], decode["lengths"], decode["switching"]) == ("decode-0", [16, 17, 40], True)
+    assert decode["candidates"] == {"batch": [100, 120], "requests": []}
+    assert second["events"][-1]["text"] == "decode-0 joined"
+    assert {role["role"] for role in second["roles"]} >= {"decode", "scheduler"}
+    assert [one["outcome"] for one in second["slowest"]] == ["length"]
+    assert second["stale"] == ""
+    async with asyncio.timeout(5.0):
+        while gateway.server.live_service.feed.viewers:  # noqa: ASYNC110  # the server sees the end a little later
+            await asyncio.sleep(0.01)
+    asked = len(gateway.server.live_service.feed._window._kept)
+    await asyncio.sleep(1.2)
+    assert len(gateway.server.live_service.feed._window._kept) == asked
+    lines = render(second)
+    assert any(line.split()[:3] == ["decode-0", "ready", "3/8"] for line in lines)
+    assert any(line.startswith("waiting by prefix length: 16 ") for line in lines)
+    assert any(line.endswith("decode-0 joined") for line in lines)
+
+
+def render(state: dict[str, Any]) -> list[str]:
+    from rich.console import Console
+
+    console = Console(width=160, file=io.StringIO())
+    console.print(screen("http://here", state))
+    return str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]
+
+
+async def test_a_feed_without_a_supervisor_says_so(cluster: FakeCluster, http: httpx.AsyncClient) -> None:
+    cluster.no_live = True
+    (state,) = await states(http, 1)
+    assert "supervisor" in state["stale"]
+
+
+async def test_a_request_is_explained_while_it_runs_and_afterwards(
+    cluster: FakeCluster, http: httpx.AsyncClient
+) -> None:
+    going = asyncio.Event()
+
+    async def slowly(fake: FakeCluster, spec: Any) -> None:
+        await going.wait()
+        await counting_script(fake, spec)
+
+    cluster.script = slowly
+    asking = asyncio.ensure_future(http.post("/v1/completions", json=BODY))
+    while not cluster.submitted:  # noqa: ASYNC110  # there is no event for this
+        await asyncio.sleep(0.01)
+    cluster.told = {cluster.submitted[0].key.request_id: "waiting"}
+    call_id = cluster.submitted[0].key.request_id.rpartition("-")[0]
+    found = (await http.get(f"/dashboard/requests/{call_id}")).json()
+    assert found["open"]
+    assert [bar["stage"] for bar in found["timeline"]] == ["queue", "prefill", "pool"]
+    assert found["outcome"] == "open"
+    going.set()
+    answer = (await asking).json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    found = (await http.get(f"/dashboard/requests/{call_id}")).json()
+    assert not found["open"]
+    assert (found["outcome"], found["input_tokens"], found["output_tokens"]) == ("length", 3, 3)
+    assert found["explanation"][0].startswith("It took ")
+    assert found["others"] == []
+    assert described(found)[0].endswith("3 + 3 tokens")
+    listed = (await http.get("/dashboard/requests?sort=newest&most=1")).json()["requests"]
+    assert [one["request_id"] for one in listed] == [found["request_id"]]
+    assert (await http.get("/dashboard/requests/nobody")).status_code == 404
+    assert (await http.get("/dashboard/requests?sort=odd")).status_code == 400
+
+
+async def test_a_rejected_request_is_listed_with_its_reason(cluster: FakeCluster, http: httpx.AsyncClient) -> None:
+    async def refuse(fake: FakeCluster, spec: Any) -> None:
+        fake.reject(OverloadedError("full"), spec.key)
+
+    cluster.script = refuse
+    assert (await http.post("/v1/completions", json=BODY)).status_code == 429
+    (found,) = (await http.get("/dashboard/requests")).json()["requests"]
+    assert found["outcome"] == "overloaded"
+
+
+async def test_with_keys_the_page_asks_for_one_and_a_cookie_opens_the_rest(guarded: RunningGateway) -> None:
+    async with httpx.AsyncClient(base_url=guarded.url, timeout=10.0) as browser:
+        form = (await browser.get("/")).text
+        assert "login-form" in form
+        assert "tiny" not in form
+        for path in ("/dashboard/feed", "/dashboard/requests", "/dashboard/requests/x"):
+            assert (await browser.get(path)).status_code == 401
+        refused = await browser.post("/dashboard/login", json={"api_key": "sk-unknown"})
+        assert refused.status_code == 401
+        assert "set-cookie" not in refused.headers
+        for odd in ({}, {"api_key": 1}, []):
+            assert (await browser.post("/dashboard/login", json=odd)).status_code == 400
+        entered = await browser.post("/dashboard/login", json={"api_key": KEYS[0]})
+        assert entered.status_code == 204
+        attributes = entered.headers["set-cookie"]
+        assert all(part in attributes for part in ("HttpOnly", "SameSite=Strict", "Path=/"))
+        assert KEYS[0] not in attributes
+        assert "login-form" not in (await browser.get("/")).text
+        assert (await states(browser, 1))[0]["model"] == "tiny"
+        assert (await browser.post("/v1/completions", json=BODY)).status_code == 200
+        assert len((await browser.get("/dashboard/requests")).json()["requests"]) == 1
+        mine = (await browser.get("/dashboard/requests")).json()["requests"][0]["id"]
+        other = {"x-api-key": KEYS[1]}
+        assert (await browser.get("/dashboard/requests", headers=other)).json()["requests"] == []
+        assert (await browser.get(f"/dashboard/requests/{mine}", headers=other)).status_code == 404
+        await browser.post("/dashboard/logout", json={})
+        assert COOKIE not in browser.cookies
+        assert (await browser.get("/dashboard/requests")).status_code == 401
+
+
+async def test_two_gateways_show_each_others_requests(cluster: FakeCluster, gateway: RunningGateway) -> None:
+    async with (
+        running_gateway(cluster, gateway_id="gateway-1") as other,
+        httpx.AsyncClient(timeout=10.0) as client,
+    ):
+        cluster.gateways = {"gateway-0": gateway.server.address, "gateway-1": other.server.address}
+        cluster.publish_view()
+        await cluster.wait_for(lambda: len(gateway.server.peers._channels) == 1)
+        answer = (await client.post(f"{other.url}/v1/completions", json=BODY)).json()
+        found = (await client.get(f"{gateway.url}/dashboard/requests/{answer['id']}")).json()
+        assert found["id"] == answer["id"]
+        assert len((await client.get(f"{gateway.url}/dashboard/requests")).json()["requests"]) == 1
+
+
+async def test_without_the_page_there_is_nothing(cluster: FakeCluster) -> None:
+    async with running_gateway(cluster, dashboard=False) as gateway, httpx.AsyncClient() as client:
+        for path in ("/", "/dashboard", "/dashboard/feed", "/dashboard/requests"):
+            assert (await client.get(gateway.url + path)).status_code == 404

@@ -1,0 +1,58 @@
+"""What waits in the pool by prefix length, and what went first while a request waited."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alignedserve.scheduler.core.pool_stays import MOST_STAYS, PoolStays, WaitingLengths, bounds_of, bucket_of
+
+
+@given(st.integers(0, 1 << 24))
+def test_a_length_is_in_its_bucket_which_is_at_most_an_eighth_wide(tokens: int) -> None:
+    first, last = bounds_of(bucket_of(tokens))
+    assert first <= tokens <= last
+    assert last - first <= max(0, first // 8)
+    assert bucket_of(last + 1) == bucket_of(tokens) + 1
+
+
+@given(st.lists(st.integers(0, 5000), max_size=40), st.data())
+def test_counts_by_bucket_are_those_of_what_waits(lengths: list[int], data: st.DataObject) -> None:
+    waiting = WaitingLengths()
+    for tokens in lengths:
+        waiting.add(tokens, 1)
+    gone = data.draw(st.integers(0, len(lengths)))
+    for tokens in lengths[:gone]:
+        waiting.add(tokens, -1)
+    left = lengths[gone:]
+    rows = waiting.rows()
+    assert sum(count for _, _, count in rows) == len(left)
+    assert all(count == sum(first <= tokens <= last for tokens in left) for first, last, count in rows)
+    assert rows == sorted(rows)
+
+
+def test_a_stay_tells_what_was_sent_meanwhile() -> None:
+    stays = PoolStays()
+    early, late = stays.arrive(0), stays.arrive(7)
+    stays.leave("a", early, 100, 1.0, "decode-0")
+    mine = stays.arrive(8)
+    for number, tokens in enumerate((50, 60, 500)):
+        stays.leave(f"b{number}", late, tokens, 1.0, "decode-1")
+    stays.leave("mine", mine, 100, 2.5, "decode-0")
+    (found,) = stays.of("mine")
+    assert (found.ahead, found.sent_first, found.shorter, found.longer) == (8, 3, 2, 1)
+    assert (found.decode_id, found.kv_tokens, found.waited_s) == ("decode-0", 100, 2.5)
+    again = stays.arrive(0)
+    stays.leave("mine", again, 120, 0.5, "decode-1")
+    assert [(stay.decode_id, stay.sent_first) for stay in stays.of("mine")] == [("decode-0", 3), ("decode-1", 0)]
+    assert not list(stays.of("nobody"))
+
+
+def test_memory_is_bounded() -> None:
+    stays = PoolStays()
+    for number in range(3 * MOST_STAYS):
+        stays.leave(str(number), stays.arrive(1), number, 0.0, "decode-0")
+    for _ in range(2 * MOST_STAYS):
+        stays.leave("evicted", stays.arrive(1), 1, 0.0, "decode-0")
+    assert sum(len(one) for one in stays._left.values()) <= MOST_STAYS
+    assert not list(stays.of("0"))
