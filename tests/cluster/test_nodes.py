@@ -30,6 +30,7 @@ from support.requirements import needs
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.slow,  # without Ray: integration/test_nodes.py, test_shards.py, test_topologies.py
     pytest.mark.timeout(300),
     needs(why_not()),
 ]
@@ -148,7 +149,6 @@ def test_no_process_has_memory_of_another_node(nodes: RayNodes, served: ServedNo
     assert not first & second
 
 
-@pytest.mark.slow
 def test_strangers_get_nowhere(nodes: RayNodes, served: ServedNodes) -> None:
     """Ray and our roles refuse peers without a token or without TLS."""
     environment = {k: v for k, v in nodes.environment.items() if not k.startswith("RAY_AUTH")}
@@ -188,7 +188,6 @@ def test_a_node_that_is_cut_off_for_a_moment_costs_no_request(
     served.check_integrity()
 
 
-@pytest.mark.slow
 def test_a_supervisor_that_starts_while_a_node_is_silent_goes_on_with_its_processes(
     nodes: RayNodes, served: ServedNodes, expected: Expected
 ) -> None:
@@ -221,7 +220,6 @@ def test_a_supervisor_that_starts_while_a_node_is_silent_goes_on_with_its_proces
     served.check_integrity()
 
 
-@pytest.mark.slow
 def test_a_node_that_ray_has_given_up_is_another_one_when_it_is_back(
     nodes: RayNodes, served: ServedNodes, expected: Expected
 ) -> None:

@@ -158,6 +158,7 @@ async def give_up(running: Running, count: int, seed: int) -> Counter[str]:
     return outcomes
 
 
+@pytest.mark.slow
 async def test_thousands_of_requests_given_up_leave_no_trace(running: Running) -> None:
     async with AsyncClient(running.gateways[0].grpc_address) as client:  # few may run at once: each block is touched
         await client.generate(prompt_token_ids=[11] * 2500, max_tokens=50, ignore_eos=True)

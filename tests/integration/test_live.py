@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
@@ -25,7 +26,7 @@ from support.faulty_roles import FOLDER
 from support.gateway import http_to, joined_gateway
 from support.held import wait_nothing_held
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
 LENGTHS = (12, 40, 90, 20, 33, 150, 8, 60, 25, 110, 16, 70)
 NEW_TOKENS = 24
@@ -54,11 +55,12 @@ class Seen:
         raise AssertionError("the feed has ended")
 
 
-@pytest.fixture
-async def seen(tmp_path: Path) -> AsyncIterator[Seen]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def seen(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Seen]:
+    folder = tmp_path_factory.mktemp("live")
     config = from_tree(
         {
-            "model": {"path": str(make_model("llama", tmp_path / "m", seed=7))},
+            "model": {"path": str(make_model("llama", folder / "m", seed=7))},
             "cluster": {"device": "cpu", "threads": 1},
             "kv_pool": {"size_gib": 0.1, "block_size": 4},
             "decode": {"cache_blocks": 60},
@@ -66,11 +68,11 @@ async def seen(tmp_path: Path) -> AsyncIterator[Seen]:
             "supervisor": {"heartbeat_s": 0.2},
         }
     )
-    cluster = LocalCluster(config, environment={FOLDER: str(tmp_path)}, module="support.faulty_roles")
+    cluster = LocalCluster(config, environment={FOLDER: str(folder)}, module="support.faulty_roles")
     async with cluster:
         await cluster.wait_ready()
         async with joined_gateway(cluster.join_info()) as gateway, http_to(gateway, 60.0) as http:
-            yield Seen(cluster, gateway, http, tmp_path)
+            yield Seen(cluster, gateway, http, folder)
 
 
 @contextlib.asynccontextmanager
@@ -123,20 +125,6 @@ async def test_a_running_batch_is_seen_as_lengths(seen: Seen) -> None:
     await asyncio.gather(*tasks)
 
 
-async def test_a_death_is_seen_as_it_happens(seen: Seen, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "alignedserve")
-    await seen.until(lambda state: state["health"]["state"] == "ready")
-    pid = next(role["pid"] for role in (await seen.gateway.status_json())["roles"] if role["id"] == "decode-0")
-    begun_s = time.monotonic()
-    seen.cluster.kill("decode-0")
-    await seen.until(lambda state: any("decode-0 has ended" in event["text"] for event in state["events"]))
-    assert time.monotonic() - begun_s < 10.0  # 0.3 s where nothing else runs
-    state = await seen.until(
-        lambda state: any(r["id"] == "decode-0" and r["pid"] != pid and r["state"] == "ready" for r in state["roles"])
-    )
-    assert any("decode-0 joined" in event["text"] for event in state["events"])
-
-
 async def test_each_stage_of_a_request_follows_the_one_before(seen: Seen) -> None:
     async with asking(seen) as tasks:
         await seen.until(lambda state: state["requests"]["waiting_in_pool"])
@@ -157,3 +145,17 @@ async def test_each_stage_of_a_request_follows_the_one_before(seen: Seen) -> Non
 
 async def stays_of(seen: Seen, request_id: str) -> list[dict[str, Any]]:
     return list((await seen.http.get(f"/dashboard/requests/{request_id}")).json()["stays"])
+
+
+async def test_a_death_is_seen_as_it_happens(seen: Seen, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "alignedserve")
+    await seen.until(lambda state: state["health"]["state"] == "ready")
+    pid = next(role["pid"] for role in (await seen.gateway.status_json())["roles"] if role["id"] == "decode-0")
+    begun_s = time.monotonic()
+    seen.cluster.kill("decode-0")
+    await seen.until(lambda state: any("decode-0 has ended" in event["text"] for event in state["events"]))
+    assert time.monotonic() - begun_s < 10.0
+    state = await seen.until(
+        lambda state: any(r["id"] == "decode-0" and r["pid"] != pid and r["state"] == "ready" for r in state["roles"])
+    )
+    assert any("decode-0 joined" in event["text"] for event in state["events"])

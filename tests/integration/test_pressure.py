@@ -39,7 +39,7 @@ def pool_gib(folder: Path, blocks: int) -> float:
     ("prefetch", "pool", "cache", "drops"),
     [
         pytest.param(True, 1.5, 1.2, False, id="prefetch"),
-        pytest.param(False, 1.06, 1.2, True, id="no-prefetch"),
+        pytest.param(False, 1.06, 1.2, True, id="no-prefetch", marks=pytest.mark.slow),
         pytest.param(
             True, 1.06, 1.06, True, id="just one", marks=pytest.mark.slow
         ),  # as many as the longest request, and three
