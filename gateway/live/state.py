@@ -142,11 +142,12 @@ def _prefix_cache(change: Change) -> Json | None:
     queried = change.rate("prefix_cache_queried_tokens_total")
     if not change.now.by("instance", "prefix_cache_queried_tokens_total"):
         return None
-    hits = {tier: change.rate("prefix_cache_hit_tokens_total", tier=tier) for tier in ("host", "disk")}
+    hits = change.rate("prefix_cache_hit_tokens_total")
+    from_disk = change.rate("prefix_cache_hit_tokens_total", tier="disk")
     return {
         "queried_tokens_per_s": queried,
-        "hit_share": sum(hits.values()) / queried if queried else None,
-        "disk_hit_share": hits["disk"] / queried if queried else None,
+        "hit_share": hits / queried if queried else None,
+        "disk_hit_share": from_disk / queried if queried else None,
     }
 
 
