@@ -96,7 +96,8 @@ class Running:
 
     async def wait_released(self, within_s: float) -> None:
         """Until nothing is held; fails after `within_s` seconds, not counting waits for a CPU."""
-        since_s, waits = time.monotonic(), CpuWaits([*self.cluster.pids.values(), os.getpid()])
+        gateways = (gateway.pid for gateway in self.gateways)
+        since_s, waits = time.monotonic(), CpuWaits([*self.cluster.pids.values(), *gateways, os.getpid()])
         while held := await self.held():
             assert time.monotonic() - since_s - waits.total_s() < within_s, held
             await asyncio.sleep(0.02)
