@@ -15,6 +15,5 @@ def live_decode(status: IterationStatus, lengths: Sequence[int]) -> str:
         "batch": status.batch_id,
         "switching": status.switching,
         "max_running": status.max_running,
-        "held": status.held_iterations > 0,
     }
     return json.dumps(shown, separators=(",", ":"))

@@ -86,8 +86,8 @@ class ApiKeys:
             site = next((found for name, found in headers if name == b"sec-fetch-site"), b"none")
             key_hash = self._sessions.key_hash(value) if site in _NAVIGATES else None
             self._look_again(self._path)
-            if key_hash in self._hashes:
-                return key_hash or b""
+            if key_hash is not None and key_hash in self._hashes:
+                return key_hash
         return self.check(offered)
 
     def begin_session(self, key: str) -> str:

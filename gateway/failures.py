@@ -8,17 +8,25 @@ from typing import Any
 import grpc
 
 from alignedserve.errors import (
+    AccountingError,
     AlignedServeError,
     AuthenticationError,
     CancelledError,
+    ChecksumError,
     DeadlineError,
+    GeometryMismatchError,
     InvalidRequestError,
+    ModelError,
     NotFoundError,
+    NumericsError,
     OverloadedError,
     RequestError,
+    StaleError,
     TooLargeError,
+    TransferError,
     UnavailableError,
 )
+from alignedserve.request import FinishReason
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout_error", 429: "rate_limit_error"}
 _UNAVAILABLE_RETRY_S = 1.0
@@ -93,6 +101,28 @@ class RequestLostError(UnavailableError):
     """
 
     code = "request_lost"
+
+
+# Outcomes of requests that are the cluster's doing. Others are answers, and errors for the client to mend.
+FAULT_CODES = (
+    FinishReason.ERROR.value,
+    *(
+        fault.code
+        for fault in (
+            AlignedServeError,
+            ModelError,
+            TransferError,
+            ChecksumError,
+            GeometryMismatchError,
+            NumericsError,
+            AccountingError,
+            StaleError,
+            UnavailableError,
+            ShuttingDownError,
+            RequestLostError,
+        )
+    ),
+)
 
 
 def as_error(error: BaseException) -> AlignedServeError:

@@ -145,7 +145,7 @@ class GatewayServer(RoleServer):
         self._started_unix_s = time.time()  # for the status; never changes
         # The configured file's; without a file no key is required.
         self.api_keys = ApiKeys(gateway.api_key_file, secret=settings.token)
-        # What people see who look; asks others only while somebody does.
+        # For the live page and `explain`; asks other processes only while there are viewers.
         self.live_service = LiveService(
             self.supervisor,
             self.ledger,

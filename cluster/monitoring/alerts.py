@@ -15,7 +15,7 @@ _ENDED = "alignedserve_gateway_requests_total"
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """Fires while `value` is past `bound`, and has been for `hold`. `severity` critical: wake somebody up."""
+    """Fires once `value` has been past `bound` for `hold`. `severity` critical: an operator is to be called at once."""
 
     name: str
     value: str

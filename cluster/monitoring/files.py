@@ -99,7 +99,7 @@ def files(target: Target) -> Mapping[str, str]:
 
 
 def grafana_environment(provisioning: str) -> dict[str, str]:
-    """Grafana's settings: everybody on this machine may look, nobody may change, and it calls no other host."""
+    """Grafana's settings: read-only, without a login, on loopback only. It sends nothing to other hosts."""
     return {
         "GF_SERVER_HTTP_ADDR": "127.0.0.1",
         "GF_SERVER_HTTP_PORT": str(GRAFANA_PORT),

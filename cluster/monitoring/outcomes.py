@@ -1,20 +1,9 @@
-"""Which outcomes of requests are the cluster's doing. Other outcomes are answers, and errors for the client to mend."""
+"""Selectors of requests by outcome."""
 
 from __future__ import annotations
 
-from alignedserve import errors
-from alignedserve.request import FinishReason
+from alignedserve.errors import OverloadedError
+from alignedserve.gateway.failures import FAULT_CODES
 
-_FAULTS: tuple[type[errors.AlignedServeError], ...] = (
-    errors.AlignedServeError,
-    errors.ModelError,
-    errors.TransferError,
-    errors.ChecksumError,
-    errors.GeometryMismatchError,
-    errors.NumericsError,
-    errors.AccountingError,
-    errors.StaleError,
-    errors.UnavailableError,
-)
-FAILED = f'{{outcome=~"{"|".join([FinishReason.ERROR.value, *(fault.code for fault in _FAULTS)])}"}}'
-REFUSED = f'{{outcome="{errors.OverloadedError.code}"}}'
+FAILED = f'{{outcome=~"{"|".join(FAULT_CODES)}"}}'
+REFUSED = f'{{outcome="{OverloadedError.code}"}}'

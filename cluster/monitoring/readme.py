@@ -15,7 +15,7 @@ README = """\
 | `kubernetes.yaml` | monitors and rules for a Prometheus operator without the chart |
 
 Prometheus is at http://127.0.0.1:9090, Grafana at http://127.0.0.1:3000. Both listen on this machine only. Grafana
-shows the dashboard without a login, and nobody can change it.
+shows the dashboard without a login, read-only.
 
 With Docker:
 

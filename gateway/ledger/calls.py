@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from alignedserve.gateway.reply.new_tokens import EarlyEvent
 
 CallName = tuple[bytes, str]
+MOST_NOTED = 64  # losses and moves of an answer, the newest
 
 # The hash of the current request's API key; b"" if no key is required.
 caller: ContextVar[bytes] = ContextVar("caller", default=b"")
@@ -101,7 +102,7 @@ class Answer:
         return {"request_id": self.request_id, "trace": None if trace is None else trace.ids}
 
     def next_epoch(self, reason: str = "") -> None:
-        self.losses += ((time.time_ns(), reason),)
+        self.losses = (*self.losses, (time.time_ns(), reason))[-MOST_NOTED:]
         self.epoch += 1
         self.early.clear()
         self.state = AnswerState.UNSENT
@@ -122,7 +123,7 @@ class Answer:
             self.prefill_id = prefill_id or self.prefill_id
             if (now := decode_id or sender_id) != self.decode_id:
                 self.decode_id = now
-                self.moves += ((time.time_ns(), now),)
+                self.moves = (*self.moves, (time.time_ns(), now))[-MOST_NOTED:]
 
     def note_tokens(self, now_s: float) -> None:
         """Notes the time of new tokens, which are already in `tokens`."""

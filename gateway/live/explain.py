@@ -63,7 +63,8 @@ def _summary(told: Told) -> Said:
 
 def _queue(told: Told) -> Said:
     if (queued_s := told.stage_s("queue")) >= SHORT_S:
-        yield f"It waited {_s(queued_s)} for prefill: other prompts came first, or the pool had no room for it.", ""
+        why = ": other prompts came first, or the pool had no room for it" if queued_s >= LONG_S else ""
+        yield f"It waited {_s(queued_s)} for prefill{why}.", ""
     if told.matters(queued_s):
         yield "", f"More prefill instances shorten the queue: alignedserve scale --prefill {told.prefill + 1}"
 
@@ -117,8 +118,7 @@ def _decode(told: Told) -> Said:
     yield f"It decoded {_count(tokens, 'token')} in {_s(decode_s)}, {_s(decode_s / (tokens - 1))} each.", ""
     bubble_s = told.request.get("bubble_s") or 0.0
     if bubble_s > UNEQUAL_SHARE * decode_s:
-        advice = "The waiting rule `rounds` makes batches of similar lengths: scheduler.waiting_rule."
-        yield f"Of that, {_s(bubble_s)} are the predicted cost of unequal lengths in its batches.", advice
+        yield f"Of that, {_s(bubble_s)} are the predicted cost of unequal lengths in its batches.", ""
 
 
 def _losses(told: Told) -> Said:

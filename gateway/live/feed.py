@@ -1,4 +1,4 @@
-"""One reader of the cluster's state for all viewers of this gateway. It asks only while somebody looks."""
+"""One reader of the cluster's state for all viewers of this gateway. It asks only while there are viewers."""
 
 from __future__ import annotations
 

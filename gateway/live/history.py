@@ -54,7 +54,7 @@ def describe(answer: Answer) -> Json:
 class RecentRequests:
     """The newest requests of one gateway that ended, each with the hash of its caller's API key.
 
-    Lines of batches, probes and pins are left out: nobody waits for them.
+    Lines of batches, probes and pins are left out: no client waits for them.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a gateway shows to people who look: the cluster's state, and requests of all gateways."""
+"""What a gateway shows to viewers: the cluster's state, and requests of all gateways."""
 
 from __future__ import annotations
 

@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from alignedserve.errors import OverloadedError
+from alignedserve.gateway.failures import FAULT_CODES
 from alignedserve.gateway.health import role_entry
 from alignedserve.gateway.live.samples import Change, Samples
 from alignedserve.proto import supervisor_pb2 as sv
 
 MOST_EVENTS = 100
-_GOOD = ("stop", "length", "tool_calls", "cancelled")
-_REFUSED = ("overloaded",)
 _RATES = (
     "requests_per_s",
     "output_tokens_per_s",
@@ -71,8 +71,8 @@ def _rates(change: Change) -> Json:
     if change.before is change.now:
         return dict.fromkeys(_RATES)
     ended = change.grown("outcome", "gateway_requests_total")
-    refused = sum(grown for outcome, grown in ended.items() if outcome in _REFUSED)
-    failed = sum(grown for outcome, grown in ended.items() if outcome not in (*_GOOD, *_REFUSED))
+    refused = ended.get(OverloadedError.code, 0.0)
+    failed = sum(ended.get(code, 0.0) for code in FAULT_CODES)
     ttft, itl = (change.quantiles(f"gateway_{name}_seconds", 0.5, 0.99) for name in ("ttft", "itl"))
     return {
         "requests_per_s": sum(ended.values()) / change.seconds,

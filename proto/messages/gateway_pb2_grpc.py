@@ -205,7 +205,7 @@ class GatewayPeerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Requests(self, request, context):
-        """Requests of this gateway that are open or ended of late: for people who look. It is not forwarded.
+        """Requests of this gateway that are open or ended of late, for the live page. It is not forwarded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -69,7 +69,7 @@ class SchedulerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Stays(self, request, context):
-        """What went first while these requests waited in the pool, as far as it is remembered: for people who ask why.
+        """What went first while these requests waited in the pool, as far as it is remembered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,4 +1,4 @@
-"""What waits in the pool by prefix length, and what went first while a request waited: for people who look."""
+"""What waits in the pool by prefix length, and what went first while a request waited: for the live page."""
 
 from __future__ import annotations
 

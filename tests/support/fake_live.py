@@ -10,7 +10,7 @@ from alignedserve.metrics import Page
 from alignedserve.proto import scheduler_pb2 as sc
 from alignedserve.proto import supervisor_pb2 as sv
 
-DECODE = {"lengths": [16, 17, 40], "batch": 3, "switching": True, "max_running": 8, "held": False}
+DECODE = {"lengths": [16, 17, 40], "batch": 3, "switching": True, "max_running": 8}
 SCHEDULER = {
     "waiting": [(16, 17, 2), (256, 287, 1)],
     "candidates": {"decode-0": {"batch": [100, 120], "requests": []}},
