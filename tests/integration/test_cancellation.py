@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from alignedserve.proto import decode_worker_pb2_grpc as dw_grpc
 from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
 from support.callers import Callers
 from support.cpu_waits import CpuWaits
+from support.faulty_roles import FOLDER
 from support.gateway_process import GatewayProcess
 from support.haproxy_front import HaProxyFront
 
@@ -31,7 +32,6 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)
 RELEASED_WITHIN_S = 1.0
 NEW_TOKENS = 1000
 BEGINNING = [10 + 7 * number % 390 for number in range(64)]
-SEEN_WITHIN_S, MOST_ATTEMPTS = 5.0, 8
 
 
 @dataclass
@@ -44,15 +44,16 @@ class Watched:
     scheduler: TokenChannel
     decode: TokenChannel
     said: str
+    orders: Path
 
     async def counts(self) -> dict[str, int]:
         """Requests by state, as HAProxy, the scheduler and the decode instance say now."""
         scheduler = await sc_grpc.SchedulerStub(self.scheduler).Describe(pb.Empty())
-        names = ("queued", "prefilling", "waiting_in_pool", "prefetched", "decoding")
+        names = ["queued", "prefilling", "waiting_in_pool", "prefetched", "decoding"]
         counts = {"in HAProxy": await self.front.held()}
         counts |= {name: int(getattr(scheduler, name)) for name in names}
         decode = await dw_grpc.DecodeWorkerStub(self.decode).Describe(pb.Empty())
-        names = ("running", "batch_buffer_requests", "requests_buffer_requests")
+        names = ["running", "cache_free_blocks", "batch_buffer_requests", "requests_buffer_requests"]
         return counts | {name: int(getattr(decode, name)) for name in names}
 
     async def wait_until(self, condition: Callable[[dict[str, int]], bool], timeout_s: float = 20.0) -> bool:
@@ -70,7 +71,8 @@ class Watched:
         assert value(metrics, "alignedserve_kv_capacity_blocks") > 0
         owned = {"owned": value(metrics, "alignedserve_kv_blocks", state="owned")}
         open_requests = {"open": value(metrics, "alignedserve_gateway_open_requests")}
-        return {name: count for name, count in ((await self.counts()) | owned | open_requests).items() if count}
+        counts = (await self.counts()) | owned | open_requests
+        return {name: count for name, count in counts.items() if count and name != "cache_free_blocks"}
 
     async def assert_released(self, since_s: float) -> None:
         """Within a second, what processes wait for a CPU not counted; what is asked then is answered as at first."""
@@ -82,7 +84,8 @@ class Watched:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def watched() -> AsyncIterator[Watched]:
+async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
+    orders = tmp_path_factory.mktemp("orders")
     config = from_tree(
         {
             "cluster": {"device": "cpu", "threads": 1},
@@ -90,10 +93,11 @@ async def watched() -> AsyncIterator[Watched]:
             "prefill": {"token_budget": 64, "queue_tokens": 2048},
             "decode": {"cache_blocks": 150},  # evictions go to the candidate requests buffer
             "scheduler": {"min_batch_requests": 2, "max_batch_blocks": 40, "join_window": 1.0},
-            "supervisor": {"heartbeat_s": 0.1},
+            "supervisor": {"heartbeat_s": 0.1, "stall_after_s": 60.0},  # passes are held
         }
     )
-    async with LocalCluster(config) as cluster:
+    environment = {FOLDER: str(orders)}
+    async with LocalCluster(config, environment=environment, module="support.faulty_roles") as cluster:
         await cluster.wait_ready()
         async with (
             GatewayProcess(cluster, "gateway-0") as first,
@@ -102,7 +106,8 @@ async def watched() -> AsyncIterator[Watched]:
             Callers(front.url, front.grpc_address, second.url, second.grpc_address, h2c=True) as callers,
         ):
             channels = [open_channel(cluster.address(role), cluster.token) for role in ("scheduler-0", "decode-0")]
-            yield Watched(cluster, front, callers, *channels, await callers.ask())
+            scheduler, decode = channels
+            yield Watched(cluster, front, callers, scheduler, decode, await callers.ask(), orders)
             for channel in channels:
                 await channel.close()
 
@@ -117,42 +122,56 @@ def prompts(count: int, tokens: int, seed: int = 1) -> list[list[int]]:
     return drawn
 
 
-STAGES: dict[str, tuple[Callable[[dict[str, int]], bool], int, int]] = {
-    # what is seen of the stage, requests, tokens of each prompt
-    "sending": (lambda counts: counts["in HAProxy"] == 8, 8, 1000),
-    "queue": (lambda counts: counts["queued"] > 2 and counts["in HAProxy"] == 20, 20, 1000),
-    "prefill": (lambda counts: counts["prefilling"] > 0 and counts["decoding"] == 0, 18, 1200),
-    "pool": (lambda counts: counts["waiting_in_pool"] > 2 and counts["in HAProxy"] == 48, 40, 30),
-    "batch buffer": (lambda counts: counts["batch_buffer_requests"] > 0, 40, 30),
-    "requests buffer": (lambda counts: counts["requests_buffer_requests"] > 0, 40, 30),
-    "decode": (lambda counts: counts["running"] > 0 and counts["in HAProxy"] == 18, 18, 30),
+@dataclass(frozen=True)
+class Stage:
+    """How requests come to a stage of their way, and stay there."""
+
+    reached: Callable[[dict[str, int]], bool]
+    requests: int
+    tokens: int  # of each prompt
+    order: str = "slow-decode"  # to passes
+
+
+STAGES = {
+    "sending": Stage(lambda counts: counts["in HAProxy"] == 8, 8, 1000, order=""),
+    "queue": Stage(lambda counts: counts["queued"] > 2 and counts["in HAProxy"] == 20, 20, 1000, order="hang-prefill"),
+    "prefill": Stage(
+        lambda counts: counts["prefilling"] > 0 and counts["decoding"] == 0, 18, 1200, order="hang-prefill"
+    ),
+    "pool": Stage(lambda counts: counts["waiting_in_pool"] > 2 and counts["in HAProxy"] == 66, 48, 44),
+    "batch buffer": Stage(lambda counts: counts["batch_buffer_requests"] > 0, 48, 44),
+    "requests buffer": Stage(lambda counts: counts["requests_buffer_requests"] > 0, 48, 44),
+    "decode": Stage(lambda counts: counts["running"] > 0 and counts["in HAProxy"] == 66, 48, 44),
 }
 
 
 @pytest.mark.parametrize("stage", STAGES)
 async def test_given_up_in_each_stage(watched: Watched, stage: str) -> None:
-    reached, count, tokens = STAGES[stage]
-    callers = watched.callers
+    where, callers = STAGES[stage], watched.callers
     ways = callers.ways_while_sending if stage == "sending" else callers.ways
-    assert count >= len(ways)
-    # A batch that matches no running request waits in its buffer until the running batch leaves room, others wait in
-    # the pool until the buffer is empty.
-    others = prompts(8, 250) if stage in ("pool", "batch buffer") else []
-    seen = False
-    for attempt in range(MOST_ATTEMPTS):  # a stage may be over before it is looked at
-        leave = asyncio.Event()
-        calls = [
+    assert where.requests >= len(ways)
+    leave, order = asyncio.Event(), watched.orders / where.order
+
+    def call(prompts: list[list[int]]) -> list[asyncio.Future[str]]:
+        return [
             asyncio.ensure_future(ways[number % len(ways)](prompt, NEW_TOKENS, leave))
-            for number, prompt in enumerate([*prompts(count, tokens, seed=attempt + 1), *others])
+            for number, prompt in enumerate(prompts)
         ]
-        with contextlib.suppress(TimeoutError):
-            seen = await watched.wait_until(reached, SEEN_WITHIN_S)
-        leave.set()
-        outcomes = await asyncio.gather(*calls)
-        await watched.assert_released(time.monotonic())
-        if seen:
-            break
-    assert seen, f"no request was seen in this stage in {MOST_ATTEMPTS} attempts"
+
+    if where.order == "hang-prefill":
+        order.touch()
+    calls = call(prompts(where.requests, where.tokens))
+    if where.order == "slow-decode":
+        # The next batch waits in its buffer: its prompts do not match the running ones, nor is there room for one.
+        await watched.wait_until(lambda counts: counts["running"] > 0 and counts["cache_free_blocks"] < 16)
+        order.touch()
+        calls += call([*prompts(10, where.tokens, seed=2), *prompts(8, 250)])
+    await watched.wait_until(where.reached)
+    if where.order:
+        order.unlink()
+    leave.set()
+    outcomes = await asyncio.gather(*calls)
+    await watched.assert_released(time.monotonic())
     assert set(outcomes) == ({"left"} if stage == "sending" else {"left", "cancelled"})
 
 
