@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from alignedserve.client.messages import Read
@@ -85,8 +86,13 @@ def completion_of(body: Mapping[str, Any], read: Read | None) -> Completion:
         choices=tuple(_choice(choice, read) for choice in body["choices"]),
         usage=Usage(usage["prompt_tokens"], usage["completion_tokens"], thoughts, cached),
         client_timings=ClientTimings(0.0),
-        timings=None if timings is None else Timings(**timings),
+        timings=None if timings is None else _timings(timings),
     )
+
+
+def _timings(found: Mapping[str, Any]) -> Timings:
+    """Without what a newer server adds."""
+    return Timings(**{field.name: found[field.name] for field in fields(Timings) if field.name in found})
 
 
 def _choice(choice: Mapping[str, Any], read: Read | None) -> Choice:

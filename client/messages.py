@@ -251,4 +251,5 @@ def _usage(message: pb.Usage) -> Usage:
 
 def _timings(message: pb.RequestTimings) -> Timings:
     known = {field.name: getattr(message, field.name) for field in fields(Timings)}
-    return Timings(**known | {"bubble_s": message.bubble_s if message.HasField("bubble_s") else None})
+    absent = {name: None for name in ("bubble_s", "cached_tokens") if not message.HasField(name)}
+    return Timings(**known | absent)

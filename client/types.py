@@ -96,6 +96,7 @@ class Timings:
     """Seconds that the request spent in each stage, and the instances that served it.
 
     `bubble_s` is the predicted part of `decode_s` lost to unequal prefix lengths; None without a cost model.
+    `cached_tokens`: those of the prompt whose KV was in the prefix cache; None if there is no cache.
     """
 
     queue_s: float
@@ -107,6 +108,7 @@ class Timings:
     prefill_id: str
     decode_id: str
     bubble_s: float | None = None
+    cached_tokens: int | None = None
 
     @property
     def total_s(self) -> float:

@@ -141,7 +141,8 @@ def entry_of(answer: Answer, gateway_id: str, now_ns: int) -> dict[str, Any]:
 
     `arrival_unix_s`: arrival at the gateway. `queue_unix_s`: submission to the scheduler in the request's last epoch.
     `<stage>_unix_s`: when each stage first began. `<stage>_s`: seconds in the stage, including repetitions after an
-    eviction. `bubble_s`: as in `timings`, absent without a cost model. `x_request_id`: the header, if there was one.
+    eviction. `bubble_s`: as in `timings`, absent without a cost model. `cached_tokens`: of the prompt, absent without a
+    prefix cache. `x_request_id`: the header, if there was one.
     """
     call, stopwatch = answer.call, answer.stopwatch
     entry: dict[str, Any] = {
@@ -159,6 +160,8 @@ def entry_of(answer: Answer, gateway_id: str, now_ns: int) -> dict[str, Any]:
         "prefill_id": answer.prefill_id,
         "decode_id": answer.decode_id,
     }
+    if call.plan.cache is not None:
+        entry["cached_tokens"] = answer.cached_tokens
     if call.sent_id:
         entry["x_request_id"] = call.sent_id
     tokens = {"first": answer.first_token_s, "second": answer.second_token_s, "last": answer.last_token_s}

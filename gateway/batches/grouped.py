@@ -17,6 +17,7 @@ from alignedserve.gateway.batches.jsonl import PART_BYTES, PART_LINES, Line, Lin
 from alignedserve.prefix_groups import prefix_groups
 
 MOST_BYTES = 64 << 20  # larger files are read in their own order: prompts are compared in memory
+_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 _FIRST = ("instructions", "tools", "messages", "input", "prompt")  # in the order in which a template writes them
 
 
@@ -33,14 +34,17 @@ class GroupedReader:
     """As `LineReader`, in another order."""
 
     def __init__(self, path: Path) -> None:
-        indices, places, prompts = [], [], []
+        indices, places, prompts, limits = [], [], [], []
         with LineReader(path) as reader:
             while part := reader.part():
                 for line, place in zip(part, reader.places, strict=True):
                     indices.append(line.index)
                     places.append(place)
-                    prompts.append(prompt_text(orjson.loads(line.text)["body"]))
-        self._order = [number for group in prefix_groups(prompts, 1) for number in group.members]
+                    body = orjson.loads(line.text)["body"]
+                    prompts.append(prompt_text(body))
+                    limits.append(answer_tokens(body))
+        groups = prefix_groups(prompts, 1, limits if all(limits) else ())
+        self._order = [number for group in groups for number in group.members]
         self._indices, self._places = indices, places
         self._next = 0
         self._file: BinaryIO = path.open("rb")
@@ -74,3 +78,10 @@ def prompt_text(body: Mapping[str, Any]) -> bytes:
         return b"\n".join(orjson.dumps(body[name]) for name in _FIRST if body.get(name) is not None)
     except orjson.JSONEncodeError:  # it was read: reading goes deeper
         return b""
+
+
+def answer_tokens(body: Mapping[str, Any]) -> int:
+    """The most tokens that a body asks for, of all its answers; 0: it does not say."""
+    limit = next((value for name in _LIMITS if isinstance(value := body.get(name), int)), 0)
+    answers = body.get("n")
+    return max(0, limit) * (answers if isinstance(answers, int) and answers > 0 else 1)

@@ -107,7 +107,16 @@ def _reply_schemas() -> dict[str, Schema]:
     required = ["id", "object", "created", "model", "choices", "usage"]
     seconds = {f"{stage}_s": _NUMBER for stage in Stage}
     return {
-        "Timings": _object({**seconds, "bubble_s": _NUMBER, "prefill_id": _STRING, "decode_id": _STRING}, seconds),
+        "Timings": _object(
+            {
+                **seconds,
+                "bubble_s": _NUMBER,
+                "cached_tokens": {**_INTEGER, "description": "Of the prompt, if the cluster has a prefix cache."},
+                "prefill_id": _STRING,
+                "decode_id": _STRING,
+            },
+            seconds,
+        ),
         "Usage": usage,
         "Completion": _object(
             {

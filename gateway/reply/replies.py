@@ -96,10 +96,12 @@ class Parts:
 
 
 def timings(answer: Answer) -> dict[str, Any]:
-    """Seconds in each stage, the ids of the instances that served the request and, with a cost model, the bubble."""
+    """Seconds in each stage, the instances that served the request, and what is known of bubble and cache."""
     spent = {f"{stage}_s": round(answer.stopwatch.spent_s.get(stage, 0.0), 6) for stage in Stage}
     if answer.stopwatch.bubble_s is not None:
         spent["bubble_s"] = round(answer.stopwatch.bubble_s, 6)
+    if answer.call.plan.cache is not None:
+        spent["cached_tokens"] = answer.cached_tokens
     return {**spent, "prefill_id": answer.prefill_id, "decode_id": answer.decode_id}
 
 

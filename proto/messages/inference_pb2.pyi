@@ -194,7 +194,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestTimings(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "pool_s", "prefetch_s", "handover_s", "decode_s", "prefill_id", "decode_id", "bubble_s")
+    __slots__ = ("queue_s", "prefill_s", "pool_s", "prefetch_s", "handover_s", "decode_s", "prefill_id", "decode_id", "bubble_s", "cached_tokens")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     POOL_S_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +204,7 @@ class RequestTimings(_message.Message):
     PREFILL_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_ID_FIELD_NUMBER: _ClassVar[int]
     BUBBLE_S_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     pool_s: float
@@ -213,7 +214,8 @@ class RequestTimings(_message.Message):
     prefill_id: str
     decode_id: str
     bubble_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., pool_s: _Optional[float] = ..., prefetch_s: _Optional[float] = ..., handover_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., prefill_id: _Optional[str] = ..., decode_id: _Optional[str] = ..., bubble_s: _Optional[float] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., pool_s: _Optional[float] = ..., prefetch_s: _Optional[float] = ..., handover_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., prefill_id: _Optional[str] = ..., decode_id: _Optional[str] = ..., bubble_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "model", "prompt_token_ids", "choices", "usage", "timings", "prompt_logprobs")

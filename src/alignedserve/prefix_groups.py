@@ -6,8 +6,9 @@ with a grandchild's where that saves more tokens than are computed once more (al
     root ─ ab ─┬─ cdef ─ 2 prompts        root ─┬─ abcdef ─ 2 prompts      (2 - 1) × 4 > 2
                └─ x, y                          └─ ab ─ x, y
 
-Groups with the least to compute go first: their answers are decoded while longer prompts are computed. That is the
-order of the ratio of answers to prompts, where all answers are taken to be equally long.
+Groups go in the order of the ratio of their answers to what is computed of their prompts, the highest first: their
+answers are decoded while longer prompts are computed. Where nothing is known of answers, each group's count as equal,
+and the least to compute goes first.
 """
 
 from __future__ import annotations
@@ -63,11 +64,12 @@ class _Tree:
         self.next[child], self.first[parent] = self.first[parent], child
 
 
-def prefix_groups(prompts: Sequence[bytes], unit: int = 4) -> list[PrefixGroup]:
+def prefix_groups(prompts: Sequence[bytes], unit: int = 4, answers: Sequence[int] = ()) -> list[PrefixGroup]:
     """The groups in the order in which they should run; each prompt is in one.
 
-    `prompts`: the token ids of each prompt, or the ids of its blocks, in `unit` bytes each. Within a group prompts keep
-    their order. O(n log n) comparisons of prompts. It may run in a thread: no step of it holds the interpreter long.
+    `prompts`: the token ids of each prompt, or the ids of its blocks, in `unit` bytes each. `answers`: the most tokens
+    of each prompt's answer; empty: not known. Within a group prompts keep their order. O(n log n) comparisons of
+    prompts. It may run in a thread: no step of it holds the interpreter long.
     """
     lengths = [len(prompt) // unit for prompt in prompts]
     tree, node_of = _tree(prompts, lengths, unit)
@@ -82,7 +84,12 @@ def prefix_groups(prompts: Sequence[bytes], unit: int = 4) -> list[PrefixGroup]:
             groups.append(PrefixGroup(0, (number,)))
     for node, found in members.items():
         groups.append(PrefixGroup(tree.end[node] if len(found) > 1 else 0, tuple(found)))
-    return sorted(groups, key=lambda group: (group.work(lengths), group.members[0]))
+
+    def turn(group: PrefixGroup) -> tuple[float, int]:
+        decoded = sum(answers[member] for member in group.members) if answers else 1
+        return group.work(lengths) / max(1, decoded), group.members[0]
+
+    return sorted(groups, key=turn)
 
 
 def shared_share(groups: Sequence[PrefixGroup], lengths: Sequence[int]) -> float:

@@ -18,6 +18,7 @@ from alignedserve.control.convert import enter_stage, timings_from_proto, timing
 from alignedserve.control.samples import value
 from alignedserve.errors import ConfigError
 from alignedserve.gateway import request_log
+from alignedserve.gateway.body.planning import CacheUse
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.prompt_blocks import block_names
 from alignedserve.gateway.request_log import RequestLog
@@ -40,7 +41,7 @@ def answer(number: int, tokens: int = 3) -> Any:
             arrival_ns=time.time_ns(),
             arrival_s=now_s,
             sent_id="mine",
-            plan=SimpleNamespace(resume=(), wait_objective_s=None, priority=0),
+            plan=SimpleNamespace(resume=(), wait_objective_s=None, priority=0, cache=None),
             error=None,
             salt=b"",
         ),
@@ -51,6 +52,7 @@ def answer(number: int, tokens: int = 3) -> Any:
         epoch=0,
         prefill_id="prefill-0",
         decode_id="decode-0",
+        cached_tokens=4,
         first_token_s=now_s + 0.25,
         second_token_s=now_s + 0.5,
         last_token_s=now_s + 1.0,
@@ -109,9 +111,11 @@ def test_stages_are_stamped_where_they_first_begin() -> None:
     entry = request_log.entry_of(one, "gateway-0", time.time_ns())
     assert entry["x_request_id"] == "mine"
     assert (entry["queue_unix_s"], entry["pool_unix_s"], entry["decode_s"]) == (1.0, 4.0, 4.0)
-    assert "bubble_s" not in entry  # a 0 would claim that it was measured
+    assert not {"bubble_s", "cached_tokens"} & entry.keys()  # a 0 would claim that it was measured
     one.stopwatch.waste(0.25)
     assert request_log.entry_of(one, "gateway-0", time.time_ns())["bubble_s"] == 0.25
+    one.call.plan.cache = CacheUse()
+    assert request_log.entry_of(one, "gateway-0", time.time_ns())["cached_tokens"] == 4
 
 
 def test_several_replicas_append_whole_lines_to_one_file(tmp_path: Path) -> None:

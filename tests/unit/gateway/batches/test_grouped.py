@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from alignedserve.gateway.batches import grouped
-from alignedserve.gateway.batches.grouped import lines_in_order, prompt_text
+from alignedserve.gateway.batches.grouped import answer_tokens, lines_in_order, prompt_text
 from alignedserve.gateway.batches.jsonl import Line, LineReader
 
 
@@ -39,6 +39,19 @@ def test_lines_of_one_prefix_are_submitted_together(tmp_path: Path, monkeypatch:
     write(file, chat(long, "one"), chat(short, "one"), {"prompt": "x" * 9}, chat(long, "two"), chat(short, "two"))
     assert [line.index for line in read(file)] == [4, 2, 8, 0, 6]
     assert sorted(read(file), key=lambda line: line.index) == read(file, by_prefix=False)
+
+
+def test_where_every_line_limits_its_answer_those_with_much_to_decode_go_first(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    short, long = {"prompt": "a" * 40}, {"prompt": "b" * 90}
+    write(file, short | {"max_tokens": 4}, long | {"max_completion_tokens": 30}, short | {"max_tokens": 5, "n": 8})
+    # The two short ones are one group: 41 units for 44 tokens. The long one: 90 for 30.
+    assert [line.index for line in read(file)] == [0, 4, 2]
+    write(file, short | {"max_tokens": 4}, long | {"max_completion_tokens": 30}, short | {"max_tokens": 1})
+    assert [line.index for line in read(file)] == [2, 0, 4]
+    write(file, short, long | {"max_completion_tokens": 30}, short | {"max_tokens": 1})
+    assert [line.index for line in read(file)] == [0, 4, 2], "without a limit somewhere, the least to compute"
+    assert answer_tokens({"max_output_tokens": 7, "n": None}) == 7
 
 
 def test_a_file_too_large_to_compare_keeps_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
