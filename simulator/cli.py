@@ -28,6 +28,7 @@ from alignedserve.simulator.options import (
     seeds_of,
     settings_of,
 )
+from alignedserve.simulator.progress import Steps
 from alignedserve.simulator.replay import ComparedPolicy, Plan
 from alignedserve.simulator.report.outputs import ITERATIONS, REPORT, REQUESTS, SUMMARY, OutputFolder
 from alignedserve.simulator.report.page import make_report
@@ -141,7 +142,8 @@ def _run(plan: Plan, objectives: Objectives, options: argparse.Namespace, proven
     notes: list[str] = []
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(OutputFolder(Path(options.out), provenance)) if options.out else None
-        for run, rate, seed in plan.runs(_progress):
+        steps = stack.enter_context(Steps(plan.total, "run"))
+        for run, rate, seed in plan.runs(steps.begin):
             measured = measure(run, objectives, options.warmup_s)
             rows[run.policy][rate][seed] = {"arrival_rate_per_s": _arrival_rate(run, rate), **measured.metrics}
             if options.warmup_s and not measured.metrics["requests"]:
@@ -151,7 +153,7 @@ def _run(plan: Plan, objectives: Objectives, options: argparse.Namespace, proven
                     "none counts"
                 )
             if refused := [one for one in run.requests if one.refused]:
-                _progress(
+                steps.line(
                     f"{run.policy}: {len(refused)} refused, e.g. {refused[0].arrival.request_id}: {refused[0].refused}"
                 )
             if (rate, seed) == (plan.rates[-1], plan.seeds[0]):
@@ -161,13 +163,13 @@ def _run(plan: Plan, objectives: Objectives, options: argparse.Namespace, proven
                 folder.add(run, rate, seed)
         summary = _summary(rows, counters, provenance, notes)
         if folder is not None:
-            _progress("writing the report")
+            steps.line("writing the report")
             blocks = plan.hardware.nodes * (plan.hardware.pool_tokens // plan.hardware.block_size)
             folder.write_summary(summary)
             folder.write_report(
                 make_report(summary, list(rows), drawn, provenance, objectives, blocks, _logged(summary, plan))
             )
-            _progress(f"{options.out} contains {REQUESTS}, {ITERATIONS}, {SUMMARY}, {REPORT}")
+            steps.line(f"{options.out} contains {REQUESTS}, {ITERATIONS}, {SUMMARY}, {REPORT}")
     return summary
 
 
@@ -235,9 +237,11 @@ def _machine(options: argparse.Namespace) -> _Machine:
     hardware = with_values(options.hardware, default_hardware(told), given)
     assumed = {KV_TOKENS, *([BANDWIDTH] if folder else [])} - {*told, *given}
     if KV_TOKENS in assumed:
-        _progress(
+        print(
             f"note: {options.cost_model} does not tell how much KV fits its machine (the GPU, or the size of the "
-            f"model's weights, is unknown): {KV_TOKENS} = {hardware.kv_tokens} is assumed; give it by --hardware"
+            f"model's weights, is unknown): {KV_TOKENS} = {hardware.kv_tokens} is assumed; give it by --hardware",
+            file=sys.stderr,
+            flush=True,
         )
     links = {name: getattr(hardware, name) for name in COLLECTIVES if folder and name not in assumed}
     return _Machine(hardware, assumed, {**degree, **links})
@@ -276,10 +280,6 @@ def _arrival_rate(run: RunResult, asked: float | None) -> float | None:
         return asked
     span_s = run.requests[-1].arrival.arrival_s - run.requests[0].arrival.arrival_s
     return (len(run.requests) - 1) / span_s if span_s > 0 else None
-
-
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _logged(summary: Mapping[str, Any], plan: Plan) -> Mapping[str, Any]:

@@ -210,9 +210,13 @@ class Plan:
         for candidate in self.candidates:
             self._run(candidate, Workload(()), self.seeds[0])
 
+    @property
+    def total(self) -> int:
+        """The number of runs."""
+        return len(self.rates) * len(self.seeds) * len(self.candidates)
+
     def runs(self, progress: Callable[[str], None]) -> Iterator[tuple[RunResult, float | None, int]]:
         """Yield each run with its rate and seed; `progress` is called before each."""
-        total = len(self.rates) * len(self.seeds) * len(self.candidates)
         done = 0
         for rate in self.rates:
             for seed in self.seeds:
@@ -220,7 +224,9 @@ class Plan:
                 for candidate in self.candidates:
                     done += 1
                     at = "" if rate is None else f" at {rate:g} requests/s"
-                    progress(f"[{done}/{total}] {candidate.name}{at}, seed {seed}: {len(workload.arrivals)} requests")
+                    progress(
+                        f"[{done}/{self.total}] {candidate.name}{at}, seed {seed}: {len(workload.arrivals)} requests"
+                    )
                     yield self._run(candidate, workload, seed), rate, seed
 
     def _run(self, candidate: ComparedPolicy, workload: Workload, seed: int) -> RunResult:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.cluster.cli.profile_cluster import measure_in_cluster, signals_as_exits
+from alignedserve.cluster.cli.progress import for_about
 from alignedserve.cluster.launch.environment import role_environment
 from alignedserve.cluster.launch.gpus import count_gpus
 from alignedserve.cluster.launch.preflight import check_model
@@ -49,8 +50,8 @@ def run_profile(config: Config, out: str, limit_s: float | None, in_cluster: boo
     check_model(config)
     in_cluster = in_cluster and device == "cpu"  # a GPU's passes share no cores with other processes
     alone_s = limit_s * (PASSES_SHARE if in_cluster else 1.0)
-    print(f"measuring passes of {config.model.path} alone for about {alone_s:.3g} s", file=sys.stderr)
-    with environment_of_a_worker(config), signals_as_exits():
+    text = f"measuring passes of {config.model.path} alone for about {alone_s:.3g} s"
+    with for_about(alone_s, text), environment_of_a_worker(config), signals_as_exits():
         content = _measure(config, device, alone_s)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -96,12 +97,12 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def _add_cluster(config: Config, content: dict[str, Any], file: Path, limit_s: float) -> None:
     """Add the times of passes in a cluster to `content` and `file`."""
     limit_s = max(limit_s, LEAST_CLUSTER_S)
-    print(
+    text = (
         "measuring passes in a cluster of one prefill and one decode instance, with its own configuration, for about "
-        f"{limit_s:.3g} s, plus its start and end",
-        file=sys.stderr,
+        f"{limit_s:.3g} s, plus its start and end"
     )
-    found = measure_in_cluster(config, content, file, limit_s)
+    with for_about(limit_s, text):
+        found = measure_in_cluster(config, content, file, limit_s)
     content["hardware"] |= found["hardware"]
     content["hardware_note"] += "; slowdowns and messages in a small cluster"
     content["fit"]["cluster"] = found["fit"]

@@ -20,7 +20,7 @@ from alignedserve.request import SamplingParams
 from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 from support.driver import Answer, Driver
-from support.gateway import joined_gateway
+from support.gateway import http_to, joined_gateway
 
 NEW_TOKENS = 21
 BLOCK = 4
@@ -175,3 +175,30 @@ def test_a_salt_and_the_switch_keep_prompts_apart(folder: Path) -> None:
     off = asyncio.run(run(config_for(folder, prefix_cache=False), [b"", b""]))
     check(folder, off)
     assert [answer.cached_tokens for answer in off] == [0, 0]
+
+
+def test_api_keys_keep_prompts_apart_where_isolation_is_on(folder: Path, tmp_path: Path) -> None:
+    """Also what an answer says is cached: it would tell one tenant what another has asked."""
+    (prompt,) = prompts_of(folder, 64)
+    keys = tmp_path / "keys"
+    keys.write_text("one-key-of-sixteen\nanother-key-of-it\n")
+    keys.chmod(0o600)
+    config = config_for(folder)
+    config = replace(config, gateway=replace(config.gateway, api_key_file=str(keys), cache_isolation="key"))
+
+    async def run() -> list[int]:
+        body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "include_timings": True}
+        found = []
+        async with LocalCluster(config) as cluster:
+            await cluster.wait_ready()
+            async with joined_gateway(cluster.join_info()) as gateway, http_to(gateway, 60.0) as http:
+                for key in ("one-key-of-sixteen", "another-key-of-it", "one-key-of-sixteen", "another-key-of-it"):
+                    answer = await http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+                    told = answer.json()
+                    cached = told["usage"]["prompt_tokens_details"]["cached_tokens"]
+                    assert told["timings"]["cached_tokens"] == cached
+                    found.append(cached)
+                    await metrics_at_rest(cluster)
+        return found
+
+    assert asyncio.run(run()) == [0, 0, 60, 60]
