@@ -28,6 +28,7 @@ from alignedserve.cluster.launch.environment import telemetry_environment
 from alignedserve.cluster.launch.preflight import check_model_if_here
 from alignedserve.cluster.launch.ray_groups import NAMESPACE
 from alignedserve.cluster.launch.ray_launcher import RayLauncher
+from alignedserve.cluster.monitoring.ray_metrics import keep_showing, ray_collects
 from alignedserve.cluster.records import Record
 from alignedserve.cluster.runtime_dir import remove_cluster_dir
 from alignedserve.cluster.serve import haproxy_exec
@@ -114,7 +115,9 @@ class SupervisorDeployment:
             if inheritance.before is None:  # otherwise the next supervisor takes over the running roles
                 await launcher.release()
             raise
-        working = (self._record.keep_writing(), self._delete_when_asked(context.app_name), self._leave())
+        working = [self._record.keep_writing(), self._delete_when_asked(context.app_name), self._leave()]
+        if self._config.cluster.ray_metrics and ray_collects():
+            working.append(keep_showing(self._metrics))
         self._tasks = [asyncio.get_running_loop().create_task(work) for work in working]
         await asyncio.sleep(0)  # writes the record before the replica counts as started
 
@@ -156,6 +159,9 @@ class SupervisorDeployment:
                 for p in status.peers
             ],
         }
+
+    async def _metrics(self) -> str:
+        return (await self._supervisor.status(fresh=False)).metrics
 
     async def drain(self, grace_s: float) -> dict[str, Any]:
         """Make gateways refuse new requests, and give them `grace_s` for open ones. Returns whether they have drained,

@@ -53,6 +53,7 @@ class RoleHost:
         *,
         node_id: str = "",
         device: str = "",
+        metrics_port: int = 0,
         heartbeat_s: float = 1.0,
         orphan_after_s: float = 60.0,
         locate: Callable[[], Awaitable[str | None]] | None = None,
@@ -69,6 +70,7 @@ class RoleHost:
             node_id=node_id,
             address=address,
             device=device,
+            metrics_port=metrics_port,
             started_ticks=started_ticks(os.getpid()),
         )
         self._token = token

@@ -16,6 +16,7 @@ from alignedserve.cancellation import end_tasks
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.control.convert import failure_to_proto
+from alignedserve.control.metrics_port import MetricsPort
 from alignedserve.control.role import ORPHANED, RoleHost, new_incarnation
 from alignedserve.control.rpc import RpcServer
 from alignedserve.proto import common_pb2 as pb
@@ -98,6 +99,8 @@ class RoleServer(ABC):
         self._ended = asyncio.Event()  # set by `end`, with `end_reason`
         self._start_task: asyncio.Task[None] | None = None  # runs `on_start`; None until `start`
         self._server = RpcServer(settings.token, settings.host)  # serves this role's services from `start` to `close`
+        self._metrics_port: MetricsPort | None = None  # with `cluster.role_metrics`, from `start` to `close`
+        self._metrics = ""  # of the last heartbeat
 
     # ---- hooks
 
@@ -146,6 +149,8 @@ class RoleServer(ABC):
         for register, servicer in self.servicers():
             self._server.add(register, servicer)
         self.address = await self._server.start()
+        if self.config.cluster.role_metrics:
+            self._metrics_port = MetricsPort(self.settings.host, lambda: self._metrics)
         self.host = RoleHost(
             self.process,
             self.address,
@@ -156,6 +161,7 @@ class RoleServer(ABC):
             self.end,
             node_id=self.settings.node_id,
             device=self.settings.device,
+            metrics_port=0 if self._metrics_port is None else self._metrics_port.port,
             heartbeat_s=self.config.supervisor.heartbeat_s,
             orphan_after_s=self.config.supervisor.orphan_after_s,
             locate=self.locate_supervisor,
@@ -202,6 +208,7 @@ class RoleServer(ABC):
         except Exception as error:  # the heartbeat itself must go out: it carries the failure
             logger.exception("%s cannot describe itself", self.settings.id)
             beat, self.state, self.failure = sv.Heartbeat(), "failed", error
+        self._metrics = beat.metrics
         beat.state = self.state
         beat.progress = self.progress
         beat.busy = self.busy
@@ -240,6 +247,8 @@ class RoleServer(ABC):
         await self.on_close()
         if self.host is not None:
             await self.host.close()
+        if self._metrics_port is not None:
+            await asyncio.to_thread(self._metrics_port.close)
         await self._server.stop()
 
 

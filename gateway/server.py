@@ -338,6 +338,17 @@ class GatewayServer(RoleServer):
             text += vllm_metrics(text, self.model.name)
         return text
 
+    def metrics_targets(self) -> list[dict[str, Any]]:
+        """The processes that have a page of metrics of their own (`cluster.role_metrics`), with labels of each."""
+        return [
+            {
+                "targets": [f"{peer.address.rpartition(':')[0]}:{peer.metrics_port}"],
+                "labels": {"role": peer.process.role, "instance": peer.process.id},
+            }
+            for peer in self.view.peers
+            if peer.metrics_port
+        ]
+
     async def status_json(self) -> dict[str, Any]:
         """All processes and the cluster's state, for `alignedserve status`."""
         status = await self._status()

@@ -19,13 +19,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--interval", type=float, default=10.0, metavar="S", help=interval)
     ray = "scrape Ray's metrics, too: for Prometheus on the head of a Ray cluster that `ray start` started"
     parser.add_argument("--ray", action="store_true", help=ray)
+    roles = "scrape each process's own page, too (cluster.role_metrics)"
+    parser.add_argument("--roles", action="store_true", help=roles)
 
 
 def run(given: argparse.Namespace) -> int:
     """Raises ConfigError for an unusable URL or interval, or if the files cannot be written."""
     from alignedserve.cluster.monitoring.files import Target, write
 
-    folder, target = Path(given.out), Target.of(given.url, given.interval, given.ray)
+    folder, target = Path(given.out), Target.of(given.url, given.interval, given.ray, given.roles)
     written = write(folder, target)
     print(f"wrote {len(written)} files for {target.url} into {folder}; README.md says what each is")
     for line in commands(folder.resolve()):

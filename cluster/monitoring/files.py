@@ -33,16 +33,17 @@ _IN_IMAGE = "/etc/grafana/provisioning"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The cluster that is scraped, and how often. `ray`: Ray's own metrics, too."""
+    """The cluster that is scraped, and how often. `ray`: Ray's own metrics, too. `roles`: each process's own page."""
 
     scheme: str
     address: str
     path: str
     interval_s: float
     ray: bool
+    roles: bool
 
     @classmethod
-    def of(cls, url: str, interval_s: float, ray: bool = False) -> Target:
+    def of(cls, url: str, interval_s: float, ray: bool = False, roles: bool = False) -> Target:
         """Raises ConfigError for an unusable URL or interval."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -53,7 +54,7 @@ class Target:
             raise ConfigError(f"--url takes the URL of a gateway such as {URL}, not {url!r}")
         if not 0.001 <= interval_s < math.inf:
             raise ConfigError(f"--interval takes seconds above 0, not {interval_s:g}")
-        return cls(parts.scheme, parts.netloc, f"{parts.path.rstrip('/')}/metrics", interval_s, ray)
+        return cls(parts.scheme, parts.netloc, f"{parts.path.rstrip('/')}/metrics", interval_s, ray, roles)
 
     @property
     def url(self) -> str:
@@ -130,10 +131,12 @@ def _prometheus(target: Target) -> dict[str, Any]:
         "static_configs": [{"targets": [target.address]}],
     }
     rays = {"job_name": "ray", "file_sd_configs": [{"files": [RAY_TARGETS]}]}
+    discovery = {"url": f"{target.url}/metrics/targets", "refresh_interval": target.interval}
+    roles = {"job_name": f"{JOB}-roles", "honor_labels": True, "http_sd_configs": [discovery]}
     return {
         "global": {"scrape_interval": target.interval, "evaluation_interval": target.interval},
         "rule_files": ["alerts.yml"],
-        "scrape_configs": [own, rays] if target.ray else [own],
+        "scrape_configs": [own, *[rays] * target.ray, *[roles] * target.roles],
     }
 
 

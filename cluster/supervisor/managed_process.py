@@ -44,6 +44,7 @@ class ManagedProcess:
             node_id=peer.node_id,
             address=peer.address,
             device=peer.device,
+            metrics_port=peer.metrics_port,
             started_ticks=peer.started_ticks,
         )
         serving = peer.state in SERVING_STATES
@@ -72,6 +73,7 @@ class ManagedProcess:
             node_id=self.hello.node_id,
             address=self.hello.address,
             device=self.hello.device,
+            metrics_port=self.hello.metrics_port,
             state="lost" if lost else self.state,
             stores=self.beat.stores,
             started_unix_s=self.joined_unix_s,

@@ -124,6 +124,7 @@ def build_app(
         "/version": operations.version,
         "/load": operations.load,
         "/metrics": operations.metrics,
+        "/metrics/targets": operations.targets,
         "/alignedserve/status": operations.status,
         "/alignedserve/integrity": operations.integrity,
         "/openapi.json": openapi,

@@ -165,6 +165,7 @@ def _operation_schemas() -> dict[str, Schema]:
         "ModelList": _object({"object": {"const": "list"}, "data": _array(_ref("Model"))}, ["object", "data"]),
         "Cancelled": _object({"id": _STRING, "object": {"const": "request.cancelled"}}, ["id", "object"]),
         "Live": _object({"status": {"const": "ok"}}, ["status"]),
+        "Targets": _array(_object({"targets": strings, "labels": _object({"role": _STRING, "instance": _STRING})})),
         "Health": _object(
             {"status": _STRING, "missing": strings, "degraded": strings}, ["status", "missing", "degraded"]
         ),
@@ -325,6 +326,10 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
         "/load": _get("Get the number of open requests of this gateway", ("200", _json("Load", "The number."))),
         "/live": _get("Check whether the gateway is alive", ("200", _json("Live", "The gateway is alive."))),
         "/metrics": _get("Get the metrics of the whole cluster", ("200", text)),
+        "/metrics/targets": _get(
+            "List the processes' own pages of metrics, for Prometheus' http_sd_configs",
+            ("200", _json("Targets", "None without cluster.role_metrics.")),
+        ),
         "/alignedserve/integrity": _get(
             "Check the accounting of every process",
             ("200", _json("Integrity", "The state of every process, recounted now.")),

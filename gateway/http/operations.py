@@ -36,6 +36,8 @@ class Operator(Protocol):
 
     async def metrics_text(self) -> str: ...
 
+    def metrics_targets(self) -> list[dict[str, Any]]: ...
+
     async def status_json(self) -> dict[str, Any]: ...
 
     async def integrity_json(self) -> dict[str, Any]: ...
@@ -124,6 +126,10 @@ class Operations:
 
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_bytes(send, (await self._operator.metrics_text()).encode(), _PROMETHEUS)
+
+    async def targets(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The processes' own pages of metrics, as Prometheus' `http_sd_configs` reads them."""
+        await send_json(send, self._operator.metrics_targets())
 
     async def status(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, await self._operator.status_json())

@@ -42,20 +42,22 @@ class RoleReport(_message.Message):
     def __init__(self, hello: _Optional[_Union[RoleHello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class RoleHello(_message.Message):
-    __slots__ = ("process", "pid", "node_id", "address", "device", "started_ticks")
+    __slots__ = ("process", "pid", "node_id", "address", "device", "started_ticks", "metrics_port")
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     STARTED_TICKS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
     process: _common_pb2.ProcessKey
     pid: int
     node_id: str
     address: str
     device: str
     started_ticks: int
-    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., started_ticks: _Optional[int] = ...) -> None: ...
+    metrics_port: int
+    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., started_ticks: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("state", "progress", "holds", "failure", "model_info", "stores", "gauges", "metrics", "busy", "alarms", "step_s", "reaches", "live", "drained")
@@ -111,7 +113,7 @@ class RoleOrder(_message.Message):
     def __init__(self, view: _Optional[_Union[ClusterView, _Mapping]] = ..., end: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., report: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., heard: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("process", "pid", "node_id", "address", "state", "holds", "stores", "failure", "started_unix_s", "alarms", "fenced", "device", "started_ticks")
+    __slots__ = ("process", "pid", "node_id", "address", "state", "holds", "stores", "failure", "started_unix_s", "alarms", "fenced", "device", "started_ticks", "metrics_port")
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +127,7 @@ class Peer(_message.Message):
     FENCED_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     STARTED_TICKS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
     process: _common_pb2.ProcessKey
     pid: int
     node_id: str
@@ -138,7 +141,8 @@ class Peer(_message.Message):
     fenced: bool
     device: str
     started_ticks: int
-    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., holds: _Optional[str] = ..., stores: _Optional[_Iterable[_Union[_common_pb2.StoreHandle, _Mapping]]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., started_unix_s: _Optional[float] = ..., alarms: _Optional[_Iterable[str]] = ..., fenced: bool = ..., device: _Optional[str] = ..., started_ticks: _Optional[int] = ...) -> None: ...
+    metrics_port: int
+    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., holds: _Optional[str] = ..., stores: _Optional[_Iterable[_Union[_common_pb2.StoreHandle, _Mapping]]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., started_unix_s: _Optional[float] = ..., alarms: _Optional[_Iterable[str]] = ..., fenced: bool = ..., device: _Optional[str] = ..., started_ticks: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
 
 class Pair(_message.Message):
     __slots__ = ("decode_id", "prefill_id", "link_rank")

@@ -61,6 +61,8 @@ class ClusterConfig:
         "the channel that copies KV between paired instances; auto: the fastest available",
         choices=("auto", "shared-memory", "cuda-ipc", "nccl", "gloo"),
     )
+    role_metrics: bool = _key(False, "serve each process's metrics on a port of its own: GET /metrics/targets has them")
+    ray_metrics: bool = _key(True, "show the cluster's metrics in Ray's own, too, where Ray collects metrics")
     allow_slow_channel: bool = _key(
         False, "start even if the configured channel is unavailable and a slower one must be used"
     )

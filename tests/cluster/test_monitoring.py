@@ -147,13 +147,17 @@ class Prometheus:
         with urllib.request.urlopen(url, timeout=30.0) as answer:
             return json.loads(answer.read())["data"]
 
+    def targets(self, job: str) -> dict[str, str]:
+        """The health of a job's targets, by their label `instance`."""
+        try:
+            found = self.ask("targets", scrapePool=job)["activeTargets"]
+        except OSError:
+            return {}
+        return {target["labels"]["instance"]: target["health"] for target in found}
+
     def scrapes(self, health: str) -> bool:
         """Whether the cluster's target has this health."""
-        try:
-            targets = self.ask("targets", scrapePool="alignedserve")["activeTargets"]
-        except OSError:
-            return False
-        return [target["health"] for target in targets] == [health]
+        return list(self.targets("alignedserve").values()) == [health]
 
     def has_data(self, expr: str, begun_s: float) -> bool:
         """Whether the expression has had a number since. Its variables are those of the dashboard."""
@@ -174,14 +178,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     folder = tmp_path_factory.mktemp("cluster")
     disk = ("--kv-disk-path", str(folder / "kv"), "--kv-disk-gib", "0.05")
     cost = ("--cost-model", "rtxpro6000-llama-3.1-8b", "--verify-kv")
-    with ServeProcess("--model", "tiny", *disk, *cost, "--batches-folder", str(folder / "batches")) as running:
+    more = ("--batches-folder", str(folder / "batches"), "--set", "cluster.role_metrics=true")
+    with ServeProcess("--model", "tiny", *disk, *cost, *more) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def files(server: ServeProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("monitoring")
-    assert main(["monitoring", "--out", str(folder), "--url", server.url, "--interval", str(INTERVAL_S)]) == 0
+    given = ["--url", server.url, "--interval", str(INTERVAL_S), "--roles"]
+    assert main(["monitoring", "--out", str(folder), *given]) == 0
     return folder
 
 
@@ -234,6 +240,19 @@ def test_the_names_that_the_variables_offer(prometheus: Prometheus, begun_s: flo
         ("alignedserve_prefill_pending_tokens", "instance", ["prefill-0"]),
     ):
         assert prometheus.ask(f"label/{label}/values", **{"match[]": metric}) == values
+
+
+def test_each_process_is_found_at_its_own_port(prometheus: Prometheus, begun_s: float) -> None:
+    expected = {"scheduler-0", "kv_pool-0", "prefill-0", "decode-0"}
+
+    def found() -> bool:
+        targets = prometheus.targets("alignedserve-roles")
+        return expected <= targets.keys() and set(targets.values()) == {"up"}
+
+    wait(found, "not every process is scraped")
+    for name, instance in (("decode_iterations_total", "decode-0"), ("requests_queued", "scheduler-0")):
+        own = f'alignedserve_{name}{{job="alignedserve-roles", instance="{instance}"}}'
+        assert prometheus.has_data(own, begun_s), own
 
 
 def test_a_cluster_that_has_ended_is_noticed(server: ServeProcess, prometheus: Prometheus) -> None:

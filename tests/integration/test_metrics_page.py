@@ -6,6 +6,7 @@ import asyncio
 import re
 from pathlib import Path
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from alignedserve.cluster.local import LocalCluster
@@ -26,12 +27,16 @@ ON_A_GPU = re.compile(r"decode_(graph|eager|sampled)_|_page_lock")  # what a CPU
 VOCAB_SIZE = 400
 
 
-def exported(folder: Path) -> str:
-    """Metrics of a cluster with everything on that exports more: checksums, prefix cache, cost model, layerwise."""
+def exported(folder: Path) -> tuple[str, dict[str, str]]:
+    """Metrics of a cluster with everything on that exports more: checksums, prefix cache, cost model, layerwise.
+
+    And the own pages of its processes, by their ids.
+    """
     keys = {
         "model.path": str(make_model("llama", folder / "m", seed=41, vocab_size=VOCAB_SIZE)),
         "cluster.device": "cpu",
         "cluster.threads": 1,
+        "cluster.role_metrics": True,
         "kv_pool.size_gib": 0.1,
         "kv_pool.verify": True,
         "kv_pool.prefix_cache": True,
@@ -43,12 +48,18 @@ def exported(folder: Path) -> str:
     }
     config = load(environ={}, flags=keys, settings_of=served_settings)
 
-    async def run() -> str:
+    async def run() -> tuple[str, dict[str, str]]:
         async with LocalCluster(config, output_dir=folder) as cluster:
             await cluster.wait_ready()
             async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
                 await driver.wait(driver.submit(range(1, 40), SamplingParams(temperature=0.0, max_tokens=4)))
-            return (await cluster.status()).metrics
+            own = {}
+            for peer in cluster.view().peers:
+                host = peer.address.rpartition(":")[0]
+                async with httpx.AsyncClient(base_url=f"http://{host}:{peer.metrics_port}") as http:
+                    own[peer.process.id] = (await http.get("/metrics")).text
+                    assert (await http.get("/")).status_code == 404
+            return (await cluster.status()).metrics, own
 
     return asyncio.run(run())
 
@@ -59,7 +70,13 @@ def test_the_page_describes_every_metric_that_a_cluster_exports(tmp_path: Path) 
     grammars = Page(instance="decode-0")  # of processes of a model with a tokenizer
     GrammarMeter().show_metrics(grammars)
     page, found = described(), {}
-    for family in text_string_to_metric_families(merge([exported(tmp_path), gateway.text(), grammars.text()])):
+    whole, own = exported(tmp_path)
+    assert own.keys() >= {"scheduler-0", "kv_pool-0", "prefill-0", "decode-0", "node_agent-0"}
+    for name, text in own.items():
+        assert not text or f'instance="{name}"' in text
+        assert {line for line in text.splitlines() if line.startswith("# HELP")} <= set(whole.splitlines()), name
+    assert "alignedserve_decode_iterations_total" in own["decode-0"]
+    for family in text_string_to_metric_families(merge([whole, gateway.text(), grammars.text()])):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = {frozenset(sample.labels) - {"le"} for sample in family.samples}
         assert len(labels) == 1, name

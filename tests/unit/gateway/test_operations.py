@@ -99,6 +99,11 @@ async def test_metrics_count_what_happened(http: httpx.AsyncClient, cluster: Fak
     assert 'alignedserve_gateway_requests_total{instance="gateway-0",outcome="deadline_exceeded"} 1.0' in lines
 
 
+async def test_processes_without_a_page_of_their_own_are_no_targets(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/metrics/targets")
+    assert (answer.status_code, answer.json()) == (200, [])
+
+
 async def test_models_are_listed_and_found(http: httpx.AsyncClient) -> None:
     (model,) = (await http.get("/v1/models")).json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 512)
