@@ -100,7 +100,7 @@ class RoleServer(ABC):
         self._start_task: asyncio.Task[None] | None = None  # runs `on_start`; None until `start`
         self._server = RpcServer(settings.token, settings.host)  # serves this role's services from `start` to `close`
         self._metrics_port: MetricsPort | None = None  # with `cluster.role_metrics`, from `start` to `close`
-        self._metrics = ""  # of the last heartbeat
+        self._shown_metrics = ""  # of the last heartbeat
 
     # ---- hooks
 
@@ -150,7 +150,7 @@ class RoleServer(ABC):
             self._server.add(register, servicer)
         self.address = await self._server.start()
         if self.config.cluster.role_metrics:
-            self._metrics_port = MetricsPort(self.settings.host, lambda: self._metrics)
+            self._metrics_port = MetricsPort(self.settings.host, lambda: self._shown_metrics)
         self.host = RoleHost(
             self.process,
             self.address,
@@ -208,7 +208,7 @@ class RoleServer(ABC):
         except Exception as error:  # the heartbeat itself must go out: it carries the failure
             logger.exception("%s cannot describe itself", self.settings.id)
             beat, self.state, self.failure = sv.Heartbeat(), "failed", error
-        self._metrics = beat.metrics
+        self._shown_metrics = beat.metrics
         beat.state = self.state
         beat.progress = self.progress
         beat.busy = self.busy
