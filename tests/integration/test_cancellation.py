@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)
 
 RELEASED_WITHIN_S = 1.0
 NEW_TOKENS = 1000
+LONG_BLOCKS = 36  # within max_batch_blocks
 BEGINNING = [10 + 7 * number % 390 for number in range(64)]
 
 
@@ -158,19 +159,22 @@ async def test_given_up_in_each_stage(watched: Watched, stage: str) -> None:
             for number, prompt in enumerate(prompts)
         ]
 
-    if where.order == "hang-prefill":
-        order.touch()
-    calls = call(prompts(where.requests, where.tokens))
-    if where.order == "slow-decode":
-        # The next batch waits in its buffer: its prompts do not match the running ones, nor is there room for one.
-        await watched.wait_until(lambda counts: counts["running"] > 0 and counts["cache_free_blocks"] < 16)
-        order.touch()
-        calls += call([*prompts(10, where.tokens, seed=2), *prompts(8, 250)])
-    await watched.wait_until(where.reached)
-    if where.order:
-        order.unlink()
-    leave.set()
-    outcomes = await asyncio.gather(*calls)
+    calls: list[asyncio.Future[str]] = []
+    try:
+        if where.order == "hang-prefill":
+            order.touch()
+        calls += call(prompts(where.requests, where.tokens))
+        if where.order == "slow-decode":
+            # The next batch waits in its buffer: it does not match the running requests, nor is there room for it.
+            await watched.wait_until(lambda counts: counts["running"] > 0 and counts["cache_free_blocks"] < LONG_BLOCKS)
+            order.touch()
+            calls += call([*prompts(10, where.tokens, seed=2), *prompts(8, LONG_BLOCKS * 16)])
+        await watched.wait_until(where.reached)
+    finally:
+        if where.order:
+            order.unlink(missing_ok=True)
+        leave.set()
+        outcomes = await asyncio.gather(*calls)
     await watched.assert_released(time.monotonic())
     assert set(outcomes) == ({"left"} if stage == "sending" else {"left", "cancelled"})
 
