@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import fields
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from itertools import zip_longest
 from typing import Any
 
 from alignedserve.client.messages import Read
-from alignedserve.client.types import Choice, ClientTimings, Completion, Timings, ToolCall, Usage
+from alignedserve.client.types import (
+    UNKNOWN_TOKEN,
+    Choice,
+    ClientTimings,
+    Completion,
+    Logprob,
+    Timings,
+    ToolCall,
+    Usage,
+)
 from alignedserve.errors import (
     AlignedServeError,
     AuthenticationError,
@@ -37,6 +48,7 @@ _BY_STATUS: dict[int, type[AlignedServeError]] = {
     502: UnavailableError,
     503: UnavailableError,
 }
+_TOKEN_ID = "token_id:"  # how `return_tokens_as_token_ids` writes a token
 _WRITTEN_OTHERWISE = {
     "request_id", "prompt_token_ids", "conversation", "logit_bias", "bad_words_ids", "grammar", "chat_json", "resume"
 }  # fmt: skip
@@ -103,10 +115,27 @@ def _choice(choice: Mapping[str, Any], read: Read | None) -> Choice:
         text=message["content"] or "",
         token_ids=tuple(choice.get("token_ids") or ()),
         finish_reason=choice["finish_reason"],
+        logprobs=tuple(_logprobs(choice.get("logprobs") or {})),
         reasoning=message.get("reasoning_content") or "",
         tool_calls=tuple(ToolCall(name, function["name"], function["arguments"]) for name, function in calls),
         read=read,
     )
+
+
+def _logprobs(found: Mapping[str, Any]) -> Iterator[Logprob]:
+    """Those of a chat's choice, or of a completion's."""
+    for entry in found.get("content") or ():
+        top = tuple(_named(one["token"], one["logprob"]) for one in entry.get("top_logprobs") or ())
+        yield replace(_named(entry["token"], entry["logprob"]), top=top)
+    older = (found.get(name) or () for name in ("tokens", "token_logprobs", "top_logprobs"))
+    for token, logprob, likeliest in zip_longest(*older):
+        top = tuple(_named(*one) for one in (likeliest or {}).items())
+        yield replace(_named(token, math.nan if logprob is None else logprob), top=top)
+
+
+def _named(token: str, logprob: float) -> Logprob:
+    number = token.removeprefix(_TOKEN_ID)
+    return Logprob(int(number) if number != token and number.isdigit() else UNKNOWN_TOKEN, token, logprob)
 
 
 def _of_response(body: Mapping[str, Any], read: Read | None) -> Completion:

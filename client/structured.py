@@ -16,6 +16,7 @@ ResponseFormat: TypeAlias = type[Any] | Mapping[str, Any]
 
 _OPENAI = ("text", "json_object", "json_schema")
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+_SPACES = ("whitespace_pattern", "disable_any_whitespace")
 FORMAT, OUTPUTS = "response_format", "structured_outputs"
 
 
@@ -95,10 +96,10 @@ def _of_outputs(given: Any) -> Wanted | None:
         return None
     if not isinstance(given, Mapping):
         raise _refusal(f"must be a dict with one of {', '.join(_KINDS)}", OUTPUTS)
-    space = given.get("whitespace_pattern")
-    asked = [name for name in given if given[name] is not None and name != "whitespace_pattern"]
-    if len(asked) != 1 or asked[0] not in _KINDS or not isinstance(space, str | None):
-        raise _refusal(f"must have one of {', '.join(_KINDS)}, and may have whitespace_pattern", OUTPUTS)
+    space = _space(given)
+    asked = [name for name in given if given[name] not in (None, False) and name not in _SPACES]
+    if len(asked) != 1 or asked[0] not in _KINDS:
+        raise _refusal(f"must have one of {', '.join(_KINDS)}, and may have {' or '.join(_SPACES)}", OUTPUTS)
     (kind,) = asked
     value = given[kind]
     if kind == "json_object":
@@ -117,6 +118,14 @@ def _of_outputs(given: Any) -> Wanted | None:
     if not isinstance(value, str):
         raise _refusal(f"{kind} must be a string", OUTPUTS)
     return Wanted(value, None, kind)
+
+
+def _space(given: Mapping[str, Any]) -> str | None:
+    """The pattern between tokens of JSON; None: the default."""
+    pattern = given.get("whitespace_pattern")
+    if not isinstance(pattern, str | None) or (pattern and given.get("disable_any_whitespace")):
+        raise _refusal("may have one of whitespace_pattern, a string, and disable_any_whitespace", OUTPUTS)
+    return "" if given.get("disable_any_whitespace") else pattern
 
 
 def build(kind: Any, value: Any) -> Any:

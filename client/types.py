@@ -59,11 +59,15 @@ class Message:
     reasoning: str = ""
 
 
+UNKNOWN_TOKEN = -1
+
+
 @dataclass(frozen=True, slots=True)
 class Logprob:
     """A token and the natural logarithm of its probability; `top` are the most likely tokens at its position.
 
-    `rank` of a prompt's token among the most likely ones, from 1; None for other tokens.
+    `rank` of a prompt's token among the most likely ones, from 1; None for other tokens. `token_id`: UNKNOWN_TOKEN in
+    an answer of a batch, unless the request had `return_tokens_as_token_ids`.
     """
 
     token_id: int

@@ -115,10 +115,12 @@ class SupervisorDeployment:
             if inheritance.before is None:  # otherwise the next supervisor takes over the running roles
                 await launcher.release()
             raise
-        working = [self._record.keep_writing(), self._delete_when_asked(context.app_name), self._leave()]
-        if self._config.cluster.ray_metrics and ray_collects():
-            working.append(keep_showing(self._metrics))
+        working = (self._record.keep_writing(), self._delete_when_asked(context.app_name), self._leave())
         self._tasks = [asyncio.get_running_loop().create_task(work) for work in working]
+        self._showing: asyncio.Task[None] | None = None
+        if self._config.cluster.ray_metrics and ray_collects():
+            self._showing = asyncio.get_running_loop().create_task(keep_showing(self._metrics))
+            self._tasks.append(self._showing)
         await asyncio.sleep(0)  # writes the record before the replica counts as started
 
     async def join_info(self, tree: Tree | None = None) -> dict[str, Any]:
@@ -264,6 +266,8 @@ class SupervisorDeployment:
         """Wait until a successor leads the cluster in a redeploy, then let the roles join it and end nothing."""
         await self._supervisor.wait_left()
         self._ended = True
+        if self._showing is not None:  # the successor shows the cluster's metrics
+            self._showing.cancel()
         await self._supervisor.close()
 
     async def _delete_when_asked(self, app_name: str) -> None:

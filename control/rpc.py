@@ -28,7 +28,6 @@ _OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
-    # A stopped peer is detected after about a second; keepalive alone takes a minute.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -136,7 +135,9 @@ def open_channel(address: str, token: str) -> TokenChannel:
     """
     options = [
         *_OPTIONS,
-        ("grpc.http2.ping_timeout_ms", 1_000),
+        # A stopped peer is detected after that; keepalive alone takes a minute. A shorter time would break the streams
+        # of a process that a busy machine does not run for a moment.
+        ("grpc.http2.ping_timeout_ms", 5_000),
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.min_reconnect_backoff_ms", 5_000),  # also the least time for a connection attempt
         ("grpc.max_reconnect_backoff_ms", 1_000),

@@ -150,7 +150,10 @@ class RoleServer(ABC):
             self._server.add(register, servicer)
         self.address = await self._server.start()
         if self.config.cluster.role_metrics:
-            self._metrics_port = MetricsPort(self.settings.host, lambda: self._shown_metrics)
+            try:
+                self._metrics_port = MetricsPort(self.settings.host, lambda: self._shown_metrics)
+            except OSError as error:  # the role serves without
+                logger.warning("no page of metrics can be served on %s: %s", self.settings.host, error)
         self.host = RoleHost(
             self.process,
             self.address,
@@ -244,11 +247,11 @@ class RoleServer(ABC):
     async def close(self) -> None:
         if self._start_task is not None:
             await end_tasks([self._start_task])
+        if self._metrics_port is not None:
+            await asyncio.to_thread(self._metrics_port.close)
         await self.on_close()
         if self.host is not None:
             await self.host.close()
-        if self._metrics_port is not None:
-            await asyncio.to_thread(self._metrics_port.close)
         await self._server.stop()
 
 

@@ -118,8 +118,7 @@ class InferenceService:
         return inf.CancelResponse(found=await self._cancel_call(request.request_id, caller.get()))
 
     def list_models(self) -> inf.ModelList:
-        info = self._model.info
-        positions = info.max_positions if info is not None else 0
+        positions = self._model.limit[0] if self._model.info is not None else 0
         return inf.ModelList(models=[inf.ModelCard(id=self._model.name, max_positions=positions)])
 
     async def _open(self, request: inf.GenerateRequest, *, stream: bool = False) -> Call:

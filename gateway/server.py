@@ -106,6 +106,7 @@ class GatewayServer(RoleServer):
     ) -> None:
         """`beginnings`: of prompts, which every shard is to pin."""
         super().__init__(settings)
+        self.application = ""  # of Ray Serve, by the caller
         gateway = self.config.gateway
         self.state = "ready"
         self.model = model  # its `info` is None until the first view that has it
@@ -339,11 +340,17 @@ class GatewayServer(RoleServer):
         return text
 
     def metrics_targets(self) -> list[dict[str, Any]]:
-        """The processes that have a page of metrics of their own (`cluster.role_metrics`), with labels of each."""
+        """The processes that have a page of metrics of their own (`cluster.role_metrics`), with labels of each.
+
+        Raises UnavailableError before the first view.
+        """
+        if not self.view.peers:
+            raise UnavailableError("the processes are not known yet")
+        own = {"application": self.application} if self.application else {}
         return [
             {
                 "targets": [f"{peer.address.rpartition(':')[0]}:{peer.metrics_port}"],
-                "labels": {"role": peer.process.role, "instance": peer.process.id},
+                "labels": {**own, "role": peer.process.role, "instance": peer.process.id},
             }
             for peer in self.view.peers
             if peer.metrics_port

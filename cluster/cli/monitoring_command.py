@@ -21,13 +21,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ray", action="store_true", help=ray)
     roles = "scrape each process's own page, too (cluster.role_metrics)"
     parser.add_argument("--roles", action="store_true", help=roles)
+    credentials = "with --roles, where there are API keys: a file that has one of them, as Prometheus finds it"
+    parser.add_argument("--credentials-file", metavar="FILE", default="", help=credentials)
 
 
 def run(given: argparse.Namespace) -> int:
     """Raises ConfigError for an unusable URL or interval, or if the files cannot be written."""
     from alignedserve.cluster.monitoring.files import Target, write
 
-    folder, target = Path(given.out), Target.of(given.url, given.interval, given.ray, given.roles)
+    folder = Path(given.out)
+    target = Target.of(given.url, given.interval, given.ray, given.roles, given.credentials_file)
     written = write(folder, target)
     print(f"wrote {len(written)} files for {target.url} into {folder}; README.md says what each is")
     for line in commands(folder.resolve()):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from alignedserve.cluster.monitoring.outcomes import FAILED, REFUSED
+from alignedserve.cluster.monitoring.selectors import CLUSTERS, restricted
 
 GROUP = "alignedserve"
 RUNBOOKS = "docs/operations/runbooks.md"
@@ -27,7 +28,7 @@ class Alert:
 
     @property
     def expr(self) -> str:
-        return f"{self.value} {self.bound}"
+        return restricted(f"{self.value} {self.bound}", CLUSTERS)
 
     @property
     def runbook(self) -> str:

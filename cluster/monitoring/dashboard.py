@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from itertools import count
 from string import ascii_uppercase
 from typing import Any
 
 from alignedserve.cluster.monitoring.panels import ROWS, Panel
+from alignedserve.cluster.monitoring.selectors import restricted
 
 Json = dict[str, Any]
 
@@ -20,7 +20,6 @@ COLUMNS = 24
 HEIGHTS = {True: 4, False: 8}  # of a figure, and of a plot
 REFRESH = "10s"
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-_METRIC = re.compile(r"\b(alignedserve_\w+)(?:\{([^}]*)\})?")
 
 
 def dashboard() -> Json:
@@ -53,12 +52,7 @@ def dashboard() -> Json:
 
 def of_job(expr: str) -> str:
     """The expression, with each metric restricted to the cluster that the dashboard shows."""
-
-    def restricted(match: re.Match[str]) -> str:
-        selectors = ", ".join(filter(None, ('job="$job"', match[2])))
-        return f"{match[1]}{{{selectors}}}"
-
-    return _METRIC.sub(restricted, expr)
+    return restricted(expr, 'job="$job"')
 
 
 def _panels() -> Iterator[Json]:

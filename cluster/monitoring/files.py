@@ -33,7 +33,10 @@ _IN_IMAGE = "/etc/grafana/provisioning"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The cluster that is scraped, and how often. `ray`: Ray's own metrics, too. `roles`: each process's own page."""
+    """The cluster that is scraped, and how often. `ray`: Ray's own metrics, too. `roles`: each process's own page.
+
+    `credentials`: a file with an API key, for the list of these pages; "": there are no API keys.
+    """
 
     scheme: str
     address: str
@@ -41,9 +44,10 @@ class Target:
     interval_s: float
     ray: bool
     roles: bool
+    credentials: str
 
     @classmethod
-    def of(cls, url: str, interval_s: float, ray: bool = False, roles: bool = False) -> Target:
+    def of(cls, url: str, interval_s: float, ray: bool = False, roles: bool = False, credentials: str = "") -> Target:
         """Raises ConfigError for an unusable URL or interval."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -54,7 +58,7 @@ class Target:
             raise ConfigError(f"--url takes the URL of a gateway such as {URL}, not {url!r}")
         if not 0.001 <= interval_s < math.inf:
             raise ConfigError(f"--interval takes seconds above 0, not {interval_s:g}")
-        return cls(parts.scheme, parts.netloc, f"{parts.path.rstrip('/')}/metrics", interval_s, ray, roles)
+        return cls(parts.scheme, parts.netloc, f"{parts.path.rstrip('/')}/metrics", interval_s, ray, roles, credentials)
 
     @property
     def url(self) -> str:
@@ -131,7 +135,9 @@ def _prometheus(target: Target) -> dict[str, Any]:
         "static_configs": [{"targets": [target.address]}],
     }
     rays = {"job_name": "ray", "file_sd_configs": [{"files": [RAY_TARGETS]}]}
-    discovery = {"url": f"{target.url}/metrics/targets", "refresh_interval": target.interval}
+    discovery: dict[str, Any] = {"url": f"{target.url}/metrics/targets", "refresh_interval": target.interval}
+    if target.credentials:
+        discovery["authorization"] = {"credentials_file": target.credentials}
     roles = {"job_name": f"{JOB}-roles", "honor_labels": True, "http_sd_configs": [discovery]}
     return {
         "global": {"scrape_interval": target.interval, "evaluation_interval": target.interval},

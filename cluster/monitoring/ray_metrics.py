@@ -15,9 +15,10 @@ from collections.abc import Awaitable, Callable
 from prometheus_client.parser import text_string_to_metric_families
 from ray.util.metrics import Gauge
 
+from alignedserve.gateway.serve.ray_private import export_interval_s
+
 logger = logging.getLogger(__name__)
 
-EVERY_S = 10.0  # as often as Ray reports metrics
 SWITCH = "RAY_enable_metrics_collection"
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
@@ -38,7 +39,7 @@ class RayMetrics:
         self._set: set[Series] = set()
 
     def show(self, page: str) -> None:
-        """Set the gauges to a page's samples. Samples that are gone become NaN, since Ray keeps the last value."""
+        """Set the gauges to a page's samples. Samples that are gone become NaN until Ray drops them."""
         found: set[Series] = set()
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
@@ -55,11 +56,14 @@ class RayMetrics:
 
 
 async def keep_showing(page: Callable[[], Awaitable[str]]) -> None:
-    """Show the page every EVERY_S, in a thread: it is large where there are many instances."""
+    """Show the page twice for each export of Ray, which drops a gauge that was not set for two of them.
+
+    In a thread: the page is large where there are many instances.
+    """
     metrics = RayMetrics()
     while True:
         try:
             await asyncio.to_thread(metrics.show, await page())
         except Exception:  # whatever Ray raises while it ends or changes
             logger.warning("Ray's own metrics lack the cluster's", exc_info=True)
-        await asyncio.sleep(EVERY_S)
+        await asyncio.sleep(export_interval_s() / 2)

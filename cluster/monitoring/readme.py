@@ -14,6 +14,8 @@ README = """\
 | `values-kube-prometheus-stack.yaml` | values for the Helm chart, for clusters of `deploy/kuberay` |
 | `kubernetes.yaml` | monitors and rules for a Prometheus operator without the chart |
 
+`--ray` adds a job for Ray's own metrics, `--roles` one for each process's own page (`docs/operations/metrics.md`).
+
 Prometheus is at http://127.0.0.1:9090, Grafana at http://127.0.0.1:3000. Both listen on this machine only. Grafana
 shows the dashboard without a login, read-only.
 

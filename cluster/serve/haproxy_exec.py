@@ -44,7 +44,7 @@ FRONTENDS = {
     "grpc_frontend": f'status 200 hdr grpc-status 8 hdr grpc-message "{TOO_MANY} [code=overloaded retry-after-s=1]"',
 }
 UNKNOWN = haproxy_errors.error_object(
-    "this port serves only /live, /health and /metrics", "invalid_request_error", "not_found"
+    "this port serves only /live, /health, /metrics and /metrics/targets", "invalid_request_error", "not_found"
 )
 # A request costs a gateway ten times as much as HAProxy, so HAProxy repeats a gateway's refusal for the next moments.
 # The range has an upper end, because the clock may be set back meanwhile, and the hold would last as long.
@@ -87,7 +87,7 @@ frontend alignedserve_live
     timeout http-request 5s
     timeout http-keep-alive 5s
 {rules}\
-    acl alignedserve_operations path_end /live /health /metrics
+    acl alignedserve_operations path_end /live /health /metrics /metrics/targets
     http-request return status 404 content-type application/json string '{unknown}' unless alignedserve_operations
 {routes}
 """

@@ -23,9 +23,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COUNTS = frozenset({"cluster.prefill", "cluster.decode"})
-# Besides gateway.*, batches.* and traces.*: Ray Serve replaces gateways anyway.
+# Besides gateway.*, batches.* and traces.*: Ray Serve replaces gateways and the supervisor anyway.
 SERVES = frozenset(
-    {"cluster.name", "kv_pool.pinned_prompts", "model.chat_template", "model.tool_parser", "model.reasoning_parser"}
+    {
+        "cluster.name",
+        "cluster.ray_metrics",
+        "kv_pool.pinned_prompts",
+        "model.chat_template",
+        "model.tool_parser",
+        "model.reasoning_parser",
+    }
 )
 INSTANCES = frozenset({"prefill", "decode"})
 ALL_ROLES = frozenset({*INSTANCES, *PROCESS_ROLES})
@@ -45,6 +52,7 @@ ROLLED: Mapping[str, frozenset[str]] = {
     "decode.overlap": frozenset({"decode"}),
     "decode.join_iterations": frozenset({"decode", "scheduler"}),
     "cluster.threads": INSTANCES,
+    "cluster.role_metrics": ALL_ROLES,
 }
 SCHEDULER = frozenset({"scheduler", "decode", "prefill"})  # instances plan their own iterations by these
 DIVIDES_MEMORY = frozenset({"scheduler.max_batch_share", "scheduler.max_batch_blocks"})

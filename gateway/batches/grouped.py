@@ -7,7 +7,7 @@ tokens but for the last one or two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -17,7 +17,8 @@ from alignedserve.gateway.batches.jsonl import PART_BYTES, PART_LINES, Line, Lin
 from alignedserve.prefix_groups import prefix_groups
 
 MOST_BYTES = 64 << 20  # larger files are read in their own order: prompts are compared in memory
-_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens", "max_new_tokens", "n_predict")
+_ANSWERS = ("n", "num_return_sequences")
 _FIRST = ("instructions", "tools", "messages", "input", "prompt")  # in the order in which a template writes them
 
 
@@ -43,7 +44,9 @@ class GroupedReader:
                     body = orjson.loads(line.text)["body"]
                     prompts.append(prompt_text(body))
                     limits.append(answer_tokens(body))
-        groups = prefix_groups(prompts, 1, limits if all(limits) else ())
+        known = [limit for limit in limits if limit]
+        mean = sum(known) // len(known) if known else 0  # lines without a limit are taken to be like the others
+        groups = prefix_groups(prompts, 1, [limit or mean for limit in limits] if known else ())
         self._order = [number for group in groups for number in group.members]
         self._indices, self._places = indices, places
         self._next = 0
@@ -82,6 +85,8 @@ def prompt_text(body: Mapping[str, Any]) -> bytes:
 
 def answer_tokens(body: Mapping[str, Any]) -> int:
     """The most tokens that a body asks for, of all its answers; 0: it does not say."""
-    limit = next((value for name in _LIMITS if isinstance(value := body.get(name), int)), 0)
-    answers = body.get("n")
-    return max(0, limit) * (answers if isinstance(answers, int) and answers > 0 else 1)
+    return max(0, _whole(body, _LIMITS, 0)) * max(1, _whole(body, _ANSWERS, 1))
+
+
+def _whole(body: Mapping[str, Any], names: Iterable[str], default: int) -> int:
+    return next((value for name in names if type(value := body.get(name)) is int), default)

@@ -20,7 +20,7 @@ from alignedserve.gateway.body.nested import text_size
 from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, GenerationRequest, ReplyOptions
 from alignedserve.gateway.body.suffix import with_suffix
 from alignedserve.gateway.body.tokenising import LONG_TEXT, TooManyTokens, check_size, in_turn, tokenise
-from alignedserve.gateway.body.truncation import MOST, most_tokens, truncated
+from alignedserve.gateway.body.truncation import CHAT_ANSWER, MOST, most_tokens, truncated
 from alignedserve.gateway.dialects.families import AUTO
 from alignedserve.gateway.dialects.model_dialects import ModelDialects, Reading, choose_dialects
 from alignedserve.gateway.failures import ContextLengthError, ModelNotFoundError
@@ -151,6 +151,12 @@ class ServedModel:
             raise GrammarError(error.message, param=param) from None
 
     @property
+    def beginning(self) -> int | None:
+        """The token that the tokenizer, or the chat template, writes before a text; None if there is none."""
+        name = None if self.tokenizer is None else self.tokenizer.special_tokens.get("bos_token")
+        return None if self.tokenizer is None or name is None else self.tokenizer.backend.token_to_id(name)
+
+    @property
     def limit(self) -> tuple[int, str]:
         """The most tokens of prompt and answer together, and a description of what sets this limit."""
         assert self.info is not None
@@ -175,7 +181,8 @@ async def plan_completion(model: ServedModel, request: CompletionRequest, call_i
     prompts = []
     for prompt in request.prompts:
         whole: Sequence[int] = next(tokenised) if isinstance(prompt, str) else prompt
-        tokens = truncated(request, whole, model.limit[0], DEFAULT_MAX_TOKENS)
+        beginning = model.beginning if isinstance(prompt, str) else None
+        tokens = truncated(request, whole, model.limit[0], DEFAULT_MAX_TOKENS, beginning)
         _check_tokens(tokens, info, "prompt")
         limit = _max_tokens(model, len(tokens), request.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
         sampling = resolve_sampling(values, request, info, len(tokens), max(limit, 1))
@@ -197,7 +204,8 @@ async def plan_chat(model: ServedModel, request: ChatRequest, call_id: str = "")
     use = request.tool_use()
     async with _within_limits(model, request, "messages"):
         written, whole = await chat_tokens(model, request, most_tokens(request, model.limit[0]))
-    tokens = truncated(request, whole, model.limit[0], 1)
+    most = model.limit[0]
+    tokens = truncated(request, whole, most, max(1, min(CHAT_ANSWER, most // 4)), model.beginning)
     _check_tokens(tokens, info, "messages")
     limit = _max_tokens(model, len(tokens), request.max_tokens, None, "messages")
     form = await chat_form(model, request, use, written.text)

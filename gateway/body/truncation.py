@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body.requests import GenerationRequest
 
+CHAT_ANSWER = 1024  # tokens that a chat without max_tokens is left, but at most a quarter of the limit
 MOST = 1 << 17  # tokens of a text that is tokenised to be truncated, if the model has fewer positions
 
 
@@ -15,10 +16,13 @@ def most_tokens(request: GenerationRequest, limit: int) -> int:
     return limit if request.truncate_prompt_tokens is None else max(limit, MOST)
 
 
-def truncated(request: GenerationRequest, tokens: Sequence[int], limit: int, default: int) -> Sequence[int]:
+def truncated(
+    request: GenerationRequest, tokens: Sequence[int], limit: int, default: int, beginning: int | None = None
+) -> Sequence[int]:
     """The part of a prompt that is used. `default`: tokens of an answer for which the request sets no max_tokens.
 
-    Raises InvalidRequestError.
+    `beginning`: the token that a text begins with, without which a model may answer anything: it is kept. Raises
+    InvalidRequestError.
     """
     wanted = request.truncate_prompt_tokens
     if wanted is None:
@@ -30,4 +34,7 @@ def truncated(request: GenerationRequest, tokens: Sequence[int], limit: int, def
         wanted = max(1, limit - (default if request.max_tokens is None else request.max_tokens))
     if len(tokens) <= wanted:
         return tokens
-    return tokens[-wanted:] if request.truncation_side == "left" else tokens[:wanted]
+    if request.truncation_side != "left":
+        return tokens[:wanted]
+    kept = 1 if wanted > 1 and tokens[0] == beginning else 0
+    return [*tokens[:kept], *tokens[len(tokens) - wanted + kept :]]

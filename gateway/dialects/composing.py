@@ -62,7 +62,7 @@ def _free(lark: Lark, rules: CallRules | None, most: int | None, *, harmony: boo
     if rules is None:
         return [lark.rule(ANY_TEXT)]
     if not rules.trigger:
-        return [lark.rule(r"/([^\s\[{<;](?s:.*))?/")]
+        return [lark.rule(rf"/\s*([^\s{_in_regex(rules.openers)}](?s:.*))?/")]
     if lark.is_special(rules.trigger):
         return [lark.rule(ANY_TEXT), f"{lark.rule(ANY_TEXT)} {lark.literal(rules.trigger)} {rules.expression(most)}"]
     without = lark.terminal(f"{ANY_TEXT} & ~/(?s:.*){_in_regex(rules.trigger)}(?s:.*)/")

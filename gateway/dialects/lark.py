@@ -21,7 +21,8 @@ MOST_CALLS = 128  # of an answer under a grammar, so that a wild model ends
 class CallRules:
     """Expressions for `before`, one or more of `call` with `between`, then `after`. Empty ones write nothing.
 
-    `trigger`: the text before all of it, which nothing else begins with; "": calls come before all other text.
+    `trigger`: the text before all of it, which nothing else begins with; "": calls come in place of text, and `openers`
+    are the characters that they begin with, after spaces.
     """
 
     call: str
@@ -29,6 +30,7 @@ class CallRules:
     between: str = ""
     after: str = ""
     trigger: str = ""
+    openers: str = ""
     alone: bool = False  # an answer ends with its first call
 
     def expression(self, most: int | None) -> str:

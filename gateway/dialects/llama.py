@@ -34,4 +34,4 @@ class Llama3Json(ToolDialect):
 
     def calls(self, lark: Lark, tools: Sequence[Tool]) -> CallRules:
         call = lark.rule(" | ".join(json_call_rule(lark, tool, "parameters") for tool in tools))
-        return CallRules(call, between=lark.literal("; "))
+        return CallRules(call, between=lark.literal("; "), openers="{" if lark.is_special(TAG) else "{<")

@@ -158,4 +158,5 @@ class Pythonic(ToolDialect):
             values = Values(lark, tool, _WRITING).named(properties, tool.parameters, "", key=before)
             forms.append(f"{lark.literal(tool.name + '(')} {values} {lark.literal(')')}")
         call = lark.rule(" | ".join(forms))
-        return CallRules(call, lark.literal("["), lark.literal(", "), lark.literal("]"))
+        openers = "[" if lark.is_special(START) else "[<"
+        return CallRules(call, lark.literal("["), lark.literal(", "), lark.literal("]"), openers=openers)

@@ -13,19 +13,24 @@ _EXPOSED = ("retry-after", "x-request-id", "x-alignedserve-request-id", IGNORED_
 
 def cors(config: GatewayConfig) -> list[Middleware]:
     """The middleware, which answers preflight requests itself; none if no page may call."""
-    origins = _entries(config.cors_origins)
-    if not origins:
+    pages = origins(config)
+    if not pages:
         return []
     return [
         Middleware(
             CORSMiddleware,
-            allow_origins=origins,
+            allow_origins=pages,
             allow_methods=_entries(config.cors_methods),
             allow_headers=_entries(config.cors_headers),
             allow_credentials=config.cors_credentials,
             expose_headers=_EXPOSED,
         )
     ]
+
+
+def origins(config: GatewayConfig) -> list[str]:
+    """The pages that may call."""
+    return _entries(config.cors_origins)
 
 
 def _entries(text: str) -> list[str]:

@@ -4,7 +4,7 @@ content headers of POST requests.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any
 
 import grpc
@@ -35,12 +35,12 @@ def guarded(app: App, keys: ApiKeys, error_body: ErrorBody = error_object) -> Ap
     return check
 
 
-def posted(app: App, error_body: ErrorBody = error_object) -> App:
+def posted(app: App, error_body: ErrorBody = error_object, pages: Collection[str] = ()) -> App:
     """Wraps `app` to refuse, with 415, requests for which `check_media` raises UnsupportedMediaTypeError."""
 
     async def check(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            check_media(scope["headers"])
+            check_media(scope["headers"], pages)
         except UnsupportedMediaTypeError as error:
             await send_error(send, error, {"accept-encoding": "identity"}, error_body)
             return
@@ -49,14 +49,15 @@ def posted(app: App, error_body: ErrorBody = error_object) -> App:
     return check
 
 
-def check_media(headers: Iterable[tuple[bytes, bytes]]) -> None:
+def check_media(headers: Iterable[tuple[bytes, bytes]], pages: Collection[str] = ()) -> None:
     """Raises UnsupportedMediaTypeError for an encoded body, and for a web page's request whose type is not JSON.
 
     A web page may post text and forms to any address that the user's browser reaches, loopback included. For JSON the
     browser first sends a preflight request, which this server does not accept. POST requests without a body (a cancel,
-    a stop) need the header for the same reason.
+    a stop) need the header for the same reason. Pages of the origins `pages` (`gateway.cors_origins`) may post forms.
     """
     kinds: list[bytes] = []
+    origin = ""
     from_page = False
     for name, value in headers:
         if name == b"content-encoding":
@@ -68,7 +69,9 @@ def check_media(headers: Iterable[tuple[bytes, bytes]]) -> None:
             kinds.append(value)
         elif name in _BROWSERS:
             from_page = True
-    if from_page and [kind.partition(b";")[0].strip().lower() for kind in kinds] != [_JSON]:
+            origin = value.decode("latin-1") if name == b"origin" else origin
+    named = bool(origin) and (origin in pages or "*" in pages)
+    if from_page and not named and [kind.partition(b";")[0].strip().lower() for kind in kinds] != [_JSON]:
         given = shown(b", ".join(kinds).decode("latin-1")) if kinds else "nothing"
         message = f"a web page's request (it has an Origin) needs Content-Type application/json, got {given}"
         raise UnsupportedMediaTypeError(message)

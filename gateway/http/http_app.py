@@ -25,7 +25,7 @@ from alignedserve.gateway.failures import MethodNotAllowedError, error_object
 from alignedserve.gateway.http.admin import admin_endpoints
 from alignedserve.gateway.http.asgi import App, ErrorBody, Receive, Scope, Send, report, send_bytes
 from alignedserve.gateway.http.body_reader import BodyReader
-from alignedserve.gateway.http.cors import cors
+from alignedserve.gateway.http.cors import cors, origins
 from alignedserve.gateway.http.endpoints import GenerateEndpoint
 from alignedserve.gateway.http.guard import guarded, posted
 from alignedserve.gateway.http.openapi import openapi_json
@@ -69,6 +69,7 @@ def build_app(
 ) -> Starlette:
     """The ASGI application of one gateway. `batches` gets the endpoints that answer its lines."""
     bodies = BodyReader(config.max_body_bytes)
+    pages = origins(config)
     model = server.model
     completions = GenerateEndpoint(
         ledger,
@@ -91,7 +92,7 @@ def build_app(
 
     def route(path: str, handle: App, method: str, *, is_open: bool = False) -> Route:
         shape = _error_body(path)
-        app = posted(handle, shape) if method == "POST" else handle
+        app = posted(handle, shape, pages) if method == "POST" else handle
         is_open = is_open or path in OPEN_PATHS
         return Route(path, _Endpoint(app if is_open else guarded(app, keys, shape)), methods=[method])
 

@@ -329,6 +329,7 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
         "/metrics/targets": _get(
             "List the processes' own pages of metrics, for Prometheus' http_sd_configs",
             ("200", _json("Targets", "None without cluster.role_metrics.")),
+            ("503", _json("Error", "The processes are not known yet.")),
         ),
         "/alignedserve/integrity": _get(
             "Check the accounting of every process",

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from alignedserve import __version__
 from alignedserve.control.supervisor_client import SupervisorClient
-from alignedserve.errors import NotFoundError
+from alignedserve.errors import NotFoundError, UnavailableError
 from alignedserve.gateway.body.planning import ServedModel
 from alignedserve.gateway.failures import ModelNotFoundError, UnsupportedFeatureError
 from alignedserve.gateway.health import Health
@@ -66,7 +66,7 @@ def model_card(model: ServedModel) -> dict[str, Any]:
         "owned_by": "alignedserve",
         "root": model.root or model.name,
         "parent": None,
-        "max_model_len": model.info.max_positions if model.info is not None else None,
+        "max_model_len": model.limit[0] if model.info is not None else None,
         "permission": [permission],
     }
 
@@ -129,7 +129,12 @@ class Operations:
 
     async def targets(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The processes' own pages of metrics, as Prometheus' `http_sd_configs` reads them."""
-        await send_json(send, self._operator.metrics_targets())
+        try:
+            found = self._operator.metrics_targets()
+        except UnavailableError as error:  # Prometheus keeps the targets that it knows
+            await send_error(send, error)
+            return
+        await send_json(send, found)
 
     async def status(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, await self._operator.status_json())

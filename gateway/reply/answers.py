@@ -143,23 +143,30 @@ class AnswerView:
         last = len(delta.token_ids) - 1
         for number, token in enumerate(delta.token_ids):
             part.token_ids.append(token)
-            if self.scored:
-                offset = self._base + (0 if text is None else text.length)
-                logprob = delta.logprobs[number] if number < len(delta.logprobs) else None
-                part.scored.append(ScoredToken(token, offset, logprob))
+            hidden, offset = self._hides, self._base + (0 if text is None else text.length)
             if number < len(delta.logprobs):
                 self.logprob_sum += delta.logprobs[number].logprob
             ends_here = number == last and delta.finish is FinishReason.STOP and token in self._ends
             if text is not None and not (ends_here and not self._include_stop):
                 self._take(part, text.push(token))
-                if text.stopped:
-                    self.finish = FinishReason.STOP
-                    self._end(part)
-                    return
+            if self.scored and not (hidden or self._hides):
+                logprob = delta.logprobs[number] if number < len(delta.logprobs) else None
+                part.scored.append(ScoredToken(token, offset, logprob))
+            if text is not None and text.stopped:
+                self.finish = FinishReason.STOP
+                self._end(part)
+                return
         if delta.finish is not None:
             self.finish = delta.finish
             self._take(part, "" if text is None else text.finish(), token=False)
             self._end(part)
+
+    @property
+    def _hides(self) -> bool:
+        """Whether the answer is within reasoning that the reply leaves out."""
+        reading, parser = self._reading, self._parser
+        left_out = reading is not None and reading.separate_reasoning and not reading.include_reasoning
+        return left_out and parser is not None and parser.reasoning
 
     def _take(self, part: Part, text: str, *, token: bool = True) -> None:
         """Adds the text of one token (or the rest of an answer) to the part."""

@@ -95,6 +95,7 @@ class Gateway:
         )
         folder = await asyncio.to_thread(resolve_model, info["model_path"], config.model.trust_remote_code)
         self._server = await GatewayServer.create(settings, folder, self._locate)
+        self._server.application = serve.get_replica_context().app_name
         guard_grpc(ApiKeyCheck(self._server.api_keys), config.gateway.max_body_bytes)
         if info["state"] in _STARTED:  # Serve sends requests at once; without a link to the scheduler they are refused
             await self._server.wait_linked(_LINKED_WITHIN_S)

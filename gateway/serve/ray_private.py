@@ -214,3 +214,10 @@ def give_steady_clock(module: ModuleType, steady_time: Callable[[], float]) -> N
     steady_module = ModuleType("time")
     steady_module.__dict__.update(vars(time), time=steady_time)
     _replace(module, "time", steady_module)
+
+
+def export_interval_s() -> float:
+    """How often Ray exports metrics."""
+    import ray
+
+    return max(int(ray._config.metrics_report_interval_ms()), 1000) / 1000.0

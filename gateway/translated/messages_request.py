@@ -218,6 +218,8 @@ def _of_user(message: Fields) -> list[dict[str, Any]]:
     for block in message.objects("content"):
         if block.text("type") == "tool_result":
             content = text_of(block, "content", _TEXT)
+            if block.flag("is_error") and not content.lower().startswith("error"):
+                content = f"Error: {content}" if content else "Error"  # templates have no field for it
             results.append({"role": "tool", "tool_call_id": block.text("tool_use_id"), "content": content})
         else:
             text.append(part_text(block, _TEXT))

@@ -283,9 +283,7 @@ class GatewayConfig:
     drain_s: float = _key(25.0, "seconds that open requests get to finish when a gateway drains", low=0.0, high=3600.0)
     cors_origins: str = _key("", "web pages that may call, by origin, separated by commas; *: all; empty: none")
     cors_methods: str = _key("GET, POST", "HTTP methods that these pages may use")
-    cors_headers: str = _key(
-        "authorization, content-type, x-api-key, x-request-id", "request headers that these pages may set; *: all"
-    )
+    cors_headers: str = _key("*", "request headers that these pages may set, separated by commas; *: all")
     cors_credentials: bool = _key(False, "whether browsers may send cookies with these pages' requests")
 
     @property

@@ -112,6 +112,11 @@ def test_promtool_accepts_configuration_and_rules(written: Path) -> None:
 def test_each_alert_fires_alone_and_none_while_all_is_well(written: Path) -> None:
     assert list(FIRES) == [alert.name for alert in ALERTS]
     tests = [fires(series, {name: 1.0}) for name, series in FIRES.items()] + [fires(HEALTHY, {})]
+    twice = {
+        f'alignedserve_kv_copy_failures_total{{instance="decode-0", job="{job}"}}': "0+1x40"
+        for job in ("alignedserve", "alignedserve-roles")
+    }
+    tests.append(fires(twice, {"CopiesFail": 1.0}))  # the pages of the processes have the same samples
     content = {"rule_files": ["alerts.yml"], "evaluation_interval": "1m", "tests": tests}
     (written / "test.yml").write_text(yaml.safe_dump(content))
     assert "SUCCESS" in run("promtool", "test", "rules", "test.yml", folder=written)

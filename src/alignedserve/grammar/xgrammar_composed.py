@@ -18,7 +18,7 @@ from alignedserve.errors import GrammarError
 from alignedserve.grammar.client_grammars import lark_pieces
 
 _ANY = r"/(?s:.*)/"
-_NO_CALL = r"/([^\s\[{<;](?s:.*))?/"
+_NO_CALL = re.compile(r"/\\s\*\(\[\^\\s(?P<openers>(?:\\.|[^\]\\])*)\]\(\?s:\.\*\)\)\?/")
 _LINE = re.compile(r'(?P<name>\w+)(?:\[suffix=(?P<end>"(?:[^"\\]|\\.)*")\])?: (?P<body>.*)')
 _WITHOUT = re.compile(rf"{re.escape(_ANY)} & ~/\(\?s:\.\*\)(?P<text>.*)\(\?s:\.\*\)/")
 _SPACES = r" \t\n\r\x0b\x0c\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -49,8 +49,9 @@ def _own_grammar(found: re.Match[str], json_grammar: JsonGrammar) -> xgrammar.Gr
         return xgrammar.Grammar.from_ebnf(text_until(json.loads(found["end"])))
     if body == _ANY:
         return xgrammar.Grammar.from_ebnf(f"root ::= {_ALL}")
-    if body == _NO_CALL:
-        return xgrammar.Grammar.from_ebnf(rf'root ::= "" | [^{_SPACES}\[{{<;] {_ALL}')
+    if no_call := _NO_CALL.fullmatch(body):
+        openers = "".join(map(_escaped, re.sub(r"\\(.)", r"\1", no_call["openers"])))
+        return xgrammar.Grammar.from_ebnf(rf'root ::= [{_SPACES}]* ("" | [^{_SPACES}{openers}] {_ALL})')
     if without := _WITHOUT.fullmatch(body):
         return xgrammar.Grammar.from_ebnf(text_until(re.sub(r"\\(.)", r"\1", without["text"]), without=True))
     if body.startswith("%json "):

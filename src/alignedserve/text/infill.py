@@ -31,6 +31,7 @@ FAMILIES = (
     InfillTokens("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
     InfillTokens("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     InfillTokens("[PREFIX]", "[SUFFIX]", suffix_first=True),  # Codestral
+    InfillTokens("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
 )
 
 

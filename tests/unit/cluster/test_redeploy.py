@@ -13,6 +13,7 @@ from alignedserve.cluster.supervisor import redeploy
 from alignedserve.cluster.supervisor.inheritance import inherit
 from alignedserve.cluster.supervisor.plan import Node, Shape
 from alignedserve.cluster.supervisor.redeploy import (
+    ALL_ROLES,
     COUNTS,
     DIVIDES_MEMORY,
     ROLLED,
@@ -44,6 +45,7 @@ def test_an_unchanged_configuration_asks_for_nothing() -> None:
         {"gateway": {"max_queue": 7, "drain_s": 3.0}},
         {"model": {"chat_template": "own.jinja"}},
         {"traces": {"sample": 0.1}},
+        {"cluster": {"ray_metrics": False}},
     ],
 )
 def test_what_gateways_alone_read_leaves_everything_else_as_it_is(arguments: dict[str, Any]) -> None:
@@ -52,6 +54,12 @@ def test_what_gateways_alone_read_leaves_everything_else_as_it_is(arguments: dic
 
 def test_other_numbers_of_instances_scale() -> None:
     assert change(cluster={"decode": 2}) == Change(shape=Shape(1, 2))
+
+
+def test_pages_of_metrics_need_a_rolling_restart_only() -> None:
+    asked = change(cluster={"role_metrics": True})
+    assert asked.replaced_for == ()
+    assert asked.rolled == ALL_ROLES
 
 
 def test_keys_of_the_scheduler_are_read_by_instances_too() -> None:

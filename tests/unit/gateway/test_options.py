@@ -143,8 +143,17 @@ async def test_a_prompt_that_is_too_long_is_truncated_to_what_leaves_room(front:
     whole = tokenizer().encode(long)
     (spec,) = await front.submit(COMPLETIONS, {"prompt": long, "truncate_prompt_tokens": -1, "max_tokens": 12})
     assert spec.prompt_token_ids == whole[-500:]
+    text = front.model.tokenizer
+    assert text is not None
+    text.special_tokens = {"bos_token": text.backend.id_to_token(whole[0]) or ""}
+    (spec,) = await front.submit(COMPLETIONS, {"prompt": long, "truncate_prompt_tokens": -1, "max_tokens": 12})
+    assert spec.prompt_token_ids == [whole[0], *whole[-499:]], "the token that begins a text is kept"
+    (spec,) = await front.submit(COMPLETIONS, {"prompt": whole[:500], "truncate_prompt_tokens": 3})
+    assert spec.prompt_token_ids == whole[497:500], "token ids are taken as they are"
     (spec,) = await front.submit(CHAT, {"messages": [{"role": "user", "content": long}], "truncate_prompt_tokens": 99})
     assert len(spec.prompt_token_ids) == 99
+    (spec,) = await front.submit(CHAT, {"messages": [{"role": "user", "content": long}], "truncate_prompt_tokens": -1})
+    assert len(spec.prompt_token_ids) == 384, "a quarter is for the answer"
     assert (await front.error(COMPLETIONS, {"prompt": long}))["code"] == "context_length_exceeded"
 
 
@@ -154,6 +163,7 @@ async def test_a_prompt_that_is_too_long_is_truncated_to_what_leaves_room(front:
         (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), "{0}def a({1}): pass{2}"),
         (("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"), "{0}def a({1}): pass{2}"),
         (("[PREFIX]", "[SUFFIX]"), "{1}): pass{0}def a("),
+        (("▁<PRE>", "▁<SUF>", "▁<MID>"), "{0}def a({1}): pass{2}"),
     ],
 )
 @pytest.mark.parametrize("special", [False, True])

@@ -198,6 +198,9 @@ async def test_a_named_page_may_call(cluster: FakeCluster, tmp_path: Path) -> No
         allowed = await preflight(http, PAGE)  # needs no key: a browser sends none with it
         assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, PAGE)
         assert (await preflight(http, "https://evil.example")).status_code == 400
+        asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
+        sdk = {**asked, "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os,anthropic-version"}
+        assert (await http.options(COMPLETIONS, headers=sdk)).status_code == 200
         assert (await preflight(http, PAGE, "DELETE")).status_code == 400
         body = {"prompt": "a", "max_tokens": 1}
         refused = await http.post(COMPLETIONS, json=body, headers={"Origin": PAGE})
@@ -207,6 +210,10 @@ async def test_a_named_page_may_call(cluster: FakeCluster, tmp_path: Path) -> No
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
         assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
         assert "access-control-allow-credentials" not in answer.headers
+        form: Any = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+        assert (await http.post("/v1/files", headers=headers, **form)).status_code != 415
+        evil = {**headers, "Origin": "https://evil.example"}
+        assert (await http.post("/v1/files", headers=evil, **form)).status_code == 415
 
 
 def test_cookies_need_pages_by_name() -> None:

@@ -43,15 +43,19 @@ def test_lines_of_one_prefix_are_submitted_together(tmp_path: Path, monkeypatch:
 
 def test_where_every_line_limits_its_answer_those_with_much_to_decode_go_first(tmp_path: Path) -> None:
     file = tmp_path / "in.jsonl"
-    short, long = {"prompt": "a" * 40}, {"prompt": "b" * 90}
+    short, long = {"prompt": "a" * 40}, {"prompt": [1] * 45}
     write(file, short | {"max_tokens": 4}, long | {"max_completion_tokens": 30}, short | {"max_tokens": 5, "n": 8})
-    # The two short ones are one group: 41 units for 44 tokens. The long one: 90 for 30.
+    # The two short ones are one group: 42 units for 44 tokens. The long one: 91 for 30.
     assert [line.index for line in read(file)] == [0, 4, 2]
     write(file, short | {"max_tokens": 4}, long | {"max_completion_tokens": 30}, short | {"max_tokens": 1})
     assert [line.index for line in read(file)] == [2, 0, 4]
-    write(file, short, long | {"max_completion_tokens": 30}, short | {"max_tokens": 1})
-    assert [line.index for line in read(file)] == [0, 4, 2], "without a limit somewhere, the least to compute"
+    write(file, short, long | {"max_completion_tokens": 30}, short | {"max_tokens": 2})
+    assert [line.index for line in read(file)] == [0, 4, 2], "a line without a limit counts as the mean, 16"
+    write(file, long, short)
+    assert [line.index for line in read(file)] == [2, 0], "without any limit, the least to compute"
     assert answer_tokens({"max_output_tokens": 7, "n": None}) == 7
+    assert answer_tokens({"n_predict": 3, "num_return_sequences": 2}) == 6
+    assert answer_tokens({"max_tokens": True, "n": True}) == 0
 
 
 def test_a_file_too_large_to_compare_keeps_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
