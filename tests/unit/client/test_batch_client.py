@@ -34,6 +34,7 @@ from alignedserve.client.jobs import Lines
 from alignedserve.gateway import grpc_service
 from alignedserve.gateway.batches import service as service_module
 from alignedserve.gateway.body.requests import parse_chat, parse_completion
+from alignedserve.request import FinishReason, RequestSpec, TokenLogprobs
 from support.fake_cluster import FakeCluster, silent_script
 from support.gateway import RunningGateway, running_gateway
 
@@ -174,6 +175,25 @@ def test_calls_and_reasoning_of_a_response_are_read() -> None:
     assert (found.tool_calls[0].name, found.choices[0].finish_reason) == ("look", "tool_calls")
     without_call = {**body, "output": body["output"][:2]}  # type: ignore[index]
     assert completion_of(without_call, read).parsed == City("Bern")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_log_probabilities_are_read(gateway: RunningGateway, cluster: FakeCluster, path: str) -> None:
+    async def scored(cluster: FakeCluster, spec: RequestSpec) -> None:
+        logprobs = [TokenLogprobs(-0.5, ((301, -0.5), (302, -1.5)))] * 2
+        cluster.emit(spec, [301, 302], finish=FinishReason.LENGTH, logprobs=logprobs)
+
+    cluster.script = scored
+    chat = "chat" in path
+    asked = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"}
+    scores: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
+    for more, ids in ({}, (-1, -1)), ({"return_tokens_as_token_ids": True}, (301, 302)):
+        body = {**asked, **scores, **more, "max_tokens": 2}
+        async with httpx.AsyncClient(base_url=gateway.url) as http:
+            (choice,) = completion_of((await http.post(path, json=body)).json(), None).choices
+        assert tuple(one.token_id for one in choice.logprobs) == ids
+        assert [one.logprob for one in choice.logprobs] == [-0.5, -0.5]
+        assert [[top.logprob for top in one.top] for one in choice.logprobs] == [[-0.5, -1.5]] * 2
 
 
 async def test_what_a_server_refuses_is_typed(gateway: RunningGateway, cluster: FakeCluster) -> None:

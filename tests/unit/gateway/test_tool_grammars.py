@@ -336,3 +336,29 @@ def test_the_number_of_calls_of_an_answer_is_bounded() -> None:
     grammar.matcher().accept([*known.encode("\n".join([call] * MOST_CALLS)), EOS])
     with pytest.raises(GrammarError):
         grammar.matcher().accept(known.encode("\n".join([call] * (MOST_CALLS + 1))))
+
+
+def allows(spec: GrammarSpec, known: Tokenizer, text: str) -> bool:
+    """Whether an answer may be just this text."""
+    grammars = Grammars.of(known, VOCAB_SIZE)
+    assert grammars is not None
+    row = grammars.row(SamplingParams(grammar=spec, eos_token_ids=(EOS,), max_tokens=10**6))
+    assert row is not None
+    before: list[int] = []
+    for token in [*known.encode(text, special_tokens=False), EOS]:
+        (bits,) = fill_rows([row], [before], VOCAB_SIZE)
+        if not np.unpackbits(bits.view(np.uint8), bitorder="little")[token]:
+            return False
+        before.append(token)
+    return True
+
+
+@pytest.mark.parametrize(("name", "special"), both(("llama3_json", "pythonic")))
+def test_text_beside_a_strict_tool_may_begin_with_all_that_begins_no_call(name: str, special: bool) -> None:
+    dialects, known = dialects_of(name, "", special=special)
+    spec = grammar_of(AnswerForm(tools=[LOOK]), dialects)
+    opener, other = {"llama3_json": "{[", "pythonic": "[{"}[name]
+    for text in ("", "Hello.", "\n\nNo.", f"{other}1, 2", ";", *(["<b>"] if special else [])):
+        assert allows(spec, known, text), text
+    for text in (f"{opener}1, 2", f" \n{opener}x"):
+        assert not allows(spec, known, text), text

@@ -26,7 +26,7 @@ from alignedserve.gateway.reply.answers import AnswerView, Part
 from alignedserve.model import resolve_model
 from alignedserve.proto import inference_pb2 as inf
 from alignedserve.proto import inference_pb2_grpc as inf_grpc
-from alignedserve.request import FinishReason, GrammarKind, SamplingParams
+from alignedserve.request import FinishReason, GrammarKind, RequestSpec, SamplingParams, TokenLogprobs
 from alignedserve.text import Tokenizer
 from support.fake_cluster import FakeCluster, playing
 from support.gateway import RunningGateway, running_gateway
@@ -295,6 +295,20 @@ async def test_reasoning_is_apart_from_content(cluster: FakeCluster, thinking_mo
         assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm, hi."
         assert "".join(delta.content or "" for delta in deltas) == "Hello."
 
+        async def scored(cluster: FakeCluster, spec: RequestSpec) -> None:
+            tokens = [*thought, *said, END]
+            cluster.emit(spec, tokens, finish=FinishReason.STOP, logprobs=[TokenLogprobs(-0.5)] * len(tokens))
+
+        cluster.script = scored
+        for hidden in (False, True):
+            fields = {"include_reasoning": not hidden}
+            answer = await client.chat.completions.create(model="tiny", messages=HI, logprobs=True, extra_body=fields)
+            scores: Any = answer.choices[0].logprobs
+            text = "".join(entry.token for entry in scores.content)
+            assert ("Hm" in text) is not hidden
+            assert "Hello" in text
+
+        cluster.script = playing(thought, [*said, END], finish=FinishReason.STOP)
         for fields, expected in (
             ({"include_reasoning": False}, "Hello."),
             ({"separate_reasoning": False}, "<think>\nHm, hi.\n</think>\n\nHello."),

@@ -402,6 +402,13 @@ def test_blocks_become_chats_messages() -> None:
     ]
 
 
+@pytest.mark.parametrize(("said", "told"), [("no city", "Error: no city"), ("", "Error"), ("error: x", "error: x")])
+def test_a_template_is_told_that_a_tool_failed(said: str, told: str) -> None:
+    result = {"type": "tool_result", "tool_use_id": "1", "content": said, "is_error": True}
+    (message,) = of_messages(messages=[{"role": "user", "content": [result]}])["messages"]
+    assert message == {"role": "tool", "tool_call_id": "1", "content": told}
+
+
 def test_tools_thinking_and_formats_become_chats() -> None:
     tool = {"name": "f", "description": "d", "input_schema": SCHEMA}
     choice = {"type": "any", "disable_parallel_tool_use": True}
