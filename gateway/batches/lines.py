@@ -15,7 +15,7 @@ from alignedserve.gateway.batches.batches import LineAnswer
 from alignedserve.gateway.batches.gate import Gate
 from alignedserve.gateway.batches.jsonl import Line
 from alignedserve.gateway.failures import RequestLostError, error_object
-from alignedserve.gateway.http.asgi import report
+from alignedserve.gateway.http.asgi import IGNORED, report
 from alignedserve.gateway.http.pacing import LARGE_BYTES, Pace
 from alignedserve.request import BATCH_PRIORITY
 
@@ -64,7 +64,9 @@ def unanswered(line: Line, error: AlignedServeError) -> LineAnswer:
 
 
 def _response(status: int, body: dict[str, Any]) -> dict[str, Any]:
-    return {"status_code": status, "request_id": body.get("id", ""), "body": body}
+    ignored = {name: value for name, value in body.items() if name == IGNORED}
+    rest = {name: value for name, value in body.items() if name not in ignored}
+    return {"status_code": status, "request_id": body.get("id", ""), "body": rest, **ignored}
 
 
 def _row(line: Line, custom_id: str, *, failed: bool = True, response: Any = None, error: Any = None) -> LineAnswer:

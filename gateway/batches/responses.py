@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -11,6 +12,7 @@ from alignedserve.errors import AccountingError, InvalidRequestError, NotFoundEr
 from alignedserve.gateway.batches.database import Database, in_list
 
 Item = dict[str, Any]
+PREFIX = "resp_"  # of a response's id
 OVERHEAD_BYTES = 512  # that a response counts for beside its text, so that the limit also bounds their number
 MOST_AT_ONCE = 256  # rows in one statement
 
@@ -19,6 +21,12 @@ class PreviousResponseError(InvalidRequestError):
     """The response that a request goes on from is not stored, or not for this API key."""
 
     code = "previous_response_not_found"
+
+
+class ItemNotFoundError(InvalidRequestError):
+    """An item that the input names by its id is not stored, or not for this API key."""
+
+    code = "item_not_found"
 
 
 class ResponseStore:
@@ -62,6 +70,17 @@ class ResponseStore:
             return [*self.input_items(response_id, owner), *self.get(response_id, owner)["output"]]
         except NotFoundError as error:
             raise PreviousResponseError(error.message, param="previous_response_id") from None
+
+    def items(self, ids: Iterable[str], owner: bytes) -> dict[str, Item]:
+        """Items of stored responses' outputs, by their ids. Raises ItemNotFoundError."""
+        found: dict[str, Item] = {}
+        for named in ids:
+            if named not in found:
+                with contextlib.suppress(NotFoundError):
+                    found |= {item["id"]: item for item in self.get(response_of(named), owner)["output"]}
+            if named not in found:
+                raise ItemNotFoundError(f"no item {named[:100]!r} is stored", param="input")
+        return found
 
     def delete(self, response_id: str, owner: bytes) -> None:
         """Raises NotFoundError. Responses that go on from it have its items too, and stay."""
@@ -126,6 +145,16 @@ class ResponseStore:
         numbers = [row["number"] for row in rows]
         self._db.write(f"DELETE FROM responses WHERE number IN ({in_list(numbers)})", *numbers)
         self._charge(owner, -sum(row["bytes"] for row in rows))
+
+
+def item_id(kind: str, response_id: str, index: int) -> str:
+    """The id of an item of a response's output, which names the response, too."""
+    return f"{kind}_{response_id.removeprefix(PREFIX)}_{index}"
+
+
+def response_of(item: str) -> str:
+    """The id of the response that an item is of, if `item_id` made its id."""
+    return f"{PREFIX}{item.partition('_')[2].rpartition('_')[0]}"
 
 
 def _not_found(response_id: str) -> NotFoundError:

@@ -26,6 +26,7 @@ ErrorBody = Callable[[AlignedServeError], dict[str, Any]]  # an error as an API 
 T = TypeVar("T")
 
 IGNORED_HEADER = "x-alignedserve-ignored-fields"
+IGNORED = "ignored_fields"  # the same in a batch's lines
 _MAX_NAME = 64
 _MAX_NAMES = 2048  # characters of the header; proxies refuse responses with long headers
 

@@ -13,6 +13,7 @@ from alignedserve.gateway.body.planning import CallPlan, ServedModel
 from alignedserve.gateway.body.requests import GenerationRequest
 from alignedserve.gateway.failures import UnsupportedFeatureError
 from alignedserve.gateway.http.asgi import (
+    IGNORED,
     ClientGoneError,
     DisconnectWatch,
     Receive,
@@ -82,7 +83,10 @@ class GenerateEndpoint:
                 self._ledger.close(call)
 
     async def answer_offline(self, body: Any, priority: int) -> dict[str, Any]:
-        """The whole reply to a body, without HTTP, for a line of a batch. Raises the errors that a client would get."""
+        """The whole reply to a body, without HTTP, for a line of a batch. Raises the errors that a client would get.
+
+        `ignored_fields`: those of the body that the server does not know, as the header has them over HTTP.
+        """
         with self._intake.admit(len(self._ledger)):
             request = await self.read(body, offline=True)
             if request.reply.stream:
@@ -93,7 +97,7 @@ class GenerateEndpoint:
             reply = self._reply(call, self._model, self._ledger.end, request)
             while deltas := await call.next():
                 reply.collect(deltas)
-            return reply.body()
+            return {**reply.body(), **({IGNORED: list(request.ignored)} if request.ignored else {})}
         finally:
             self._ledger.close(call)
 

@@ -49,12 +49,22 @@ class ResponsesEndpoint(GenerateEndpoint):
         previous = body.get("previous_response_id") if isinstance(body, dict) else None
         if store is not None and previous and isinstance(previous, str):
             earlier = await self._service.call(store.conversation, previous, caller.get())
+        if store is not None and isinstance(body, dict):
+            body = await self._with_items(store, body)
         if offline and isinstance(body, dict):
             if body.get("store"):
                 message = "store is not supported in a batch: the answers are in its file"
                 raise UnsupportedFeatureError(message, param="store")
             body = {**body, "store": False}
         return parse_responses(body, earlier, stores=store is not None)
+
+    async def _with_items(self, store: ResponseStore, body: dict[str, Any]) -> dict[str, Any]:
+        """The body with the items that its input names by their ids. Raises ItemNotFoundError."""
+        given = body.get("input")
+        if not isinstance(given, list) or not (wanted := [item["id"] for item in given if _is_reference(item)]):
+            return body
+        found = await self._service.call(store.items, wanted, caller.get())
+        return {**body, "input": [found[item["id"]] if _is_reference(item) else item for item in given]}
 
     async def count(self, body: Any) -> dict[str, Any]:
         """The answer of /v1/responses/input_tokens: the conversation that the body goes on from counts too."""
@@ -125,6 +135,10 @@ class StoredResponses:
         if (store := self._service.responses) is None:
             raise BatchesOffError("this server stores no responses: start it with batches.folder set")
         return store
+
+
+def _is_reference(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("type") == "item_reference" and isinstance(item.get("id"), str)
 
 
 def _whole(item: Item) -> Item:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from alignedserve.errors import AlignedServeError
+from alignedserve.gateway.batches.responses import PREFIX, item_id
 from alignedserve.gateway.body.planning import ServedModel
 from alignedserve.gateway.body.requests import GenerationRequest
 from alignedserve.gateway.failures import error_object
@@ -135,7 +136,8 @@ class ResponsesReply(TranslatedReply):
 
     def _id(self, block: Block | None = None) -> str:
         number = self.call.plan.id.removeprefix("chatcmpl-")
-        return f"resp_{number}" if block is None else f"{_ITEM[block.kind]}_{number}_{block.index}"
+        whole = f"{PREFIX}{number}"
+        return whole if block is None else item_id(_ITEM[block.kind], whole, block.index)
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._id(block), "status": status}

@@ -54,6 +54,22 @@ async def client(gateway: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
+async def test_items_of_stored_responses_are_named_by_id(client: openai.AsyncOpenAI, cluster: FakeCluster) -> None:
+    first = await client.responses.create(**ASKED)
+    user = {"role": "user", "content": "Return the"}
+    named: Any = [user, {"type": "item_reference", "id": first.output[0].id}, {"role": "user", "content": "More."}]
+    second = await client.responses.create(model="tiny", input=named)
+    spelled: Any = [user, {"role": "assistant", "content": " value"}, {"role": "user", "content": "More."}]
+    await client.responses.create(model="tiny", input=spelled, store=False)
+    assert cluster.submitted[1].prompt_token_ids == cluster.submitted[2].prompt_token_ids
+    items = [item async for item in client.responses.input_items.list(second.id, order="asc")]
+    assert items[1].to_dict()["content"][0]["text"] == " value"  # type: ignore[index]
+    for unknown in ("msg_none", "", f"{first.output[0].id}0", "_", first.id):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(model="tiny", input=[{"type": "item_reference", "id": unknown}])
+        assert (caught.value.param, caught.value.code) == ("input", "item_not_found")
+
+
 async def test_a_conversation_goes_on_by_id(client: openai.AsyncOpenAI, cluster: FakeCluster) -> None:
     first = await client.responses.create(**ASKED, instructions="Be short.")
     assert first.to_dict()["store"] is True
