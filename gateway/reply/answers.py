@@ -25,16 +25,22 @@ class ScoredToken:
 
 @dataclass(slots=True)
 class Part:
-    """The new part of one answer. `scored` is empty unless the client asked for log-probabilities."""
+    """The new part of one answer. `scored` is empty unless the client asked for log-probabilities.
+
+    `text_first`: characters of `text` that come before the last of `calls`; None: there are no calls.
+    """
 
     text: str = ""
     reasoning: str = ""
     calls: list[CallStart | CallArguments] = field(default_factory=list)
+    text_first: int | None = None
     token_ids: list[int] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
     finish: FinishReason | None = None
 
     def extend(self, other: Part) -> None:
+        if other.text_first is not None:
+            self.text_first = len(self.text) + other.text_first
         self.text += other.text
         self.reasoning += other.reasoning
         self.calls += other.calls
@@ -193,7 +199,7 @@ class AnswerView:
             elif isinstance(piece, Reasoning):
                 part.reasoning += piece.text if self._reading.include_reasoning else ""
             else:
-                self.called = True
+                self.called, part.text_first = True, len(part.text)
                 if isinstance(piece, CallStart):
                     self._arguments = []
                 else:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+TEXT_FIRST = "text_first"  # of a choice: so many characters of its text come before its last call
+
+
 class Kind(enum.Enum):
     REASONING = "reasoning"
     TEXT = "text"
@@ -60,10 +63,13 @@ class Blocks:
             self._add_call(steps, calls.pop(0))
         if reasoning := delta.get("reasoning_content"):
             self._add(steps, Kind.REASONING, reasoning)
-        if text := delta.get("content"):
-            self._add(steps, Kind.TEXT, text)
+        text, first = delta.get("content") or "", choice.get(TEXT_FIRST)
+        if text[:first]:
+            self._add(steps, Kind.TEXT, text[:first])
         for call in calls:
             self._add_call(steps, call)
+        if first is not None and text[first:]:
+            self._add(steps, Kind.TEXT, text[first:])
         if choice["finish_reason"] is not None:
             self.finish = choice["finish_reason"]
             self._end(steps)

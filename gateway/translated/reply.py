@@ -10,9 +10,10 @@ from alignedserve.errors import AlignedServeError
 from alignedserve.gateway.body.planning import ServedModel
 from alignedserve.gateway.body.requests import GenerationRequest
 from alignedserve.gateway.ledger.calls import Answer, Call, Delta
+from alignedserve.gateway.reply.answers import AnswerView, Part
 from alignedserve.gateway.reply.openai_replies import ChatReply
 from alignedserve.gateway.reply.replies import event
-from alignedserve.gateway.translated.blocks import Blocks, Step
+from alignedserve.gateway.translated.blocks import TEXT_FIRST, Blocks, Step
 
 
 class TranslatedReply(ChatReply):
@@ -63,6 +64,9 @@ class TranslatedReply(ChatReply):
 
     def collect(self, deltas: Iterable[Delta]) -> None:
         self._steps(deltas)
+
+    def choice_chunk(self, view: AnswerView, part: Part) -> dict[str, Any]:
+        return {**super().choice_chunk(view, part), TEXT_FIRST: part.text_first}
 
     def _steps(self, deltas: Iterable[Delta]) -> list[Step]:
         return [

@@ -145,6 +145,18 @@ async def test_calls_of_a_streamed_message(claude: anthropic.AsyncAnthropic, clu
     )
 
 
+async def test_blocks_do_not_depend_on_how_tokens_come(claude: anthropic.AsyncAnthropic, cluster: FakeCluster) -> None:
+    assert TOKENIZER is not None
+    tools: Any = [{"name": name, "input_schema": SCHEMA} for name in ("warm", "cold")]
+    for text in (f"I look.\n{CALLS}", f"{CALLS}Done.", f"I look.\n{CALLS}Done."):
+        found = []
+        for script in (piecewise(text), playing(TOKENIZER.encode(text), finish=FinishReason.STOP)):
+            cluster.script = script
+            answer = await claude.messages.create(model="tiny", max_tokens=99, messages=[USER], tools=tools)
+            found.append([(block.type, getattr(block, "text", "").strip()) for block in answer.content])
+        assert found[0] == found[1], text
+
+
 async def test_thinking_is_a_block_of_its_own(
     claude: anthropic.AsyncAnthropic, gateway: RunningGateway, cluster: FakeCluster
 ) -> None:
