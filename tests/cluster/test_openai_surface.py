@@ -244,6 +244,7 @@ async def test_every_line_of_the_logs_is_json_and_names_the_request(
     assert named <= set(ids)
 
 
+@pytest.mark.slow
 @needs(why_not())
 async def test_a_disk_that_is_full_under_both_logs_costs_lines_and_no_request(
     world: World, server: ServeProcess, disk: SmallDisk

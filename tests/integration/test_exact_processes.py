@@ -66,7 +66,7 @@ async def serve(config: Config, prompts: list[list[int]], sampling: SamplingPara
 
 # What processes do with a request depends on its KV's shape, windows and experts. Kinds whose engine alone differs from
 # these are in unit/engine/test_exact.py, and here in `make test-all`.
-IN_MAKE_TEST = ("opt", "llama", "gpt_oss")
+IN_MAKE_TEST = ("llama", "gpt_oss")
 # The way to the decode instance does not depend on the architecture: a few kinds go straight from the pool as well, and
 # launch iterations ahead.
 CASES = [

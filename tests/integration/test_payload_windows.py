@@ -32,6 +32,12 @@ CONFIG: dict[str, Any] = {
     "kv_pool": {"size_gib": 0.1},
     "supervisor": {"heartbeat_s": 0.1},
 }
+# The others in `make test-all`.
+VICTIMS = [
+    "prefill-0",
+    "scheduler-0",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("kv_pool-0", "decode-0")),
+]
 
 
 class Gate:
@@ -112,7 +118,7 @@ async def kill(served: Served, role_id: str) -> Callable[[], Awaitable[None]]:
     return lambda: served.cluster.wait_restarted(role_id, incarnation)
 
 
-@pytest.mark.parametrize("victim", ["prefill-0", "scheduler-0", "kv_pool-0", "decode-0"])
+@pytest.mark.parametrize("victim", VICTIMS)
 async def test_what_dies_while_a_prompt_is_asked_for_costs_no_request(served: Served, victim: str) -> None:
     served.gate.shut()
     asking = [asyncio.create_task(served.ask(words)) for words in WORDS]
@@ -147,7 +153,7 @@ async def test_a_request_that_is_cancelled_before_its_prompt_has_come_holds_noth
     await served.all_right(asking)
 
 
-@pytest.mark.parametrize("victim", ["prefill-0", "scheduler-0", "kv_pool-0", "decode-0"])
+@pytest.mark.parametrize("victim", VICTIMS)
 async def test_what_dies_while_the_pool_is_asked_for_a_candidate_costs_no_request(served: Served, victim: str) -> None:
     wait = served.folder / "wait"
     wait.touch()

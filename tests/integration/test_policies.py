@@ -164,7 +164,7 @@ def test_rounds_go_in_order_of_arrival_once_a_cpu_has_shown_that_unequal_lengths
 @pytest.mark.parametrize(
     ("policy", "decides"),
     [
-        ("aligned-no-prefetch", "rounds:RoundsPolicy"),
+        pytest.param("aligned-no-prefetch", "rounds:RoundsPolicy", marks=pytest.mark.slow),
         pytest.param("aligned-no-prefetch-fcfs", "fcfs:FcfsPolicy", marks=pytest.mark.slow),
     ],
 )
@@ -191,6 +191,7 @@ def test_where_lengths_decide_an_iterations_time_rounds_lose_less_to_them_than_f
     assert bubble_share(rounds) < 0.9 * bubble_share(fcfs)
 
 
+@pytest.mark.slow
 def test_the_papers_waiting_rule(aligned: Served, tmp_path: Path) -> None:
     """`aligned` has the default rule, and the last test the third one."""
     served = serve("aligned", tmp_path, **{"scheduler.waiting_rule": "paper"})
@@ -198,6 +199,7 @@ def test_the_papers_waiting_rule(aligned: Served, tmp_path: Path) -> None:
     assert served.classes == {f"{POLICIES}.paper_rule:PaperRulePolicy"}
 
 
+@pytest.mark.slow
 def test_aligned_cost_with_a_cost_model_that_ships(aligned: Served, tmp_path: Path) -> None:
     served = serve("aligned-cost", tmp_path, **{"scheduler.cost_model": "rtxpro6000-llama-3.1-8b"})
     check(served, aligned)

@@ -89,7 +89,7 @@ def loads_torch(cluster: LocalCluster, role_id: str) -> bool:
         (APART, True, True),
         pytest.param(APART, False, False, marks=pytest.mark.slow),
         pytest.param(APART, False, True, marks=pytest.mark.slow),
-        (TWICE, True, False),
+        pytest.param(TWICE, True, False, marks=pytest.mark.slow),
         pytest.param(TWICE, False, True, marks=pytest.mark.slow),
     ],
     ids=["apart-prefetch-verify", "apart", "apart-verify", "twice-prefetch", "twice-verify"],

@@ -224,6 +224,7 @@ async def test_a_full_front_is_alive_and_has_places_again_once_slow_clients_have
         assert {status for status, _ in await asyncio.gather(*slow)} == {408}
 
 
+@pytest.mark.slow
 async def test_an_address_has_a_limit_where_one_is_set(front: HaProxyFront) -> None:
     limited = from_tree({"gateway": {"address_connections": 5, "address_requests": 3}})
     async with (

@@ -24,6 +24,7 @@ from schemathesis.specs.openapi.checks import (
 
 from support.fake_cluster import FakeCluster
 from support.gateway import running_gateway
+from support.machines import FACTOR
 
 CHECKS: list[Any] = [
     not_a_server_error,
@@ -32,7 +33,7 @@ CHECKS: list[Any] = [
     response_schema_conformance,
 ]
 ANSWER_WITHIN_S = 20.0
-EXAMPLES = 25  # an operation
+EXAMPLES = round(10 * FACTOR)  # an operation; `make test-all` draws three times as many
 TAME = {
     "model": "tiny",
     "prompt": [5, 6, 7],

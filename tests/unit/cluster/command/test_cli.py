@@ -269,6 +269,7 @@ def test_doctor_tells_channels_and_which_attention_backends_serve_the_model_as_j
     assert set(refusals) >= {"torch", "triton", "triton_no_split", "flash_attn", "varlen"}
 
 
+@pytest.mark.slow
 def test_doctor_misses_what_a_named_attention_backend_lacks_and_what_a_channel_lacks() -> None:
     named = {"ALIGNEDSERVE_ENGINE__ATTENTION": "triton", "ALIGNEDSERVE_CLUSTER__CHANNEL": "nccl"}
     done = run("doctor", "--device", "cpu", **named)
