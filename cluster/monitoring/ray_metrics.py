@@ -1,4 +1,4 @@
-"""The cluster's metrics in Ray's own, so that Ray's dashboard, its file discovery and its PodMonitor have them.
+"""The cluster's metrics in Ray's own: Ray's file discovery and KubeRay's PodMonitor lead to them, too.
 
 Each sample becomes a gauge of the same name and labels, which Ray exports as `ray_alignedserve_…`. Ray's counters and
 histograms take observations only, not totals; `rate` and `histogram_quantile` read these gauges as they read those.

@@ -64,9 +64,9 @@ def unanswered(line: Line, error: AlignedServeError) -> LineAnswer:
 
 
 def _response(status: int, body: dict[str, Any]) -> dict[str, Any]:
-    ignored = {name: value for name, value in body.items() if name == IGNORED}
-    rest = {name: value for name, value in body.items() if name not in ignored}
-    return {"status_code": status, "request_id": body.get("id", ""), "body": rest, **ignored}
+    ignored = body.pop(IGNORED, None)
+    response = {"status_code": status, "request_id": body.get("id", ""), "body": body}
+    return response if ignored is None else {**response, IGNORED: ignored}
 
 
 def _row(line: Line, custom_id: str, *, failed: bool = True, response: Any = None, error: Any = None) -> LineAnswer:

@@ -153,8 +153,9 @@ class ServedModel:
     @property
     def beginning(self) -> int | None:
         """The token that the tokenizer, or the chat template, writes before a text; None if there is none."""
-        name = None if self.tokenizer is None else self.tokenizer.special_tokens.get("bos_token")
-        return None if self.tokenizer is None or name is None else self.tokenizer.backend.token_to_id(name)
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.backend.token_to_id(self.tokenizer.special_tokens.get("bos_token", ""))
 
     @property
     def limit(self) -> tuple[int, str]:

@@ -17,7 +17,7 @@ from alignedserve.gateway.failures import UnsupportedMediaTypeError, error_objec
 from alignedserve.gateway.http.asgi import App, ErrorBody, Receive, Scope, Send, send_error
 from alignedserve.gateway.ledger.calls import caller
 
-_JSON = b"application/json"
+_JSON, _FORM = b"application/json", b"multipart/form-data"
 _BROWSERS = (b"origin", b"sec-fetch-site")  # a browser adds them when a page posts to another site
 
 
@@ -54,7 +54,7 @@ def check_media(headers: Iterable[tuple[bytes, bytes]], pages: Collection[str] =
 
     A web page may post text and forms to any address that the user's browser reaches, loopback included. For JSON the
     browser first sends a preflight request, which this server does not accept. POST requests without a body (a cancel,
-    a stop) need the header for the same reason. Pages of the origins `pages` (`gateway.cors_origins`) may post forms.
+    a stop) need the header for the same reason. Pages of the origins `pages` (`gateway.cors_origins`) may upload files.
     """
     kinds: list[bytes] = []
     origin = ""
@@ -70,8 +70,10 @@ def check_media(headers: Iterable[tuple[bytes, bytes]], pages: Collection[str] =
         elif name in _BROWSERS:
             from_page = True
             origin = value.decode("latin-1") if name == b"origin" else origin
-    named = bool(origin) and (origin in pages or "*" in pages)
-    if from_page and not named and [kind.partition(b";")[0].strip().lower() for kind in kinds] != [_JSON]:
+    allowed = [[_JSON]]
+    if origin and (origin in pages or "*" in pages):
+        allowed.append([_FORM])
+    if from_page and [kind.partition(b";")[0].strip().lower() for kind in kinds] not in allowed:
         given = shown(b", ".join(kinds).decode("latin-1")) if kinds else "nothing"
         message = f"a web page's request (it has an Origin) needs Content-Type application/json, got {given}"
         raise UnsupportedMediaTypeError(message)

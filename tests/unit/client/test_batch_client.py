@@ -258,6 +258,14 @@ def test_a_line_asks_for_what_a_call_asks_for(options: Any) -> None:
     assert parse_chat(body_of(chat)) == parse_chat(grpc_service.body_of(chat))
 
 
+def test_json_without_whitespace_is_asked_for() -> None:
+    outputs = {"json": {"type": "array"}, "disable_any_whitespace": True}
+    message = CallPlanner().generate("Go", None, {"structured_outputs": outputs}).message
+    assert (message.grammar.HasField("whitespace"), message.grammar.whitespace) == (True, "")
+    with pytest.raises(InvalidRequestError, match="disable_any_whitespace"):
+        CallPlanner().generate("Go", None, {"structured_outputs": {**outputs, "whitespace_pattern": " "}})
+
+
 def test_a_line_with_tools_asks_for_what_a_call_asks_for() -> None:
     def look(place: str) -> str:
         return place

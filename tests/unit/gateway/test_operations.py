@@ -112,6 +112,14 @@ async def test_models_are_listed_and_found(http: httpx.AsyncClient) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
+async def test_a_models_limit_is_what_the_cluster_can_hold(http: httpx.AsyncClient, gateway: RunningGateway) -> None:
+    gateway.server.model.capacity_tokens = 100
+    assert (await http.get("/v1/models/tiny")).json()["max_model_len"] == 100
+    async with AsyncClient(gateway.grpc_address) as client:
+        (model,) = await client.models()
+    assert model.max_positions == 100
+
+
 async def test_a_port_in_use_is_named(gateway: RunningGateway) -> None:
     port = int(gateway.url.rpartition(":")[2])
     with pytest.raises(ResourceError, match=str(port)):

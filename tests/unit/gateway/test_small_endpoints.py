@@ -212,6 +212,8 @@ async def test_a_named_page_may_call(cluster: FakeCluster, tmp_path: Path) -> No
         assert "access-control-allow-credentials" not in answer.headers
         form: Any = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}
         assert (await http.post("/v1/files", headers=headers, **form)).status_code != 415
+        text = {**headers, "Content-Type": "text/plain"}
+        assert (await http.post(COMPLETIONS, headers=text, content=b"{}")).status_code == 415
         evil = {**headers, "Origin": "https://evil.example"}
         assert (await http.post("/v1/files", headers=evil, **form)).status_code == 415
 

@@ -43,6 +43,16 @@ async def test_an_answer_that_cannot_be_written_is_an_error_of_its_line(monkeypa
     assert (row["response"]["status_code"], calls) == (500, MOST_TRIES)
 
 
+async def test_fields_that_the_server_does_not_know_are_named() -> None:
+    async def endpoint(body: Any, priority: int) -> dict[str, Any]:
+        return {"id": "x", **body}
+
+    _, row = await answer(TEXT.replace(b"{}", b'{"ignored_fields": ["max_token"]}'), endpoint)
+    assert (row["response"]["ignored_fields"], row["response"]["body"]) == (["max_token"], {"id": "x"})
+    _, row = await answer(TEXT, endpoint)
+    assert "ignored_fields" not in row["response"]
+
+
 async def test_a_line_of_any_size_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "_LARGE_BYTES_S", 1 << 40)
     monkeypatch.setattr(lines_module, "len", lambda text: 300 << 20, raising=False)  # gateway.max_body_mib may be 1024
@@ -57,7 +67,7 @@ async def test_a_line_of_any_size_waits_for_its_turn(monkeypatch: pytest.MonkeyP
 
 async def test_a_limit_that_is_lowered_cuts_no_line_that_was_valid(tmp_path: Path) -> None:
     keys = {"folder": str(tmp_path / "store"), "lease_s": 0.5}
-    body = {"prompt": [5, 6], "max_tokens": 2, "user": "x" * 100_000}
+    body = {"prompt": [5, 6], "max_tokens": 2, "user": "x" * 100_000, "max_token": 5}
     row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
     async with FakeCluster() as cluster:
         cluster.script = silent_script
@@ -73,7 +83,10 @@ async def test_a_limit_that_is_lowered_cuts_no_line_that_was_valid(tmp_path: Pat
             client_of(second) as client,
         ):
             ended = await until_status(client, batch.id, "completed")
+            assert ended.output_file_id is not None
+            found = orjson.loads((await client.files.content(ended.output_file_id)).content)
     assert ended.request_counts.model_dump() == {"total": 1, "completed": 1, "failed": 0}
+    assert found["response"]["ignored_fields"] == ["user", "max_token"]
 
 
 def client_of(gateway: RunningGateway) -> openai.AsyncOpenAI:
