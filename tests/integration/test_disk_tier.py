@@ -14,6 +14,7 @@ from alignedserve.cluster.local import LocalCluster
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
+from alignedserve.kv_pool.disk.breaker import MOST_FAULTS
 from alignedserve.kv_pool.disk.file import PAGE_BYTES, padded
 from alignedserve.kv_pool.entries import entry_bytes
 from alignedserve.request import SamplingParams
@@ -123,7 +124,8 @@ def test_blocks_that_were_changed_on_disk_are_computed_again(folder: Path, tmp_p
     file.write_bytes(data)
     after, metrics = served(config, prompts)
     check(folder, [*before, *after])
-    assert of_disk(metrics, "rejected_blocks_total") >= len(prompts)
+    # Reading is off after so many faults. Reads that had begun by then are rejected, too.
+    assert MOST_FAULTS <= of_disk(metrics, "rejected_blocks_total") <= len(prompts)
     assert [answer.cached_tokens for answer in after] == [0] * len(prompts)
 
 
