@@ -47,7 +47,6 @@ NOT_FOR_STRANGERS = (
     "/alignedserve.v1.Supervisor/Stop",
     "/alignedserve.v1.NodeAgent/EndProcess",
 )
-IN_MAKE_TEST = ("llama",)  # integration/test_exact_processes.py has the others, without Ray
 
 
 def is_alive(pid: int) -> bool:
@@ -394,9 +393,8 @@ def test_stop_ends_it_and_returns_when_it_has(server: ServeProcess) -> None:
     assert "does not answer" in again.stderr
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in IN_MAKE_TEST else pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.slow  # `make test` compares tokens in test_openai_surface.py, and without Ray in test_exact_processes.py
+@pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_equal_generate_through_the_whole_cluster(kind: str, tmp_path: Path) -> None:
     folder = make_model(kind, tmp_path / kind, seed=9)
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]

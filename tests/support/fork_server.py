@@ -1,9 +1,9 @@
-"""Forks worker processes from a process that has imported torch and transformers, so that they start without imports.
+"""Forks roles' processes from a process that has imported what they need, so that they start without imports.
 
-`python -m support.fork_server FD` is the server. Each datagram on the socket FD orders a child: a module to run, its
-environment, and as file descriptors its stdin, stdout, stderr and a pipe to which the server writes the child's pid
-and, when it has ended, its exit status. The server has one thread and never imports gRPC: neither gRPC's threads nor
-its locks survive a fork.
+`python -m support.fork_server FD KIND` is the server; KIND is `worker` (torch, transformers and the engine) or `role`
+(what every role imports). Each datagram on the socket FD orders a child: a module to run, its environment, and as file
+descriptors its stdin, stdout, stderr and a pipe to which the server writes the child's pid and, when it has ended, its
+exit status. The server opens no gRPC channel: neither gRPC's threads nor its locks survive a fork.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import array
 import asyncio
 import contextlib
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -22,13 +23,23 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NoReturn
 
 ORDER_BYTES = 1 << 17
-# These may differ between the children of one server, because no import reads them.
-READ_LATE = ("PYTEST_CURRENT_TEST", "HF_HUB_OFFLINE")
+# What libraries read when they are imported or loaded. All other variables may differ between children of a server.
+READ_EARLY = ("CUDA_", "GRPC_", "LD_", "LRU_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "PYTHON", "TOKEN", "TRITON_")
+IMPORTS = {
+    "role": ("alignedserve.cluster.launch.role_main",),
+    "worker": (
+        "alignedserve.engine.eager",
+        "alignedserve.engine.model.host",
+        "alignedserve.engine.runner",
+        "alignedserve.cluster.launch.role_main",
+    ),
+}
 
-_servers: dict[frozenset[tuple[str, str]], tuple[subprocess.Popen[bytes], socket.socket]] = {}
+_servers: dict[tuple[str, frozenset[tuple[str, str]]], tuple[subprocess.Popen[bytes], socket.socket]] = {}
 
 
 class ForkedProcess:
@@ -50,7 +61,7 @@ class ForkedProcess:
         os.kill(self.pid, signal.SIGKILL)
 
 
-async def fork_process(module: str, environment: Mapping[str, str], output: int | None) -> ForkedProcess:
+async def fork_process(kind: str, module: str, environment: Mapping[str, str], output: int | None) -> ForkedProcess:
     """Run `python -m module` in a forked process; `output` is its stdout and stderr; None: those of this process.
 
     Raises OSError if the server has ended.
@@ -61,7 +72,7 @@ async def fork_process(module: str, environment: Mapping[str, str], output: int 
     order = json.dumps({"module": module, "environment": dict(environment), "directory": os.getcwd()}).encode()
     try:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stdin, out, err, report]))]
-        _server(environment).sendmsg([order], ancillary)
+        _server(kind, environment).sendmsg([order], ancillary)
     except BaseException:
         os.close(stdin_writer)
         os.close(report_reader)
@@ -91,14 +102,14 @@ def server_pids() -> set[int]:
     return {process.pid for process, _ in _servers.values()}
 
 
-def _server(environment: Mapping[str, str]) -> socket.socket:
+def _server(kind: str, environment: Mapping[str, str]) -> socket.socket:
     """A server that imports with this environment."""
-    key = frozenset((name, value) for name, value in environment.items() if name not in READ_LATE)
+    key = kind, frozenset((name, value) for name, value in environment.items() if name.startswith(READ_EARLY))
     if key not in _servers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "support.fork_server", str(theirs.fileno())],
+                [sys.executable, "-m", "support.fork_server", str(theirs.fileno()), kind],
                 env=dict(environment),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -108,17 +119,20 @@ def _server(environment: Mapping[str, str]) -> socket.socket:
     return _servers[key][1]
 
 
-def _import_heavy() -> None:
-    from transformers import AutoModelForCausalLM  # noqa: F401
+def _import(kind: str) -> None:
+    for name in IMPORTS[kind]:
+        importlib.import_module(name)
+    if kind == "worker":
+        from transformers import AutoModelForCausalLM  # noqa: F401  # it is imported only when it is looked up
 
-    import alignedserve.engine.eager
-    import alignedserve.engine.model.host
-    import alignedserve.engine.runner  # noqa: F401
-
-    if "grpc" in sys.modules:
-        raise RuntimeError("gRPC was imported before the fork")
+    if any("grpc" in name or "event" in name for name in _thread_names()):
+        raise RuntimeError("gRPC has started threads before the fork")
     gc.collect()
     gc.freeze()  # children share these pages
+
+
+def _thread_names() -> list[str]:
+    return [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
 
 
 def _serve(orders: socket.socket) -> None:
@@ -187,6 +201,6 @@ def _become(order: dict[str, object], streams: list[int]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _import_heavy()
+    _import(sys.argv[2])
     _serve(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)
