@@ -46,8 +46,11 @@ def open_timeline(request: Json, told: Mapping[str, Any]) -> list[Json]:
 
 
 def _decodes(request: Json, stays: Sequence[Json]) -> Iterator[str]:
-    """The decode instance after each stay in the pool; the last one for good."""
-    yield from (stay["decode_id"] for stay in stays[:-1])
+    """The decode instance after each stay in the pool; the last one for good.
+
+    A request that comes back before it has decoded stays in the pool, as its stopwatch sees it.
+    """
+    yield from [stay["decode_id"] for stay in stays if stay["joined"]][:-1]
     while True:
         yield request["decode_id"]
 

@@ -62,7 +62,8 @@ class Arrival:
 class Stay:
     """One stay in the pool. `sent_first`: requests that left it meanwhile for a decode instance.
 
-    Of them `shorter` and `longer` by prefix length, as far as they are remembered.
+    Of them `shorter` and `longer` by prefix length, as far as they are remembered. Not `joined`: it came back, or was
+    lost, before it decoded.
     """
 
     decode_id: str
@@ -72,15 +73,17 @@ class Stay:
     sent_first: int
     shorter: int
     longer: int
+    joined: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Left:
     arrival: Arrival
     sent: int
     kv_tokens: int
     waited_s: float
     decode_id: str
+    joined: bool = False
 
 
 class PoolStays:
@@ -109,6 +112,11 @@ class PoolStays:
         self._sent += 1
         self._lengths.append(kv_tokens)
 
+    def join(self, request_id: str) -> None:
+        """The request that was sent last decodes."""
+        if stays := self._left.get(request_id):
+            stays[-1].joined = True
+
     def of(self, request_id: str) -> Iterator[Stay]:
         """The request's ended stays, the first one first."""
         oldest = self._sent - len(self._lengths)
@@ -123,4 +131,5 @@ class PoolStays:
                 left.sent - left.arrival.sent,
                 sum(tokens < left.kv_tokens for tokens in known),
                 sum(tokens > left.kv_tokens for tokens in known),
+                left.joined,
             )

@@ -145,6 +145,8 @@ class RequestTable:
         elif state is RequestState.WAITING:
             self.waiting.add(record.kv_tokens, 1)
             record.arrival = self.stays.arrive(self.counts[state])
+        elif state is RequestState.DECODING:
+            self.stays.join(record.key.request_id)
         record.state = state
         record.entered_s[state] = now_s
         if state is not RequestState.ENDED:

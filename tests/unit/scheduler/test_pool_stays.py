@@ -42,9 +42,12 @@ def test_a_stay_tells_what_was_sent_meanwhile() -> None:
     (found,) = stays.of("mine")
     assert (found.ahead, found.sent_first, found.shorter, found.longer) == (8, 3, 2, 1)
     assert (found.decode_id, found.kv_tokens, found.waited_s) == ("decode-0", 100, 2.5)
+    assert not found.joined
     again = stays.arrive(0)
     stays.leave("mine", again, 120, 0.5, "decode-1")
-    assert [(stay.decode_id, stay.sent_first) for stay in stays.of("mine")] == [("decode-0", 3), ("decode-1", 0)]
+    stays.join("mine")
+    told = [(stay.decode_id, stay.sent_first, stay.joined) for stay in stays.of("mine")]
+    assert told == [("decode-0", 3, False), ("decode-1", 0, True)]
     assert not list(stays.of("nobody"))
 
 

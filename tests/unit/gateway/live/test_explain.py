@@ -40,7 +40,7 @@ def request(**changes: Any) -> dict[str, Any]:
 
 def stay(**changes: Any) -> dict[str, Any]:
     usual = {"decode_id": "decode-0", "kv_tokens": 121, "waited_s": 2.2, "ahead": 40, "sent_first": 45}
-    return {**usual, "shorter": 4, "longer": 41, **changes}
+    return {**usual, "shorter": 4, "longer": 41, "joined": True, **changes}
 
 
 def told(stays: list[dict[str, Any]], **changes: Any) -> Told:
@@ -82,7 +82,8 @@ def test_a_request_without_any_stage_is_summed_up() -> None:
 
 
 def test_the_timeline_says_where_each_stage_was() -> None:
-    bars = timeline(request(), [stay(), stay(decode_id="decode-1")])
+    came_back = stay(decode_id="decode-2", joined=False)  # it was returned before it decoded, and waited on
+    bars = timeline(request(), [came_back, stay(), stay(decode_id="decode-1")])
     assert [(bar["stage"], bar["where"]) for bar in bars] == [
         ("queue", "scheduler"),
         ("prefill", "prefill-0"),
