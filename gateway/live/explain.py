@@ -85,9 +85,12 @@ def _pool(told: Told) -> Said:
         yield _stay(stay, first=number == 0), ""
     if waited_s >= SHORT_S and not told.stays:
         yield f"It waited {_s(waited_s)} in the pool for a batch.", ""
-    if len(told.stays) > 1:
+    joined = [stay["joined"] for stay in told.stays[:-1]]
+    if returned := joined.count(False):
+        yield f"It came back from a decode instance {_times(returned)} before it joined a batch.", ""
+    if evicted := joined.count(True):
         advice = "A larger decode cache, or more decode instances, avoid evictions."
-        yield f"It was evicted {_times(len(told.stays) - 1)}, since the decode cache was full.", advice
+        yield f"It was evicted {_times(evicted)}, since the decode cache was full.", advice
     if told.matters(waited_s):
         yield "", f"More decode instances shorten the wait in the pool: alignedserve scale --decode {told.decode + 1}"
         yield "", "A wait objective bounds it: wait_objective_s in the request, or scheduler.starvation_after_s."

@@ -50,7 +50,7 @@ def _decodes(request: Json, stays: Sequence[Json]) -> Iterator[str]:
 
     A request that comes back before it has decoded stays in the pool, as its stopwatch sees it.
     """
-    yield from [stay["decode_id"] for stay in stays if stay["joined"]][:-1]
+    yield from (stay["decode_id"] for stay in stays if stay["joined"])
     while True:
         yield request["decode_id"]
 

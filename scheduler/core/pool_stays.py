@@ -113,7 +113,7 @@ class PoolStays:
         self._lengths.append(kv_tokens)
 
     def join(self, request_id: str) -> None:
-        """The request that was sent last decodes."""
+        """The request decodes after its newest stay."""
         if stays := self._left.get(request_id):
             stays[-1].joined = True
 

@@ -28,13 +28,28 @@ from typing import NoReturn
 
 ORDER_BYTES = 1 << 17
 # What libraries read when they are imported or loaded. All other variables may differ between children of a server.
-READ_EARLY = ("CUDA_", "GRPC_", "LD_", "LRU_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "PYTHON", "TOKEN", "TRITON_")
+READ_EARLY = (
+    "CUDA_",
+    "GRPC_",
+    "HF_",
+    "LD_",
+    "LRU_",
+    "MALLOC_",
+    "MKL_",
+    "OMP_",
+    "ONEDNN_",
+    "PYTHON",
+    "TOKENIZERS_",
+    "TRITON_",
+)
+GRPCS_THREADS = {"event_engine", "grpc_global_tim"}
 IMPORTS = {
     "role": ("alignedserve.cluster.launch.role_main",),
     "worker": (
         "alignedserve.engine.eager",
         "alignedserve.engine.model.host",
         "alignedserve.engine.runner",
+        "transformers.models.auto.modeling_auto",
         "alignedserve.cluster.launch.role_main",
     ),
 }
@@ -122,17 +137,10 @@ def _server(kind: str, environment: Mapping[str, str]) -> socket.socket:
 def _import(kind: str) -> None:
     for name in IMPORTS[kind]:
         importlib.import_module(name)
-    if kind == "worker":
-        from transformers import AutoModelForCausalLM  # noqa: F401  # it is imported only when it is looked up
-
-    if any("grpc" in name or "event" in name for name in _thread_names()):
+    if GRPCS_THREADS & {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}:
         raise RuntimeError("gRPC has started threads before the fork")
     gc.collect()
     gc.freeze()  # children share these pages
-
-
-def _thread_names() -> list[str]:
-    return [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
 
 
 def _serve(orders: socket.socket) -> None:

@@ -61,8 +61,10 @@ def test_the_pool_says_what_went_first_and_what_helps() -> None:
 
 
 def test_an_eviction_and_a_loss_are_named() -> None:
-    words, advice = explain(told([stay(), stay(decode_id="decode-1", sent_first=0)], epoch=2))
+    stays = [stay(joined=False), stay(), stay(decode_id="decode-1", sent_first=0)]
+    words, advice = explain(told(stays, epoch=2))
     assert "It waited 2.2 s in the pool again; no other request went first." in words
+    assert "It came back from a decode instance once before it joined a batch." in words
     assert any(one.startswith("It was evicted once") for one in words)
     assert any("submitted again" in one and "twice" in one for one in words)
     assert any("decode cache" in one for one in advice)
