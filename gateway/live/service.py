@@ -75,7 +75,8 @@ class LiveService:
             where = {key: now[key] or request[key] for key in ("prefill_id", "decode_id")}
             request = {**request, **where, "stages": stages}
         else:
-            bars = timeline(request, stays)
+            # One that came back before it had decoded stayed in the pool, as its stopwatch sees it.
+            bars = timeline(request, [stay["decode_id"] for stay in stays if stay["joined"]])
         words, advice = explain(Told(request, stays, view.prefill, view.decode, self._prefix_cache))
         shown = {key: value for key, value in request.items() if key != "steps"}
         is_open = request["outcome"] == "open"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Json = dict[str, Any]
@@ -17,18 +17,18 @@ STAGE_OF = {
 """The stage of a request in a state of the scheduler's."""
 
 
-def timeline(request: Json, stays: Sequence[Json]) -> list[Json]:
+def timeline(request: Json, decode_ids: Sequence[str]) -> list[Json]:
     """Bars of a request that has ended, in seconds after its arrival. An eviction repeats stages.
 
-    `stays`: in the pool, as the scheduler tells them: where the request decoded after each.
+    `decode_ids`: where it decoded after each stay in the pool, as far as they are known; later: where it ended.
     """
     steps: list[list[Any]] = request["steps"]
-    decodes = _decodes(request, stays)
+    decodes = iter(decode_ids)
     ends = [begin_s for _, begin_s in steps[1:]] + [request["took_s"]]
     bars, where = [], ""
     for (stage, begin_s), end_s in zip(steps, ends, strict=True):
         if stage == "pool":
-            where = next(decodes)
+            where = next(decodes, request["decode_id"])
         bars.append(_bar(stage, _place(stage, request, where or request["decode_id"]), begin_s, end_s))
     return bars
 
@@ -43,16 +43,6 @@ def open_timeline(request: Json, told: Mapping[str, Any]) -> list[Json]:
         _bar(stage, _place(stage, known, known["decode_id"]), max(0.0, begin_s), max(0.0, end_s))
         for (begin_s, stage), end_s in zip(begun, ends, strict=True)
     ]
-
-
-def _decodes(request: Json, stays: Sequence[Json]) -> Iterator[str]:
-    """The decode instance after each stay in the pool; the last one for good.
-
-    A request that comes back before it has decoded stays in the pool, as its stopwatch sees it.
-    """
-    yield from (stay["decode_id"] for stay in stays if stay["joined"])
-    while True:
-        yield request["decode_id"]
 
 
 def _place(stage: str, request: Json, decode_id: str) -> str:

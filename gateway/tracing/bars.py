@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from alignedserve.gateway.live.history import describe
 from alignedserve.gateway.live.timeline import timeline
@@ -32,7 +32,7 @@ def bars_of(answer: Answer, now_ns: int) -> list[Bar]:
     request = {**describe(answer), "took_s": (watch.since_ns - arrival_ns) / 1e9}
     found = [
         Bar(bar["stage"], bar["where"], *(arrival_ns + round(bar[end] * 1e9) for end in ("begin_s", "end_s")))
-        for bar in timeline(request, _stays(answer))
+        for bar in timeline(request, _decode_ids(answer))
     ]
     if answer.losses:  # the stopwatch has only the last epoch
         found.insert(0, Bar(LOST, "", arrival_ns, found[0].begin_ns))
@@ -70,11 +70,11 @@ def _unix_ns(answer: Answer, monotonic_s: float) -> int:
     return answer.call.arrival_ns + round((monotonic_s - answer.call.arrival_s) * 1e9)
 
 
-def _stays(answer: Answer) -> list[dict[str, Any]]:
+def _decode_ids(answer: Answer) -> list[str]:
     """Where it decoded after each stay in the pool: where its tokens had come from when the next one began."""
     stays_ns = [begun_ns for stage, begun_ns in answer.stopwatch.steps if stage is Stage.POOL]
     found = [
         next((decode_id for moved_ns, decode_id in reversed(answer.moves) if moved_ns <= next_ns), answer.decode_id)
         for next_ns in stays_ns[1:]
     ]
-    return [{"decode_id": decode_id} for decode_id in (*found, answer.decode_id)]
+    return [*found, answer.decode_id]

@@ -84,8 +84,7 @@ def test_a_request_without_any_stage_is_summed_up() -> None:
 
 
 def test_the_timeline_says_where_each_stage_was() -> None:
-    came_back = stay(decode_id="decode-2", joined=False)  # it was returned before it decoded, and waited on
-    bars = timeline(request(), [came_back, stay(), stay(decode_id="decode-1")])
+    bars = timeline(request(), ["decode-0", "decode-1"])
     assert [(bar["stage"], bar["where"]) for bar in bars] == [
         ("queue", "scheduler"),
         ("prefill", "prefill-0"),
