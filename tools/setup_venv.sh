@@ -39,23 +39,32 @@ has_gpu() {
   [ -e /dev/nvidia0 ] || [ -e /dev/dxg ]
 }
 
+uv_install() {
+  "$venv/bin/uv" pip install -q --python "$venv/bin/python" -c constraints.txt "$@"
+}
+
+# uv takes a third of pip's time. Where it cannot install, pip does: its configuration may name other indexes.
+install() {
+  uv_install "$@" && return
+  echo "uv cannot install this, see above; pip tries"
+  $pip install -q -c constraints.txt "$@"
+}
+
 install_torch() {
   if has_gpu; then
-    $pip install -q -c constraints.txt "torch==$torch"  # the CUDA build
+    install "torch==$torch"  # the CUDA build
   elif ! $pip install -q "torch==$torch+cpu" 2>/dev/null; then
-    # The CPU build is not on pip's default index; uv knows its index.
-    $pip install -q -c constraints.txt uv
-    "$venv/bin/uv" pip install -q --python "$venv/bin/python" --torch-backend=auto "torch==$torch"
+    uv_install --torch-backend=auto "torch==$torch"  # uv knows the index of the CPU build
   fi
 }
 
 echo "installing alignedserve${extras:+[$extras]} and its dependencies into $venv (some minutes the first time)"
-$pip install -q -c constraints.txt setuptools wheel
+$pip install -q -c constraints.txt setuptools uv wheel
 "$venv/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null || install_torch
 wanted=$extras
 if has_gpu; then  # NCCL, CuPy and CUDA bindings for torch's CUDA version
   cuda=$("$venv/bin/python" -c 'import torch; print((torch.version.cuda or "").partition(".")[0])')
   wanted=${extras:+$extras,}${cuda:+gpu-cu$cuda}
 fi
-$pip install -q -c constraints.txt --no-build-isolation -e ".${wanted:+[$wanted]}"
+install --no-build-isolation -e ".${wanted:+[$wanted]}"
 echo "$key" > "$stamp"
