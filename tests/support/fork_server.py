@@ -1,9 +1,9 @@
 """Forks roles' processes from a process that has imported what they need, so that they start without imports.
 
-`python -m support.fork_server FD KIND` is the server; KIND is `worker` (torch, transformers and the engine) or `role`
-(what every role imports). Each datagram on the socket FD orders a child: a module to run, its environment, and as file
-descriptors its stdin, stdout, stderr and a pipe to which the server writes the child's pid and, when it has ended, its
-exit status. The server opens no gRPC channel: neither gRPC's threads nor its locks survive a fork.
+`python -m support.fork_server FD KIND` is the server; KIND is `worker` (torch, transformers and the engine), `role`
+(what every role imports) or `gateway`. Each datagram on the socket FD orders a child: a module to run, its environment,
+and as file descriptors its stdin, stdout, stderr and a pipe to which the server writes the child's pid and, when it has
+ended, its exit status. The server opens no gRPC channel: neither gRPC's threads nor its locks survive a fork.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ READ_EARLY = (
 )
 GRPCS_THREADS = {"event_engine", "grpc_global_tim"}
 IMPORTS = {
+    "gateway": ("support.gateway", "alignedserve.gateway.standalone"),
     "role": ("alignedserve.cluster.launch.role_main",),
     "worker": (
         "alignedserve.engine.eager",
@@ -76,14 +77,13 @@ class ForkedProcess:
         os.kill(self.pid, signal.SIGKILL)
 
 
-async def fork_process(kind: str, module: str, environment: Mapping[str, str], output: int | None) -> ForkedProcess:
-    """Run `python -m module` in a forked process; `output` is its stdout and stderr; None: those of this process.
+async def fork_process(kind: str, module: str, environment: Mapping[str, str], out: int, err: int) -> ForkedProcess:
+    """Run `python -m module` in a forked process, which writes to the descriptors `out` and `err`.
 
     Raises OSError if the server has ended.
     """
     stdin, stdin_writer = os.pipe()
     report_reader, report = os.pipe()
-    out, err = (1, 2) if output is None else (output, output)
     order = json.dumps({"module": module, "environment": dict(environment), "directory": os.getcwd()}).encode()
     try:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stdin, out, err, report]))]

@@ -18,7 +18,8 @@ def forked_starts_except(*files: str) -> Any:
 
     async def start(role: str, module: str, environment: Mapping[str, str], output: int | None) -> Process:
         holds_model = role in (*MODEL_ROLES, SPARE) and module != "support.fake_roles"
-        return await fork_process("worker" if holds_model else "role", module, environment, output)
+        out, err = (1, 2) if output is None else (output, output)
+        return await fork_process("worker" if holds_model else "role", module, environment, out, err)
 
     @pytest.fixture(scope="module", autouse=True)
     def forked_starts(request: pytest.FixtureRequest) -> Iterator[None]:

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.gateway.standalone import StandaloneGateway
+from support.fork_server import ForkedProcess, fork_process
 from support.gateway import joined_gateway
 
 _READY_WITHIN_S = 60.0
@@ -30,7 +31,7 @@ class GatewayProcess:
         self.grpc_address = ""
         told = cluster.join_info()
         self._orders = {**told, "config": {**told["config"], "batches": dict(batches or {})}, "id": gateway_id}
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ForkedProcess | None = None
 
     @property
     def pid(self) -> int:
@@ -41,19 +42,19 @@ class GatewayProcess:
         os.kill(self.pid, signal.SIGKILL)
 
     async def __aenter__(self) -> Self:
-        pipe = asyncio.subprocess.PIPE
-        self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", __name__, stdin=pipe, stdout=pipe
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(self._orders).encode() + b"\n")
-            async with asyncio.timeout(_READY_WITHIN_S):
-                ports = json.loads(await process.stdout.readline())
-        except BaseException:
-            await self._end()
-            raise
+        reader, writer = os.pipe()
+        with os.fdopen(reader, "rb") as told:
+            try:
+                self._process = await fork_process("gateway", __name__, os.environ, writer, 2)
+            finally:
+                os.close(writer)
+            try:
+                self._process.stdin.write(json.dumps(self._orders).encode() + b"\n")
+                async with asyncio.timeout(_READY_WITHIN_S):
+                    ports = json.loads(await asyncio.to_thread(told.readline))
+            except BaseException:
+                await self._end()
+                raise
         self.url = f"http://127.0.0.1:{ports['port']}"
         self.grpc_address = f"127.0.0.1:{ports['grpc_port']}"
         return self
@@ -66,7 +67,6 @@ class GatewayProcess:
     async def _end(self) -> None:
         process = self._process
         assert process is not None
-        assert process.stdin is not None
         process.stdin.close()
         try:
             await asyncio.wait_for(process.wait(), _END_WITHIN_S)
