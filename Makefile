@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 BENCHMARKS := $(filter-out benchmarks/soak.py,$(wildcard benchmarks/[a-z]*.py))
 
 export PYTHON
+unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes, and each would compile all that it imports
 
 .PHONY: help setup setup-test setup-docs setup-dev serve test test-all fuzz chaos soak bench docs proto lint format types wheel clean
 

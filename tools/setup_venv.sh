@@ -40,7 +40,7 @@ has_gpu() {
 }
 
 uv_install() {
-  "$venv/bin/uv" pip install -q --python "$venv/bin/python" -c constraints.txt "$@"
+  "$venv/bin/uv" pip install -q --compile-bytecode --python "$venv/bin/python" -c constraints.txt "$@"
 }
 
 # uv takes a third of pip's time. Where it cannot install, pip does: its configuration may name other indexes.
