@@ -43,7 +43,7 @@ uv_install() {
   "$venv/bin/uv" pip install -q --compile-bytecode --python "$venv/bin/python" -c constraints.txt "$@"
 }
 
-# uv takes a third of pip's time. Where it cannot install, pip does: its configuration may name other indexes.
+# uv takes less than half of pip's time. Where it cannot install, pip does: its configuration may name other indexes.
 install() {
   uv_install "$@" && return
   echo "uv cannot install this, see above; pip tries"

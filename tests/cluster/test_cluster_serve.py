@@ -22,9 +22,12 @@ import pytest
 from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.cluster.launch.descendants import Descendants
 from alignedserve.proc_stat import is_alive
+from support.cpu_waits import thread_waits_s
 from support.serving import FakeServeProcess
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+STATUS = (sys.executable, "-m", "alignedserve.cluster.cli.main", "status", "--json")
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +46,7 @@ def nothing_left() -> Iterator[Descendants]:
 
 
 def status() -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "alignedserve.cluster.cli.main", "status", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(STATUS, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr
     roles: list[dict[str, Any]] = json.loads(done.stdout)["roles"]
     return roles
@@ -68,12 +70,13 @@ def test_a_cluster_comes_up_replaces_what_dies_and_leaves_nothing(
     nothing_left: Descendants, own_runtime_dir: Path
 ) -> None:
     with FakeServeProcess("--device", "cpu", "--spares", "1") as server:
-        answered_s = []
-        for _ in range(3):  # the best of three: another process of this machine may be at work
-            begun = time.monotonic()
-            roles = {role["id"]: role["pid"] for role in status()}
-            answered_s.append(time.monotonic() - begun)
-        assert min(answered_s) < 2.0
+        begun = time.monotonic()
+        with subprocess.Popen(STATUS, stdout=subprocess.PIPE) as command:
+            assert command.stdout is not None
+            roles = {role["id"]: role["pid"] for role in json.load(command.stdout)["roles"]}
+            os.waitid(os.P_PID, command.pid, os.WEXITED | os.WNOWAIT)
+            waited_s = max(thread_waits_s(command.pid).values())  # for a CPU: other work of this machine
+            assert time.monotonic() - begun - waited_s < 2.0
         assert {"node_agent-0", "kv_pool-0", "scheduler-0", "prefill-0", "decode-0", "supervisor-0"} <= set(roles)
         assert all(is_alive(pid) for pid in roles.values())
         niceness = {os.getpriority(os.PRIO_PROCESS, pid) for pid in roles.values()}
