@@ -5,7 +5,7 @@ ARGS ?=
 FUZZ ?= 50
 JOBS ?= 2
 BIN := $(VENV)/bin
-BENCHMARKS := $(filter-out benchmarks/soak.py,$(wildcard benchmarks/[a-z]*.py))
+BENCHMARKS := $(filter-out $(addprefix benchmarks/,soak.py against.py load_tools.py watched.py),$(wildcard benchmarks/[a-z]*.py))
 
 export PYTHON
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes, and each would compile all that it imports

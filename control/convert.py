@@ -169,13 +169,18 @@ def token_event(
     position: int,
     logprobs: TokenLogprobs | None = None,
     finish: FinishReason | None = None,
+    timed: bool = False,
 ) -> gw.TokenEvent:
-    """A worker's event for the gateway after a pass. `position`: the index of the first token in the answer."""
+    """A worker's event for the gateway after a pass. `position`: the index of the first token in the answer.
+
+    `timed`: it has the request's times although more follows. The last event always has them.
+    """
     event = gw.TokenEvent(key=key_to_proto(spec.key), position=position, token_ids=token_ids)
     if logprobs is not None:
         event.logprobs.append(logprob_to_proto(logprobs))
     if finish is not None:
         event.finish_reason = finish
+    if finish is not None or timed:
         event.timings.CopyFrom(timings_to_proto(spec.stopwatch))
     return event
 

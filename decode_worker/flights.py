@@ -182,7 +182,11 @@ class Flights:
         if finish is not None:
             spec.stopwatch.close(time.time_ns())
             outcome.finished.append(spec.key)
-        event = token_event(spec, (sampled.token_id,), position=position, logprobs=sampled.logprobs, finish=finish)
+        since_ns = spec.stopwatch.since_ns
+        timed, live.told_ns = since_ns != live.told_ns, since_ns  # the gateway may end it, and has no other times
+        event = token_event(
+            spec, (sampled.token_id,), position=position, logprobs=sampled.logprobs, finish=finish, timed=timed
+        )
         if finish is not None:
             stored = self._held.pop(spec.key).stored
             event.prefill_id = stored.prefill_id

@@ -15,10 +15,11 @@ class LiveRequest:
     `tokenizer` is needed for stop strings only, `grammars` for a grammar. Raises GrammarError.
     """
 
-    __slots__ = ("_ends", "_stops", "row", "spec")
+    __slots__ = ("_ends", "_stops", "row", "spec", "told_ns")
 
     def __init__(self, spec: RequestSpec, tokenizer: Tokenizer | None, grammars: Grammars | None = None) -> None:
         self.spec = spec
+        self.told_ns = 0  # when the stage of which the gateway was told last had begun
         sampling = spec.sampling
         self.row = SampleRow(sampling, spec.prompt_token_ids, spec.output_token_ids)
         if sampling.grammar is not None:

@@ -24,7 +24,7 @@ from alignedserve.gateway.prompt_blocks import BLOCK_TOKENS, block_names, key_be
 from alignedserve.request import Stage
 
 if TYPE_CHECKING:
-    from alignedserve.gateway.ledger.calls import Answer, Call
+    from alignedserve.gateway.ledger.calls import Answer
     from alignedserve.gateway.metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ def entry_of(answer: Answer, gateway_id: str, now_ns: int) -> dict[str, Any]:
     if call.sent_id:
         entry["x_request_id"] = call.sent_id
     tokens = {"first": answer.first_token_s, "second": answer.second_token_s, "last": answer.last_token_s}
-    entry |= {f"{which}_token_unix_s": _unix_s(call, at_s) for which, at_s in tokens.items() if at_s}
+    entry |= {f"{which}_token_unix_s": answer.unix_ns(at_s) / 1e9 for which, at_s in tokens.items() if at_s}
     entry |= {f"{stage}_unix_s": stopwatch.begun_ns[stage] / 1e9 for stage in Stage if stage in stopwatch.begun_ns}
     if stopwatch.bubble_s is not None:
         entry["bubble_s"] = stopwatch.bubble_s
@@ -178,7 +178,3 @@ def outcome_of(answer: Answer) -> str:
     if answer.finish is not None:
         return answer.finish.value
     return "cancelled" if answer.call.error is None else answer.call.error.code
-
-
-def _unix_s(call: Call, monotonic_s: float) -> float:
-    return call.arrival_ns / 1e9 + (monotonic_s - call.arrival_s)

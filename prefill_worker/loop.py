@@ -454,7 +454,7 @@ class PrefillLoop(ComputeThread[[]]):
                 outcome.finished.append(spec.key)
             tokens = () if sampled is None else (sampled.token_id,)
             logprobs = None if sampled is None else sampled.logprobs
-            event = token_event(spec, tokens, position=position, logprobs=logprobs, finish=finish)
+            event = token_event(spec, tokens, position=position, logprobs=logprobs, finish=finish, timed=True)
             event.prefill_id = self._prefill_id
             if job.base is not None and job.base.cached:
                 event.cached_tokens = job.base.tokens

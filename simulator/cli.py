@@ -38,6 +38,7 @@ from alignedserve.simulator.report.results import RunResult
 from alignedserve.simulator.report.seeds import in_words, over_seeds
 from alignedserve.simulator.report.summary import PREFIXES, WAITS_MET, Metric, Objectives, measure
 from alignedserve.simulator.traces import Load, read_trace
+from alignedserve.simulator.traces.save import save_trace
 from alignedserve.simulator.workload import Workload
 
 Rows = dict[str, dict[float | None, dict[int, dict[str, Metric]]]]
@@ -86,6 +87,13 @@ def simulate_command(options: argparse.Namespace, argv: Sequence[str]) -> int:
     machine = _machine(options)
     if options.print_hardware:
         print(template(machine.hardware, machine.assumed), end="")
+        return 0
+    if options.save_trace:
+        plan = _plan(options, machine)
+        if len(plan.rates) * len(plan.seeds) > 1:
+            raise ConfigError("--save-trace takes one --rate and one seed")
+        count = save_trace(plan.workload(plan.rates[0], plan.seeds[0]), Path(options.save_trace))
+        print(f"{options.save_trace}: {count} requests")
         return 0
     with contextlib.redirect_stdout(sys.stderr):  # output of user-defined policies is not part of the summary
         plan, summary = _simulate(options, argv, machine)

@@ -79,6 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seeds", metavar="N|A,B,…", help="several seeds: N from --seed on, or a list; adds confidence intervals")
     add("--warmup-s", type=float, metavar="S", default=0.0, help="exclude everything before S seconds from the figures")
     add("--limit", type=int, metavar="N", help="replay only the first N requests")
+    add("--save-trace", metavar="FILE", help="write the requests as Mooncake's JSONL, for load tools, and exit")
     add("--out", metavar="DIR", help="output folder for requests.csv, iterations.parquet, summary.json, report.html")
     add("--json", action="store_true", help="print only the summary on stdout, as JSON")
 

@@ -20,8 +20,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join([HERE, *filter(None, [os.environ.get(
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-ENDED_WITHIN_S = 10.0
-
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -46,8 +44,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_is_left_behind() -> Iterator[None]:
-    from support.leftovers import descendants, leftovers
+    from support.leftovers import none_left_behind
 
-    before = descendants()
-    yield
-    assert leftovers(before, ENDED_WITHIN_S) == {}
+    yield from none_left_behind()

@@ -151,9 +151,9 @@ class ServeProcess:
             self._process.kill()
             raise
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str, timeout_s: float = 30.0) -> Any:
         """The parsed JSON answer to a GET."""
-        with urllib.request.urlopen(self.url + path, timeout=30.0) as response:
+        with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
             return json.loads(response.read())
 
     def metrics(self) -> str:

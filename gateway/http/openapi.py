@@ -226,7 +226,8 @@ def _data(reply: str) -> Schema:
     """What an event's data is. It is not described for the APIs that are translated."""
     if reply not in ("Completion", "ChatCompletion"):
         return _STRING
-    return {**_STRING, "contentMediaType": "application/json", "contentSchema": _ref(f"{reply}Chunk")}
+    chunk = {"anyOf": [_ref(f"{reply}Chunk"), _ref("Error")]}
+    return {"anyOf": [{**_STRING, "contentMediaType": "application/json", "contentSchema": chunk}, {"const": "[DONE]"}]}
 
 
 def _posted(request: str, reply: str, summary: str, error: str = "Error") -> Schema:

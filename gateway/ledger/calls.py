@@ -101,9 +101,19 @@ class Answer:
         trace = self.call.trace
         return {"request_id": self.request_id, "trace": None if trace is None else trace.ids}
 
+    def unix_ns(self, monotonic_s: float) -> int:
+        return self.call.arrival_ns + round((monotonic_s - self.call.arrival_s) * 1e9)
+
+    def close_stopwatch(self) -> None:
+        """The answer has ended: with its last token, or now if it was cut off."""
+        if self.stopwatch.since_ns:  # a worker has sent it
+            whole = self.finish is not None and self.last_token_s
+            self.stopwatch.close(self.unix_ns(self.last_token_s) if whole else time.time_ns())
+
     def next_epoch(self, reason: str = "") -> None:
         self.losses = (*self.losses, (time.time_ns(), reason))[-MOST_NOTED:]
         self.epoch += 1
+        self.stopwatch = Stopwatch()
         self.early.clear()
         self.state = AnswerState.UNSENT
 

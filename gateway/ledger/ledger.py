@@ -157,8 +157,8 @@ class Ledger:
         if not answer.ended:
             answer.call.open -= 1
             answer.finish = FinishReason.STOP
-            self._count(answer.call).on_answer_end(answer, FinishReason.STOP)
             self._cancel([answer])
+            self._count(answer.call).on_answer_end(answer, FinishReason.STOP)
 
     def cancel_call(self, call_id: str, owner: bytes | None = b"") -> bool:
         """Cancels a call by id: it ends with CancelledError. False if this gateway has no such call of that owner.
@@ -407,6 +407,7 @@ class Ledger:
 
     def _drop(self, answer: Answer) -> None:
         answer.state = AnswerState.ENDED
+        answer.close_stopwatch()
         if self._log is not None and not answer.call.plan.probe:
             self._log.note(answer)
         if self.on_ended is not None:

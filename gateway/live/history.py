@@ -3,7 +3,8 @@
 A request is described by a JSON object: `id` (its call's), `request_id`, `arrival_unix_s`, `took_s`, `first_token_s`
 (after arrival; None: none yet), `input_tokens`, `output_tokens`, `cached_tokens`, `outcome` ("open", a finish reason or
 an error code), `prefill_id`, `decode_id`, `epoch`, `bubble_s` (None without a cost model), `stages` (seconds in each)
-and `steps` (each stage that is over, in order, and when it began after arrival).
+and `steps` (each stage that is known, in order, and when it began after arrival; of an open request, workers tell the
+gateway when it begins to decode).
 """
 
 from __future__ import annotations
@@ -51,6 +52,14 @@ def describe(answer: Answer) -> Json:
     }
 
 
+def _describe_open(answer: Answer) -> Json:
+    """With the stage that is not over."""
+    found, watch = describe(answer), answer.stopwatch
+    if watch.since_ns:
+        found["steps"].append([watch.stage.value, watch.since_ns / 1e9 - found["arrival_unix_s"]])
+    return found
+
+
 class RecentRequests:
     """The newest requests of one gateway that ended, each with the hash of its caller's API key.
 
@@ -78,7 +87,7 @@ def requests_of(ledger: Ledger, recent: RecentRequests, query: gw.RequestsQuery)
     """What one gateway knows. With an id, also requests that are open."""
     owner = None if query.whosever else query.owner
     if query.id:
-        open_ones = [describe(answer) for answer in ledger.answers_of(query.id, owner)]
+        open_ones = [_describe_open(answer) for answer in ledger.answers_of(query.id, owner)]
         ended = (one for one in recent.of(owner) if query.id in (one["id"], one["request_id"]))
         return [*open_ones, *ended][:MOST_ASKED]
     since_s = query.since_unix_s

@@ -23,6 +23,8 @@ def timeline(request: Json, decode_ids: Sequence[str]) -> list[Json]:
     `decode_ids`: where it decoded after each stay in the pool, as far as they are known; later: where it ended.
     """
     steps: list[list[Any]] = request["steps"]
+    if not steps:  # no worker has told of it
+        return []
     decodes = iter(decode_ids)
     ends = [begin_s for _, begin_s in steps[1:]] + [request["took_s"]]
     bars, where = [], ""

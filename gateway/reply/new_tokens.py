@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 from alignedserve.control.convert import timings_from_proto
@@ -51,9 +50,10 @@ def read_event(answer: Answer, event: gw.TokenEvent, role: str, sender_id: str) 
         new.prompt_logprobs = [_logprobs(entry) for entry in event.prompt_logprobs]
     if event.finish_reason:
         new.finish = FinishReason(event.finish_reason)
-        if event.HasField("timings"):
-            answer.stopwatch = timings_from_proto(event.timings)
-            answer.stopwatch.close(time.time_ns())
+    if event.HasField("timings"):
+        answer.stopwatch = timings_from_proto(event.timings)
+        if new.finish is None:
+            answer.stopwatch.bubble_s = None  # it has only begun to decode
     answer.tokens.extend(new.token_ids)
     return new
 

@@ -40,7 +40,7 @@ def bars_of(answer: Answer, now_ns: int) -> list[Bar]:
 
 
 def first_token_ns(answer: Answer) -> int:
-    return _unix_ns(answer, answer.first_token_s)
+    return answer.unix_ns(answer.first_token_s)
 
 
 def evicted_ns(answer: Answer) -> list[int]:
@@ -53,21 +53,17 @@ def evicted_ns(answer: Answer) -> list[int]:
 
 
 def _by_own_times(answer: Answer, now_ns: int) -> list[Bar]:
-    """It was cut off, or a stop string has ended it here: no worker has sent its stopwatch."""
+    """No worker has sent its stopwatch in its last epoch."""
     if answer.finish is not None and not answer.sent_s:
         return []  # there was nothing to compute
     arrival_ns = answer.call.arrival_ns
-    begin_ns = arrival_ns if answer.losses or not answer.sent_s else _unix_ns(answer, answer.sent_s)
+    begin_ns = arrival_ns if answer.losses or not answer.sent_s else answer.unix_ns(answer.sent_s)
     if not answer.first_token_s:
         return [Bar(UNTIL_FIRST, answer.prefill_id, begin_ns, now_ns)]
     first_ns = first_token_ns(answer)
-    end_ns = now_ns if answer.finish is None else _unix_ns(answer, answer.last_token_s)
+    end_ns = now_ns if answer.finish is None else answer.unix_ns(answer.last_token_s)
     first = Bar(UNTIL_FIRST, answer.prefill_id, begin_ns, first_ns)
     return [first, Bar(FURTHER, answer.decode_id, first_ns, end_ns)] if end_ns > first_ns else [first]
-
-
-def _unix_ns(answer: Answer, monotonic_s: float) -> int:
-    return answer.call.arrival_ns + round((monotonic_s - answer.call.arrival_s) * 1e9)
 
 
 def _decode_ids(answer: Answer) -> list[str]:

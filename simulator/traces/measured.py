@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from alignedserve.request import Stage
+from alignedserve.request import FinishReason, Stage
 from alignedserve.simulator.report.summary import spread
+
+_WHOLE = (None, FinishReason.STOP, FinishReason.LENGTH)
 
 
 class LogFigures:
@@ -34,6 +36,8 @@ class LogFigures:
             self._tpot.append((last - first) / (tokens - 1))
             second = _seconds(entry, "second_token_unix_s")
             self._second += [] if second is None else [second - submitted]
+        if entry.get("outcome") not in _WHOLE:  # it was cut off in a stage
+            return
         for stage, spent in self._stages.items():
             spent.append(_seconds(entry, f"{stage}_s") or 0.0)
 
@@ -47,7 +51,7 @@ class LogFigures:
             **spread("ttft", np.array(self._ttft)),
             **spread("second_token", np.array(self._second)),
             **spread("tpot", np.array(self._tpot)),
-            **{f"stage_{stage}_mean_s": float(np.mean(spent)) for stage, spent in self._stages.items()},
+            **{f"stage_{stage}_mean_s": float(np.mean(spent)) for stage, spent in self._stages.items() if spent},
         }
 
 

@@ -13,7 +13,7 @@ from alignedserve.simulator.traces.measured import LogFigures
 from alignedserve.simulator.traces.tables import Found
 from alignedserve.simulator.traces.trace import Row
 
-_MOONCAKE_BLOCK = 512  # tokens of each of its hash_ids
+_MOONCAKE_BLOCK = 512  # tokens of each of its hash_ids, where a line has no `block_tokens`
 _MOONCAKE = ("timestamp", "input_length", "output_length")
 _REQUEST_LOG = ("arrival_unix_s", "input_tokens", "output_tokens")
 _MOST_ID = (1 << 63) - 1  # of a block
@@ -69,11 +69,13 @@ class _Mooncake:
         self._seen: set[int] = set()
         self._hits = 0
         self._blocks = 0
+        self._sizes = _Sizes(self._found)
 
     def add(self, record: _Record) -> None:
         arrival_s = seconds_of(*record.get("timestamp")) / 1e3
         inputs, outputs = tokens_of(*record.get("input_length")), tokens_of(*record.get("output_length"))
         blocks = _names(record, "hash_ids")
+        self._sizes.note(record, blocks, _MOONCAKE_BLOCK)
         self._found.add(Row(inputs, outputs, arrival_s, blocks=blocks), record.place("timestamp"))
         self._blocks += len(blocks)
         for position, block in enumerate(blocks):  # a prefix ends at the first block that no earlier request had
@@ -89,7 +91,6 @@ class _Mooncake:
                 f"{self._hits} of {self._blocks} prompt blocks of the whole trace ({share:.1%}) repeat an earlier "
                 "request's prefix; every prompt is computed in full without kv_pool.prefix_cache"
             )
-        self._found.block_tokens = _MOONCAKE_BLOCK if self._blocks else 0
         return self._found
 
 
@@ -99,6 +100,7 @@ class _RequestLog:
         self._empty = 0
         self._ids: set[str] = set()
         self._figures = LogFigures()
+        self._sizes = _Sizes(self._found)
 
     def add(self, record: _Record) -> None:
         outputs = tokens_of(*record.get("output_tokens"), least=0)
@@ -113,11 +115,8 @@ class _RequestLog:
         inputs = tokens_of(*record.get("input_tokens"), least=min(outputs, 1))
         objective_s = objective_of(record.values.get("wait_objective_s"), record.place("wait_objective_s"))
         priority = priority_of(record.values.get("priority"), record.place("priority"))
-        named, size = _blocks_of(record)
-        if named:
-            if self._found.block_tokens not in (0, size):
-                record.place("block_tokens").fail(f"must be {self._found.block_tokens}, as in earlier lines")
-            self._found.block_tokens = size
+        named = _names(record, "blocks")
+        size = self._sizes.note(record, named)
         whole = inputs // size if size else 0
         of_prompt, of_answer = named[:whole], named[whole:]
         row = Row(inputs, outputs, arrival_s, request_id, objective_s, priority, of_prompt, of_answer)
@@ -134,10 +133,24 @@ class _RequestLog:
         return self._found
 
 
-def _blocks_of(record: _Record) -> tuple[tuple[int, ...], int]:
-    """The names of the blocks of prompt and answer, and the tokens of one."""
-    named = _names(record, "blocks")
-    return named, tokens_of(*record.get("block_tokens")) if named else 0
+class _Sizes:
+    """Whether all blocks of a file have the same number of tokens."""
+
+    def __init__(self, found: Found) -> None:
+        self._found = found
+
+    def note(self, record: _Record, blocks: tuple[int, ...], default: int | None = None) -> int:
+        """The tokens of a line's blocks; 0 if it names none. `default`: where the line does not tell."""
+        if not blocks:
+            return 0
+        if default is not None and "block_tokens" not in record.values:
+            size = default
+        else:
+            size = tokens_of(*record.get("block_tokens"))
+        if self._found.block_tokens not in (0, size):
+            record.place("block_tokens").fail(f"must be {self._found.block_tokens}, as in earlier lines")
+        self._found.block_tokens = size
+        return size
 
 
 def _names(record: _Record, key: str) -> tuple[int, ...]:

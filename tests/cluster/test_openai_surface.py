@@ -212,7 +212,7 @@ async def test_requests_go_on_while_the_cluster_grows_and_the_new_instance_serve
 
 async def through_a_kill(world: World, server: ServeProcess) -> list[str]:
     """Streams that keep their tokens though a decode worker is killed under them; their ids."""
-    prompts = PROMPTS * 8
+    prompts = PROMPTS * 4
     victim = [role["pid"] for role in server.roles() if role["role"] == "decode" and role["state"] == "ready"][-1]
     begun = [asyncio.Event() for _ in prompts]
     async with client(world) as http, asyncio.TaskGroup() as group:

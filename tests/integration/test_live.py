@@ -63,6 +63,7 @@ async def seen(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Seen]:
             "model": {"path": str(make_model("llama", folder / "m", seed=7))},
             "cluster": {"device": "cpu", "threads": 1},
             "kv_pool": {"size_gib": 0.1, "block_size": 4},
+            "prefill": {"batch_buffer_blocks": 30, "requests_buffer_blocks": 30},  # so that some wait in the pool
             "decode": {"cache_blocks": 60},
             "scheduler": {"min_batch_requests": 2},
             "supervisor": {"heartbeat_s": 0.2},

@@ -109,8 +109,8 @@ async def test_the_buffers_of_a_killed_prefill_instance_do_not_stay_with_the_nod
         ("kv_pool-0",),
         ("node_agent-0",),
         ("scheduler-0", "kv_pool-0"),
-        ("scheduler-0", "decode-0"),
-        ("kv_pool-0", "decode-0"),
+        pytest.param(("scheduler-0", "decode-0"), marks=pytest.mark.slow),
+        pytest.param(("kv_pool-0", "decode-0"), marks=pytest.mark.slow),
         ("kv_pool-0", "node_agent-0"),
         pytest.param(("node_agent-0", "prefill-0", "decode-0"), marks=pytest.mark.slow),  # only the pool has its memory
     ],

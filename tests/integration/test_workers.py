@@ -58,8 +58,11 @@ async def test_every_stage_of_a_request_is_timed(served: Served) -> None:
 
     assert answer.error is None
     assert answer.stopwatch is not None
-    assert set(answer.stopwatch.spent_s) == {"queue", "prefill", "pool", "prefetch", "handover", "decode"}
+    stages = ["queue", "prefill", "pool", "prefetch", "handover", "decode"]
+    assert set(answer.stopwatch.spent_s) == set(stages)
     assert (answer.prefill_id, answer.decode_id) == ("prefill-0", "decode-0")
+    told = [[step[0] for step in watch.steps] + [watch.stage] for watch in answer.told]  # what is over, and what is not
+    assert told == [stages[:3], stages, [*stages, "decode"]]
 
 
 async def test_answers_to_one_prompt_are_each_their_own(served: Served) -> None:

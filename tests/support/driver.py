@@ -37,7 +37,7 @@ QUIET_S = 0.5  # after a worker's stream broke: tokens that are on their way arr
 
 @dataclass(slots=True)
 class Answer:
-    """The answer to one request. `error` is set if it ended with an error."""
+    """The answer to one request. `error` is set if it ended with an error. `told`: each stopwatch that workers sent."""
 
     key: RequestKey
     spec: RequestSpec
@@ -46,13 +46,18 @@ class Answer:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str = ""
     error: AlignedServeError | None = None
-    stopwatch: Stopwatch | None = None
+    told: list[Stopwatch] = field(default_factory=list)
     prefill_id: str = ""
     decode_id: str = ""
     cached_tokens: int = 0
     times_s: list[float] = field(default_factory=list)
     early: dict[int, gw.TokenEvent] = field(default_factory=dict)
     done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def stopwatch(self) -> Stopwatch | None:
+        """As its last event had it; None: it has not ended."""
+        return self.told[-1] if self.finish_reason and self.told else None
 
 
 class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
@@ -215,9 +220,10 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
         answer.prefill_id = event.prefill_id or answer.prefill_id
         answer.cached_tokens = event.cached_tokens or answer.cached_tokens
         answer.decode_id = event.decode_id or answer.decode_id
+        if event.HasField("timings"):
+            answer.told.append(timings_from_proto(event.timings))
         if event.finish_reason:
             answer.finish_reason = event.finish_reason
-            answer.stopwatch = timings_from_proto(event.timings)
             if event.HasField("failure"):
                 answer.error = failure_from_proto(event.failure)
             answer.done.set()

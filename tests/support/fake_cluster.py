@@ -210,9 +210,10 @@ class FakeCluster:
         prompt_logprobs: Sequence[TokenLogprobs] = (),
         error: AlignedServeError | None = None,
         role: str = "decode",
+        timed: bool = False,
     ) -> None:
         """Send the next tokens of a request, as a worker would. `spec.output_token_ids` grows."""
-        event = self._event(spec, list(tokens), position, finish, logprobs, prompt_logprobs, error)
+        event = self._event(spec, list(tokens), position, finish, logprobs, prompt_logprobs, error, timed=timed)
         self._emitters[role].emit([(spec.gateway_address, event)])
 
     def emit_together(self, specs: Iterable[RequestSpec], tokens: Sequence[int], finish: FinishReason) -> None:
@@ -229,6 +230,8 @@ class FakeCluster:
         logprobs: Sequence[TokenLogprobs] = (),
         prompt_logprobs: Sequence[TokenLogprobs] = (),
         error: AlignedServeError | None = None,
+        *,
+        timed: bool = False,
     ) -> gw.TokenEvent:
         event = gw.TokenEvent(
             key=key_to_proto(spec.key),
@@ -239,6 +242,7 @@ class FakeCluster:
         )
         if finish is not None:
             event.finish_reason = finish
+        if finish is not None or timed:
             usual = Stopwatch(Stage.DECODE, time.time_ns(), {Stage.PREFILL: 0.25})
             event.timings.CopyFrom(timings_to_proto(spec.stopwatch if spec.stopwatch.steps else usual))
         if error is not None:

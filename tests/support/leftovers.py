@@ -6,13 +6,14 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from support.fork_server import server_pids
 
 _STAYS = "multiprocessing.resource_tracker"  # Python's own, one for the whole run
 _POLL_S = 0.05
+_ENDED_WITHIN_S = 10.0
 
 
 def descendants() -> dict[int, str]:
@@ -46,3 +47,11 @@ def leftovers(before: dict[int, str], grace_s: float) -> dict[int, str]:
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(_POLL_S)
+
+
+def none_left_behind() -> Iterator[None]:
+    """The body of a fixture: what its tests have started has ended."""
+    before = descendants()
+    yield
+    left = leftovers(before, _ENDED_WITHIN_S)
+    assert not left, f"left running: {left}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,9 +12,10 @@ import httpx
 import openai
 import pytest
 
+from alignedserve.control.samples import value
 from alignedserve.errors import AlignedServeError, OverloadedError, TransferError
 from alignedserve.model import resolve_model
-from alignedserve.request import FinishReason, RequestSpec, TokenLogprobs
+from alignedserve.request import FinishReason, RequestSpec, Stage, TokenLogprobs
 from alignedserve.text import Tokenizer
 from support.fake_cluster import FakeCluster, playing, silent_script
 from support.gateway import RunningGateway, running_gateway
@@ -274,6 +276,26 @@ async def test_timings_say_where_the_time_went(http: httpx.AsyncClient, cluster:
     assert (timings["prefill_id"], timings["decode_id"], timings["prefill_s"]) == ("prefill-0", "decode-0", 0.25)
     answer = (await http.post("/v1/completions", json={"prompt": "a", "include_timings": True, "n": 2})).json()
     assert all("timings" in choice for choice in answer["choices"])
+
+
+async def test_an_answer_that_a_stop_string_ends_has_timings(http: httpx.AsyncClient, cluster: FakeCluster) -> None:
+    """Its worker's last event comes too late."""
+    text = ids("one two three")
+
+    async def two_workers(cluster: FakeCluster, spec: RequestSpec) -> None:
+        cluster.emit(spec, text[:1], role="prefill", timed=True)
+        spec.stopwatch.enter(Stage.DECODE, time.time_ns())
+        cluster.emit(spec, text[1:2], timed=True)
+        await asyncio.sleep(0.05)
+        cluster.emit(spec, text[2:])
+
+    cluster.script = two_workers
+    body = {"prompt": "a", "include_timings": True, "stop": ["three"]}
+    answer = (await http.post("/v1/completions", json=body)).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert 0.05 <= answer["timings"]["decode_s"] < 10.0
+    metrics = (await http.get("/metrics")).text
+    assert value(metrics, "alignedserve_gateway_stage_seconds_sum", stage="decode") >= 0.05
 
 
 async def test_answers_that_end_at_once_have_the_timings_of_the_last_with_the_last_chunk(

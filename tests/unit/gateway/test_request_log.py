@@ -22,7 +22,7 @@ from alignedserve.gateway.body.planning import CacheUse
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.prompt_blocks import block_names
 from alignedserve.gateway.request_log import RequestLog
-from alignedserve.request import FinishReason, Stage, Stopwatch
+from alignedserve.request import FinishReason, RequestSpec, Stage, Stopwatch
 from alignedserve.simulator.traces import Load, read_trace
 from support.fake_cluster import FakeCluster, silent_script
 from support.gateway import running_gateway
@@ -56,7 +56,12 @@ def answer(number: int, tokens: int = 3) -> Any:
         first_token_s=now_s + 0.25,
         second_token_s=now_s + 0.5,
         last_token_s=now_s + 1.0,
+        unix_ns=lambda at_s: time.time_ns() + round((at_s - now_s) * 1e9),
     )
+
+
+async def one_token(cluster: FakeCluster, spec: RequestSpec) -> None:
+    cluster.emit(spec, [100], timed=True)
 
 
 async def test_every_request_that_ends_has_a_line_with_its_lengths_and_times(tmp_path: Path) -> None:
@@ -68,11 +73,14 @@ async def test_every_request_that_ends_has_a_line_with_its_lengths_and_times(tmp
     ):
         body = {"prompt": "a secret", "max_tokens": 16, "n": 2, "temperature": 1.0}
         reply = (await http.post("/v1/completions", json=body)).json()
+        cluster.script = one_token
+        cut = await http.post("/v1/completions", json={"prompt": "c", "timeout_s": 0.5})
+        assert cut.status_code == 408, cut.text
         cluster.script = silent_script
         late = await http.post("/v1/completions", json={"prompt": "b", "timeout_s": 0.05})
         assert late.status_code == 408, late.text
     found = lines(file)  # closing the gateway has written all
-    assert len(found) == 3
+    assert len(found) == 4
     done = [entry for entry in found if entry["outcome"] == "length"]
     assert len(done) == 2
     for entry in done:
@@ -82,9 +90,10 @@ async def test_every_request_that_ends_has_a_line_with_its_lengths_and_times(tmp
         assert entry["second_token_unix_s"] <= entry["last_token_unix_s"] <= entry["end_unix_s"] + 0.01
         assert abs(entry["arrival_unix_s"] - time.time()) < 60
         assert entry["gateway_id"] == "gateway-0"
-    (other,) = [entry for entry in found if entry["outcome"] != "length"]
-    assert other["outcome"] == "deadline_exceeded"
-    assert other["output_tokens"] == 0
+    cut_off = [entry for entry in found if entry["outcome"] == "deadline_exceeded"]
+    assert [entry["output_tokens"] for entry in cut_off] == [1, 0]
+    assert ["decode_s" in entry for entry in cut_off] == [True, False]
+    assert 0.0 < cut_off[0]["decode_s"] < 10.0
     assert "secret" not in file.read_text()
     assert file.stat().st_mode & 0o077 == 0
 

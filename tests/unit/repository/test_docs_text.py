@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import shlex
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,53 +13,9 @@ from alignedserve.cluster.cli.main import make_parser, parse
 from alignedserve.config import SECTIONS
 from alignedserve.config_sources import known_keys, value_of
 from alignedserve.errors import ConfigError
+from support.docs_pages import LASTING, PAGES, ROOT, SHELLS, blocks, inline, name_of, shell_lines, words
 
-ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md"))]
-# Decisions and measurements are dated: what they name may have gone since.
-LASTING = [page for page in PAGES if page.parent.name not in ("adr", "measurements")]
-SHELLS = ("bash", "sh", "shell", "console")
-BETWEEN = {"|", "||", "&&", "&", ";", "(", ")", "--"}  # the last one: of `kubectl exec`
 SUFFIXES = (".py", ".sh", ".md", ".yaml", ".yml", ".toml", ".json", ".proto", ".txt", ".tsv", ".svg", ".j2", ".html")
-
-
-def name_of(page: Path) -> str:
-    return page.relative_to(ROOT).as_posix()
-
-
-def blocks(page: Path) -> Iterator[tuple[str, str]]:
-    """`(language, text)` of each fenced block."""
-    text = page.read_text(encoding="utf-8")
-    for match in re.finditer(r"^( *)```([a-z]*)[^\n]*\n(.*?)^\1```", text, flags=re.DOTALL | re.MULTILINE):
-        yield match[2], match[3]
-
-
-def inline(page: Path) -> list[str]:
-    """Every inline `code` of a page."""
-    text = page.read_text(encoding="utf-8")
-    text = re.sub(r"^( *)```.*?^\1```", "", text, flags=re.DOTALL | re.MULTILINE)
-    return [" ".join(found.split()) for found in re.findall(r"`([^`]+)`", text)]
-
-
-def shell_lines(page: Path) -> Iterator[str]:
-    """Every command line of a page's shell blocks, without comments and with continued lines joined."""
-    for language, text in blocks(page):
-        if language in SHELLS:
-            for line in text.replace("\\\n", " ").splitlines():
-                yield line.removeprefix("$ ")
-
-
-def words(line: str) -> list[list[str]]:
-    """The commands of a line, each split into words."""
-    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-    lexer.whitespace_split = True
-    commands: list[list[str]] = [[]]
-    for word in lexer:
-        if word in BETWEEN:
-            commands.append([])
-        else:
-            commands[-1].append(word)
-    return [command for command in commands if command]
 
 
 def command_lines() -> list[tuple[str, list[str]]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from alignedserve.cluster.cli.main import main
 from alignedserve.errors import ConfigError, TraceError
 from alignedserve.request import BATCH_PRIORITY
 from alignedserve.simulator.prefix.groups import group_by_prefix
@@ -110,11 +111,49 @@ def test_ids_of_blocks_are_bounded_and_may_be_fewer_than_a_prompt_has(tmp_path: 
         for name, line in ("hash_ids", {**row, "hash_ids": wrong}), ("blocks", {**log, "blocks": wrong}):
             with pytest.raises(TraceError, match=rf"line 1, column \d+ \({name}\): must be a list of whole numbers"):
                 read_trace(write(tmp_path, "t.jsonl", json.dumps(line)))
-    text = "\n".join(map(json.dumps, [{**row, "hash_ids": [1]}, {**log, **row, "hash_ids": [(1 << 63) - 1, 2]}]))
+    both = {**log, **row, "block_tokens": 512, "hash_ids": [(1 << 63) - 1, 2]}
+    text = "\n".join(map(json.dumps, [{**row, "hash_ids": [1]}, both]))
     workload = read_trace(write(tmp_path, "few.jsonl", text)).workload(Load(), 0)
     named = [(one.blocks, one.answer_blocks) for one in workload.arrivals]
     assert named == [((1,), ()), (((1 << 63) - 1, 2), (-1, -2))]
     assert len(group_by_prefix(workload)) == 2
+
+
+def test_a_request_log_is_saved_for_load_tools_and_read_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"arrival_unix_s": 1700000000.5, "input_tokens": 40, "output_tokens": 20, "blocks": [77, 1 << 60, 5]},
+        {"arrival_unix_s": 1700000001.75, "input_tokens": 50, "output_tokens": 3, "blocks": [77, 1 << 60, 99]},
+        {"arrival_unix_s": 1700000003.0, "input_tokens": 7, "output_tokens": 8},
+    ]
+    log = write(tmp_path, "log.jsonl", "\n".join(json.dumps({"block_tokens": 16, **line}) for line in lines))
+    saved = tmp_path / "saved.jsonl"
+    assert main(["simulate", "--trace", log, "--save-trace", str(saved)]) == 0
+    assert capsys.readouterr().out == f"{saved}: 3 requests\n"
+    first, second, third = map(json.loads, saved.read_text().splitlines())
+    assert first == {"timestamp": 0, "input_length": 40, "output_length": 20, "hash_ids": [0, 1], "block_tokens": 16}
+    assert second == {**first, "timestamp": 1250, "input_length": 50, "output_length": 3, "hash_ids": [0, 1, 2]}
+    assert third == {"timestamp": 2500, "input_length": 7, "output_length": 8}
+
+    workload = read_trace(str(saved)).workload(Load(), 0)
+    assert workload.block_tokens == 16
+    assert [(one.arrival_s, one.input_tokens, one.output_tokens, len(one.blocks)) for one in workload.arrivals] == [
+        (0.0, 40, 20, 2),
+        (1.25, 50, 3, 3),
+        (2.5, 7, 8, 0),
+    ]
+    assert main(["simulate", "--trace", str(saved), "--save-trace", str(saved), "--clients", "2"]) == 2
+    assert "--save-trace excludes --clients" in capsys.readouterr().err
+    assert main(["simulate", "--trace", str(saved), "--save-trace", str(tmp_path / "no/such.jsonl")]) == 2
+    assert "cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_blocks_of_another_size_than_earlier_ones_are_refused(tmp_path: Path) -> None:
+    row = {"timestamp": 0, "input_length": 1500, "output_length": 6, "hash_ids": [1]}
+    text = "\n".join(map(json.dumps, [row, {**row, "block_tokens": 16}]))
+    with pytest.raises(TraceError, match=r"line 2, column \d+ \(block_tokens\): must be 512, as in earlier lines"):
+        read_trace(write(tmp_path, "sizes.jsonl", text))
 
 
 def test_the_request_log_is_sorted_and_answers_without_a_token_are_left_out(tmp_path: Path) -> None:

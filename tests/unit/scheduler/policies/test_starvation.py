@@ -94,7 +94,7 @@ LOADS = [
 
 
 @pytest.mark.parametrize("load", LOADS)
-@settings(machine_settings(10), phases=[Phase.generate])
+@settings(machine_settings(5), phases=[Phase.generate])
 @given(
     seed=st.integers(0, 10_000),
     decodes=st.sampled_from((1, 1, 2)),
@@ -119,7 +119,7 @@ def test_no_request_waits_past_the_bound(
 
 @pytest.mark.parametrize("rule", ["rounds", "paper"])
 @pytest.mark.parametrize("load", LOADS)
-@settings(machine_settings(4), phases=[Phase.generate])
+@settings(machine_settings(2), phases=[Phase.generate])
 @given(seed=st.integers(0, 10_000), decodes=st.sampled_from((1, 2)), prefetch=st.booleans())
 def test_the_other_rules_bound_waits_in_turns_and_batches(
     load: Callable[[Load], None], rule: str, seed: int, decodes: int, prefetch: bool

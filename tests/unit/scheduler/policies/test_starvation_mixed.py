@@ -126,7 +126,7 @@ BROKEN = [
 ]
 
 
-@settings(machine_settings(40), phases=[Phase.generate])
+@settings(machine_settings(20), phases=[Phase.generate])
 @given(world=WORLDS)
 def test_no_request_waits_past_the_bound_whatever_the_objectives(world: World) -> None:
     assert not run(world)[1].broken()
@@ -137,7 +137,7 @@ def test_no_request_waits_past_the_bound_where_some_did(world: World) -> None:
     assert not run(world)[1].broken()
 
 
-@settings(machine_settings(20), phases=[Phase.generate])
+@settings(machine_settings(10), phases=[Phase.generate])
 @given(world=WORLDS, objectives_s=st.sampled_from(((SHORT,), (LONG,), MANY)))
 def test_rounds_keep_objectives_to_the_same_bound(world: World, objectives_s: tuple[float, ...]) -> None:
     streams = tuple((kind, objectives_s) for kind, _ in world.streams)
@@ -191,7 +191,7 @@ class SkewedCost:
         return 1e-3 + len(lengths) * max(lengths, default=0) * 2e-5
 
 
-@settings(machine_settings(20), phases=[Phase.generate])
+@settings(machine_settings(10), phases=[Phase.generate])
 @given(world=WORLDS, measured=st.booleans(), objective_s=st.sampled_from((0.0, 0.01)))
 def test_no_request_waits_past_the_bound_where_a_cost_chooses_companions_of_the_overdue(
     world: World, measured: bool, objective_s: float

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
@@ -33,14 +33,6 @@ BACK_WITHIN_S = 7.5  # 5 on a machine that does nothing else
 RESTORING = ("ray::ServeController", "raylet/raylet", "ray::HAProxyManager", "ray::ProxyActor")
 
 Answers = dict[int, tuple[str, list[int]]]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServeProcess]:
-    environment = {"ALIGNEDSERVE_GATEWAY__REPLICAS": "2", "ALIGNEDSERVE_KV_POOL__SIZE_GIB": "0.2"}
-    with ServeProcess("--model", "tiny", environment=environment) as running:
-        yield running
-        running.check_integrity()
 
 
 async def read(client: AsyncClient, options: dict[str, Any], begun: asyncio.Event | None = None) -> Answers:
