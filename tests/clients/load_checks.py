@@ -55,14 +55,14 @@ def command(tool: str) -> list[str]:
     return [sys.executable, "-c", start]
 
 
-def documented(url: str, tool: str, containing: str = "", **files: Path) -> list[str]:
-    """The tool's command on the page of load tools, for this server and model. `files`: others than it names."""
+def documented(url: str, tool: str, containing: str = "", **others: str | Path) -> list[str]:
+    """The tool's command on the page of load tools, for this server and model. `others`: values of its options."""
     text = PAGE.read_text(encoding="utf-8").replace("\\\n", " ")
     (line,) = [line for line in text.splitlines() if re.match(rf"{tool} (run|profile) .*{containing}", line)]
     line = line.replace("http://127.0.0.1:8000", url).replace("=MODEL", f"={os.environ['MODEL_FOLDER']}")
     words = [{"MODEL": os.environ["MODEL_FOLDER"]}.get(word, word) for word in shlex.split(line)[1:]]
-    for name, file in files.items():
-        words[words.index(f"--{name.replace('_', '-')}") + 1] = str(file)
+    for name, value in others.items():
+        words[words.index(f"--{name.replace('_', '-')}") + 1] = str(value)
     return words
 
 

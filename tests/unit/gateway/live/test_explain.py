@@ -101,6 +101,11 @@ def test_the_timeline_says_where_each_stage_was() -> None:
     assert bars[-1]["end_s"] == 6.0
 
 
+def test_a_request_of_which_no_worker_has_told_has_no_timeline() -> None:
+    """It was refused, say: `explain` shows it without bars."""
+    assert timeline(request(stages={}, steps=[], outcome="overloaded"), []) == []
+
+
 def test_the_timeline_of_an_open_request_ends_now() -> None:
     now = {
         "state": "waiting",
