@@ -69,13 +69,12 @@ class _Mooncake:
         self._seen: set[int] = set()
         self._hits = 0
         self._blocks = 0
-        self._sizes = _Sizes(self._found)
 
     def add(self, record: _Record) -> None:
         arrival_s = seconds_of(*record.get("timestamp")) / 1e3
         inputs, outputs = tokens_of(*record.get("input_length")), tokens_of(*record.get("output_length"))
         blocks = _names(record, "hash_ids")
-        self._sizes.note(record, blocks, _MOONCAKE_BLOCK)
+        _block_tokens(self._found, record, blocks, _MOONCAKE_BLOCK)
         self._found.add(Row(inputs, outputs, arrival_s, blocks=blocks), record.place("timestamp"))
         self._blocks += len(blocks)
         for position, block in enumerate(blocks):  # a prefix ends at the first block that no earlier request had
@@ -100,7 +99,6 @@ class _RequestLog:
         self._empty = 0
         self._ids: set[str] = set()
         self._figures = LogFigures()
-        self._sizes = _Sizes(self._found)
 
     def add(self, record: _Record) -> None:
         outputs = tokens_of(*record.get("output_tokens"), least=0)
@@ -116,7 +114,7 @@ class _RequestLog:
         objective_s = objective_of(record.values.get("wait_objective_s"), record.place("wait_objective_s"))
         priority = priority_of(record.values.get("priority"), record.place("priority"))
         named = _names(record, "blocks")
-        size = self._sizes.note(record, named)
+        size = _block_tokens(self._found, record, named)
         whole = inputs // size if size else 0
         of_prompt, of_answer = named[:whole], named[whole:]
         row = Row(inputs, outputs, arrival_s, request_id, objective_s, priority, of_prompt, of_answer)
@@ -133,24 +131,18 @@ class _RequestLog:
         return self._found
 
 
-class _Sizes:
-    """Whether all blocks of a file have the same number of tokens."""
-
-    def __init__(self, found: Found) -> None:
-        self._found = found
-
-    def note(self, record: _Record, blocks: tuple[int, ...], default: int | None = None) -> int:
-        """The tokens of a line's blocks; 0 if it names none. `default`: where the line does not tell."""
-        if not blocks:
-            return 0
-        if default is not None and "block_tokens" not in record.values:
-            size = default
-        else:
-            size = tokens_of(*record.get("block_tokens"))
-        if self._found.block_tokens not in (0, size):
-            record.place("block_tokens").fail(f"must be {self._found.block_tokens}, as in earlier lines")
-        self._found.block_tokens = size
-        return size
+def _block_tokens(found: Found, record: _Record, blocks: tuple[int, ...], default: int | None = None) -> int:
+    """The tokens of a block, as in earlier lines; 0 if the line names none. `default`: where it does not tell."""
+    if not blocks:
+        return 0
+    if default is not None and "block_tokens" not in record.values:
+        size = default
+    else:
+        size = tokens_of(*record.get("block_tokens"))
+    if found.block_tokens not in (0, size):
+        record.place("block_tokens").fail(f"must be {found.block_tokens}, as in earlier lines")
+    found.block_tokens = size
+    return size
 
 
 def _names(record: _Record, key: str) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ ELSEWHERE = {
     "vllm ": "vLLM is not installed",
     "guidellm ": "tests/clients runs it",
     "aiperf ": "tests/clients runs it",
-    "lm_eval ": "tests/clients runs it",
+    "lm_eval ": "needs a task from a hub; tests/clients calls it as a library, with tasks of its own",
     "ray ": "test_ray_places.py, test_nodes.py and test_serve_apps.py start Ray themselves",
     "serve ": "test_serve_apps.py deploys with Ray Serve",
     "set -a; . deploy/ray.env": "for Ray on several nodes: test_nodes.py",
