@@ -39,4 +39,4 @@ class SpareServer(RoleServer):
 
 def _import_roles() -> None:
     for role in SPARED_ROLES:
-        runtime.ROLES.get(role)
+        runtime.role_class(role)
