@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import logging
 import os
@@ -155,8 +156,11 @@ def fetch_metrics(url: str, timeout_s: float) -> str:
 def _read(request: urllib.request.Request, timeout_s: float) -> bytes:
     """The response body. Raises OSError, including urllib's HTTPError."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=timeout_s) as answer:
-        body: bytes = answer.read()
+    try:
+        with opener.open(request, timeout=timeout_s) as answer:
+            body: bytes = answer.read()
+    except http.client.HTTPException as error:  # the answer was cut off, or is not HTTP
+        raise OSError(f"its answer is not whole ({error!r})") from error
     return body
 
 

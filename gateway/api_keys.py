@@ -53,6 +53,11 @@ class ApiKeys:
             self._hashes = [_hash(key) for key in keys]
 
     @property
+    def cookie(self) -> str:
+        """The name of a session's cookie."""
+        return self._sessions.cookie
+
+    @property
     def wanted(self) -> bool:
         """Whether a key is required."""
         return self._path is not None
@@ -82,7 +87,7 @@ class ApiKeys:
         """Like `check`, for the headers of an HTTP request: without a key, a browser's session counts."""
         headers = list(headers)
         offered = of_headers(headers)
-        if self._path is not None and not offered and (value := cookie_of(headers)):
+        if self._path is not None and not offered and (value := cookie_of(headers, self._sessions.cookie)):
             site = next((found for name, found in headers if name == b"sec-fetch-site"), b"none")
             key_hash = self._sessions.key_hash(value) if site in _NAVIGATES else None
             self._look_again(self._path)

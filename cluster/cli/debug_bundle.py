@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve import __version__
+from alignedserve.admin import ADMIN_HEADER
 from alignedserve.cluster.cli.operate import RunningCluster, add_url, find_cluster
 from alignedserve.cluster.cli.top_command import feed
 from alignedserve.cluster.records import fetch_json, fetch_metrics, fetch_status
@@ -30,6 +31,7 @@ STACK_WITHIN_S = 20.0
 MOST_LOG_BYTES = 4 << 20  # of each log, from its end
 LEAST_SECRET = 6  # shorter texts are not removed: they would be everywhere
 _KEYS = re.compile(r"(?i)(bearer\s+|(?:x-api-key|alignedserve[-_]token)['\"]?\s*[:=]\s*['\"]?)[^\s'\",]+")
+_IN_URL = re.compile(r"://[^/@\s\"']+@")  # a user, and perhaps a password
 _VARIABLES = ("ALIGNEDSERVE_", "RAY_", "CUDA_", "NCCL_", "OMP_", "OTEL_", "TORCH_")
 _SECRET_NAMES = ("KEY", "TOKEN", "SECRET", "PASSWORD", "HEADERS")
 
@@ -48,13 +50,13 @@ def run(given: argparse.Namespace) -> int:
     out = Path(given.out or time.strftime("alignedserve-debug-%Y%m%d-%H%M%S.tar.gz"))
     clean = Cleaner(secrets_of(cluster, given.api_key_file))
     try:
-        with tarfile.open(out, "x:gz") as archive:
+        descriptor = os.open(out, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with open(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
             for name, content in contents(cluster, stacks=not given.no_stacks):
                 _add(archive, f"{out.name.partition('.')[0]}/{name}", clean(content).encode())
                 print(f"  {name}", file=sys.stderr, flush=True)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}") from error
-    out.chmod(0o600)
     print(f"{out}: {out.stat().st_size / 1024:.0f} KiB. Look through it before you pass it on.")
     return 0
 
@@ -64,7 +66,8 @@ def contents(cluster: RunningCluster, *, stacks: bool) -> Iterator[tuple[str, st
     url, key = cluster.url, cluster.api_key
 
     def ask(path: str) -> Callable[[], str]:
-        return lambda: _pretty(fetch_json(url + path, ANSWERS_WITHIN_S, api_key=key))
+        headers = {ADMIN_HEADER: cluster.admin_key} if cluster.admin_key and path.startswith("/dashboard/") else {}
+        return lambda: _pretty(fetch_json(url + path, ANSWERS_WITHIN_S, api_key=key, headers=headers))
 
     yield "versions.txt", _tried(versions)
     yield "status.json", _tried(ask("/alignedserve/status"))
@@ -100,13 +103,14 @@ def _is_secret(variable: str) -> bool:
 
 
 def logs_of(roles: Iterable[dict[str, Any]]) -> list[tuple[str, Path]]:
-    """The log files of processes of this machine, each once: what their output is written to."""
+    """The log files of processes of this machine, each once: what their output is written to, and their own logs."""
     found: dict[Path, str] = {}
     for role in roles:
-        for number in (1, 2):
-            with contextlib.suppress(OSError):
-                path = Path(os.readlink(f"/proc/{role['pid']}/fd/{number}"))
-                if path.is_file():
+        with contextlib.suppress(OSError):
+            for link in Path(f"/proc/{role['pid']}/fd").iterdir():
+                path = link.readlink()
+                is_log = link.name in ("1", "2") or path.name == f"{role['id']}.log"
+                if is_log and path.is_file():
                     found.setdefault(path, f"{role['id']}-{path.name}")
     return [(name, path) for path, name in found.items()]
 
@@ -148,7 +152,7 @@ class Cleaner:
     def __call__(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, "[removed]")
-        return _KEYS.sub(r"\1[removed]", text)
+        return _IN_URL.sub("://[removed]@", _KEYS.sub(r"\1[removed]", text))
 
 
 def _tried(read: Callable[[], str]) -> str:

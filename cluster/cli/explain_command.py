@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
-from alignedserve.cluster.cli.operate import add_url
+from alignedserve.cluster.cli.operate import add_url, admin_headers
 from alignedserve.cluster.cli.status_command import ask_newest, table
 from alignedserve.cluster.records import fetch_json
 from alignedserve.errors import NotFoundError
@@ -30,7 +30,7 @@ def run(given: argparse.Namespace) -> int:
     path = f"/dashboard/requests/{quote(given.request_id, safe='')}"
 
     def fetch(url: str, *, api_key: str) -> dict[str, Any]:
-        return fetch_json(url.rstrip("/") + path, ANSWERS_WITHIN_S, api_key=api_key)
+        return fetch_json(url.rstrip("/") + path, ANSWERS_WITHIN_S, api_key=api_key, headers=admin_headers(url))
 
     _, found = ask_newest(given.url, given.api_key_file, fetch)
     if isinstance(error := found.get("error"), dict):

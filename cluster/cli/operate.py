@@ -72,8 +72,20 @@ def find_cluster(url: str | None, api_key_file: str | None) -> RunningCluster:
 
     where, (api_key, status) = ask_newest(url, api_key_file, fetch, only=True)
     record = next((record for record in read_records() if same_url(record, where)), None)
-    pids = frozenset(int(entry["pid"]) for entry in status.get("roles", ())) if record is not None else frozenset()
+    pids = frozenset[int]() if record is None else _pids_here(status.get("roles", ()), record.pid)
     return RunningCluster(where.rstrip("/"), api_key, record.admin_key if record else "", pids)
+
+
+def admin_headers(url: str) -> dict[str, str]:
+    """The header that opens the requests of all API keys, if this user runs the cluster at `url`."""
+    record = next((record for record in read_records() if same_url(record, url)), None)
+    return {ADMIN_HEADER: record.admin_key} if record is not None else {}
+
+
+def _pids_here(roles: Sequence[Mapping[str, Any]], supervisor_pid: int) -> frozenset[int]:
+    """The processes on the supervisor's node, which is this machine. Another node's pid is of another process here."""
+    nodes = {role["node"] for role in roles if role["role"] == "supervisor" and int(role["pid"]) == supervisor_pid}
+    return frozenset(int(role["pid"]) for role in roles if role["node"] in nodes)
 
 
 # ---- scale

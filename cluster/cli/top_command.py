@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import time
 import urllib.error
@@ -18,6 +19,8 @@ ANSWERS_WITHIN_S = 10.0
 AGAIN_S = 1.0
 STRIP = " ▁▂▃▄▅▆▇█"
 MOST_EVENTS = 8
+MOST_CHANNELS = 6
+MOST_SLOWEST = 5
 
 Json = dict[str, Any]
 
@@ -44,6 +47,7 @@ def run(given: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
     from rich.live import Live
+    from rich.text import Text
 
     console = Console()
     if given.once:
@@ -55,7 +59,7 @@ def run(given: argparse.Namespace) -> int:
                 for state in states:
                     live.update(screen(url, state), refresh=True)
             except UnavailableError as error:  # a gateway may end; HAProxy leads to another
-                live.update(f"{url}: {error.message}; trying again", refresh=True)
+                live.update(Text(f"{url}: {error.message}; trying again"), refresh=True)
             time.sleep(AGAIN_S)
             states = again(url, api_key)
 
@@ -73,7 +77,7 @@ def feed(url: str, *, api_key: str = "") -> Iterator[Json]:
             raise AuthenticationError(f"{url} asks for an API key: give --api-key-file FILE") from error
         what = "has no live page (gateway.dashboard)" if error.code == 404 else f"answered with HTTP {error.code}"
         raise UnavailableError(f"{url} {what}") from error
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         raise UnavailableError(f"{url} does not answer: {error}") from error
     return _states(url, stream)
 
@@ -92,7 +96,7 @@ def _states(url: str, stream: Any) -> Iterator[Json]:
             for line in stream:
                 if line.startswith(b"data: "):
                     yield json.loads(line[6:])
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:  # a gateway that is killed cuts its stream off
         raise UnavailableError(f"{url} does not answer any more: {error}") from error
     raise UnavailableError(f"{url} has ended the stream")
 
@@ -106,7 +110,8 @@ def screen(url: str, state: Json) -> Any:
     from rich.text import Text
 
     parts: list[Any] = [Text(line) for line in _head(url, state)]
-    parts += [_waiting(state["waiting"]), _instances(state), _stores(state), _events(state["events"])]
+    parts += [_waiting(state["waiting"]), _instances(state), _stores(state), _channels(state["channels"])]
+    parts += [_slowest(state["slowest"]), _events(state["events"])]
     return Group(*(part for part in parts if part is not None))
 
 
@@ -162,7 +167,7 @@ def _instances(state: Json) -> Any:
             f"{len(lengths)}/{one['max_running']}{switch}",
             f"{lengths[0]} to {lengths[-1]}" if lengths else "",
             spread,
-            f"{len(waiting['batch'])} + {len(waiting['requests'])}",
+            " + ".join(_candidates(waiting[kind]) for kind in ("batch", "requests")),
             _number(one["iterations_per_s"]),
             _used(one["cache"]),
         )
@@ -172,6 +177,11 @@ def _instances(state: Json) -> Any:
             one["id"], one["state"], f"{one['pending_tokens']} tokens", "", "", "", _number(one["passes_per_s"]), used
         )
     return table
+
+
+def _candidates(lengths: Sequence[int]) -> str:
+    """How many wait in a candidate buffer, and their prefix lengths."""
+    return f"{len(lengths)} ({min(lengths)} to {max(lengths)})" if lengths else "0"
 
 
 def _stores(state: Json) -> Any:
@@ -184,10 +194,29 @@ def _stores(state: Json) -> Any:
     return table
 
 
+def _channels(channels: Sequence[Json]) -> Any:
+    table = _table("channel", "from", "to", "MB/s", "busy")
+    for one in channels[:MOST_CHANNELS]:
+        rate = _number(one["bytes_per_s"] / 1e6)
+        table.add_row(one["channel"], one["source"], one["destination"], rate, _share(one["busy_share"]))
+    return table if channels else None
+
+
+def _slowest(requests: Sequence[Json]) -> Any:
+    table = _table("slowest of late", "took", "tokens", "where", "outcome")
+    for one in requests[:MOST_SLOWEST]:
+        tokens = f"{one['input_tokens']} + {one['output_tokens']}"
+        where = " ".join(filter(None, (one["prefill_id"], one["decode_id"])))
+        table.add_row(one["request_id"], _ms(one["took_s"]), tokens, where, one["outcome"])
+    return table if requests else None
+
+
 def _events(events: Sequence[Json]) -> Any:
+    from rich.text import Text
+
     table = _table("event", "")
     for event in events[-MOST_EVENTS:]:
-        table.add_row(time.strftime("%H:%M:%S", time.localtime(event["unix_s"])), event["text"])
+        table.add_row(time.strftime("%H:%M:%S", time.localtime(event["unix_s"])), Text(event["text"]))
     return table if events else None
 
 

@@ -40,7 +40,7 @@ ALL_ROLES = frozenset({*INSTANCES, *PROCESS_ROLES})
 ROLLED: Mapping[str, frozenset[str]] = {
     "kv_pool.growth_reserve": frozenset({"kv_pool", "scheduler"}),
     "kv_pool.copy_timeout_s": INSTANCES,
-    "kv_pool.prefix_cache": frozenset({*INSTANCES, "kv_pool"}),
+    "kv_pool.prefix_cache": frozenset({*INSTANCES, "kv_pool", "scheduler"}),
     "kv_pool.cache_policy": frozenset({"kv_pool"}),
     "kv_pool.disk_path": frozenset({"kv_pool"}),
     "kv_pool.disk_gib": frozenset({"kv_pool"}),

@@ -20,6 +20,8 @@ from alignedserve.engine.backends.torch_table import TableAttention
 from alignedserve.engine.batch import DecodeTable, PackedBatch, Span
 from alignedserve.errors import AlignedServeError
 
+TILE_SCORES = 1 << 24  # of a chunk whose softmax is merged with another: 64 MiB in fp32
+
 
 class TorchBackend(AttentionBackend):
     """See the module and AttentionBackend."""
@@ -94,7 +96,7 @@ class TorchBackend(AttentionBackend):
             if shared.alone[index]:
                 out[rows] = _attend_span(query[rows], *past, mask, options)
             else:
-                out[rows], lse[rows] = _attend_part(query[rows], *past, mask, options)
+                out[rows], lse[rows] = _attend_tiled(query[rows], *past, mask, options)
         if self._batch is not None and self._batch.decode is not None:
             places = self._batch.decode.rows
             if places is None:
@@ -180,6 +182,21 @@ def _attend_scores(
     """The same with all scores in memory, for soft-cap and sinks, which `scaled_dot_product_attention` lacks."""
     weights = torch.softmax(_scores(query, key, mask, options), dim=-1)[..., : key.shape[1]].to(query.dtype)
     return torch.matmul(weights, value.unsqueeze(1)).flatten(0, 1).transpose(0, 1)
+
+
+def _attend_tiled(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_attend_part` by rows of the query, so that at most `TILE_SCORES` scores are in memory."""
+    tokens, heads = query.shape[:2]
+    most = max(1, TILE_SCORES // (heads * key.shape[1]))
+    if tokens <= most:
+        return _attend_part(query, key, value, mask, options)
+    if mask is None:
+        mask = torch.ones(tokens, key.shape[1], dtype=torch.bool, device=query.device).tril_()
+    tiles = zip(query.split(most), mask.split(most), strict=True)
+    out, lse = zip(*(_attend_part(rows, key, value, visible, options) for rows, visible in tiles), strict=True)
+    return torch.cat(out), torch.cat(lse)
 
 
 def _attend_part(

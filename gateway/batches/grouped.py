@@ -7,6 +7,7 @@ tokens but for the last one or two.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -15,6 +16,8 @@ import orjson
 
 from alignedserve.gateway.batches.jsonl import PART_BYTES, PART_LINES, Line, LineReader
 from alignedserve.prefix_groups import prefix_groups
+
+logger = logging.getLogger(__name__)
 
 MOST_BYTES = 64 << 20  # larger files are read in their own order: prompts are compared in memory
 _LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens", "max_new_tokens", "n_predict")
@@ -27,8 +30,11 @@ def lines_in_order(path: Path, *, by_prefix: bool) -> LineReader | GroupedReader
 
     Raises OSError.
     """
-    grouped = by_prefix and path.stat().st_size <= MOST_BYTES
-    return GroupedReader(path) if grouped else LineReader(path)
+    if by_prefix and (size := path.stat().st_size) > MOST_BYTES:
+        said = "a batch of %.0f MiB is read in its own order: prompts are grouped by prefix up to %.0f MiB"
+        logger.info(said, size / (1 << 20), MOST_BYTES / (1 << 20))
+        by_prefix = False
+    return GroupedReader(path) if by_prefix else LineReader(path)
 
 
 class GroupedReader:

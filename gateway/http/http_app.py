@@ -133,7 +133,7 @@ def build_app(
     lines = {"/v1/completions": completions, "/v1/chat/completions": chat, "/v1/responses": responses}
     batches.endpoints = {path: endpoint.answer_offline for path, endpoint in lines.items()}
     stored = [*BatchEndpoints(batches, bodies).routes(), *StoredResponses(batches).routes()]
-    live = LiveEndpoints(server.live_service, keys) if config.dashboard else None
+    live = LiveEndpoints(server.live_service, keys, server.admin_key) if config.dashboard else None
     app = Starlette(
         routes=[
             *(route(path, handle, "POST") for path, handle in posts.items()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import PurePosixPath
@@ -16,6 +17,7 @@ from alignedserve import __version__
 from alignedserve.errors import AuthenticationError, InvalidRequestError, NotFoundError, OverloadedError
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.failures import ShuttingDownError
+from alignedserve.gateway.http.admin import NotAdminError, check_key, shows_key
 from alignedserve.gateway.http.asgi import (
     App,
     ClientGoneError,
@@ -33,9 +35,10 @@ from alignedserve.gateway.http.asgi import (
 from alignedserve.gateway.http.body_reader import BodyReader
 from alignedserve.gateway.ledger.calls import caller
 from alignedserve.gateway.live.feed import MOST_VIEWERS, LiveFeed
-from alignedserve.gateway.live.sessions import COOKIE, LASTS_S
+from alignedserve.gateway.live.sessions import LASTS_S
 
 MOST_LOGIN_BYTES = 8192
+MOST_OF_ONE_KEY = 16  # viewers, so that no key keeps others from looking
 SLOWEST_SINCE_S = 300.0
 SLOWEST = 10
 SLOWEST_EVERY_S = 3.0
@@ -65,16 +68,22 @@ class Source(Protocol):
 
 
 class LiveEndpoints:
-    """`open_ones`: by path, without an API key; `guarded_ones` need one where there are keys."""
+    """`open_ones`: by path, without an API key; `guarded_ones` need one where there are keys.
 
-    def __init__(self, source: Source, keys: ApiKeys) -> None:
+    Who has the cluster's admin key, too, sees the requests of all API keys.
+    """
+
+    def __init__(self, source: Source, keys: ApiKeys, admin_key: str) -> None:
         self._source = source
         self._keys = keys
+        self._admin_key = admin_key
+        self._viewers: Counter[bytes | None] = Counter()  # of the feed, by owner
         self._bodies = BodyReader(MOST_LOGIN_BYTES)
         self._files = _static_files()
 
     def open_gets(self) -> Mapping[str, App]:
-        return {"/": self.page, "/dashboard": self.page, "/dashboard/static/{name:path}": self.file}
+        pages = dict.fromkeys(("/", "/dashboard", "/dashboard/"), self.page)
+        return {**pages, "/dashboard/static/{name:path}": self.file}
 
     def open_posts(self) -> Mapping[str, App]:
         return {"/dashboard/login": self.login, "/dashboard/logout": self.logout}
@@ -127,10 +136,10 @@ class LiveEndpoints:
         except Exception as error:
             await send_error(send, report(error))
             return
-        await _set_cookie(scope, send, value, int(LASTS_S))
+        await _set_cookie(scope, send, self._keys.cookie, value, int(LASTS_S))
 
     async def logout(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _set_cookie(scope, send, "", 0)
+        await _set_cookie(scope, send, self._keys.cookie, "", 0)
 
     # ---- data
 
@@ -139,20 +148,29 @@ class LiveEndpoints:
         if not self._source.feed.open:
             await send_error(send, ShuttingDownError("this gateway is shutting down"))
             return
-        if self._source.feed.viewers >= MOST_VIEWERS:
-            await send_error(send, OverloadedError(f"{MOST_VIEWERS} viewers look already", retry_after_s=10.0))
+        owner = caller.get() if self._keys.wanted else None
+        most = MOST_VIEWERS if owner is None else MOST_OF_ONE_KEY
+        if self._viewers[owner] >= most or self._viewers.total() >= MOST_VIEWERS:
+            await send_error(send, OverloadedError(f"{self._viewers[owner]} viewers look already", retry_after_s=10.0))
             return
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        with DisconnectWatch(receive) as watch, contextlib.suppress(ClientGoneError):
-            await start(send, 200, "text/event-stream; charset=utf-8", headers)
-            await watch.unless_gone(self._send_states(send))
+        self._viewers[owner] += 1
+        try:
+            with DisconnectWatch(receive) as watch, contextlib.suppress(ClientGoneError):
+                await start(send, 200, "text/event-stream; charset=utf-8", headers)
+                await watch.unless_gone(self._send_states(scope, send))
+        finally:
+            self._viewers -= Counter([owner])
 
-    async def _send_states(self, send: Send) -> None:
-        owner, slowest, asked_s = self._owner(), list[Json](), -SLOWEST_EVERY_S
+    async def _send_states(self, scope: Scope, send: Send) -> None:
+        """Ends when the viewer's API key or session does."""
+        owner, slowest, asked_s = self._owner(scope), list[Json](), -SLOWEST_EVERY_S
         async with contextlib.aclosing(self._source.feed.states()) as states:
             async for state in states:
                 now_s = time.monotonic()
                 if now_s - asked_s >= SLOWEST_EVERY_S:
+                    if not self._may_look(scope):
+                        break
                     since_s = time.time() - SLOWEST_SINCE_S
                     slowest = await self._source.requests(owner, newest=False, most=SLOWEST, since_unix_s=since_s)
                     asked_s = now_s
@@ -168,20 +186,36 @@ class LiveEndpoints:
             message = f"sort must be slowest or newest, and most a number from 1 to {MOST_LISTED}"
             await send_error(send, InvalidRequestError(message))
             return
-        found = await self._source.requests(self._owner(), newest=order == "newest", most=int(most), since_unix_s=0.0)
+        try:
+            owner = self._owner(scope)
+        except NotAdminError as error:
+            await send_error(send, error)
+            return
+        found = await self._source.requests(owner, newest=order == "newest", most=int(most), since_unix_s=0.0)
         await send_json(send, {"requests": found}, headers={"cache-control": "no-store"})
 
     async def one_request(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = scope["path_params"]["request_id"]
-        found = await self._source.request(request_id, self._owner())
+        try:
+            owner = self._owner(scope)
+        except NotAdminError as error:
+            await send_error(send, error)
+            return
+        found = await self._source.request(request_id, owner)
         if found is None:
             message = f"request {request_id[:200]!r} is not open, and not among those that ended of late"
             await send_error(send, NotFoundError(message))
             return
         await send_json(send, found, headers={"cache-control": "no-store"})
 
-    def _owner(self) -> bytes | None:
-        """Whose requests are shown: those of the caller's API key; None: all, where there are no keys."""
+    def _owner(self, scope: Scope) -> bytes | None:
+        """Whose requests are shown: those of the caller's API key; None: all, without keys or with the admin key.
+
+        Raises NotAdminError for a wrong admin key.
+        """
+        if shows_key(scope):
+            check_key(scope, self._admin_key)
+            return None
         return caller.get() if self._keys.wanted else None
 
 
@@ -199,9 +233,9 @@ def _static_files() -> dict[str, bytes]:
     return found
 
 
-async def _set_cookie(scope: Scope, send: Send, value: str, lasts_s: int) -> None:
+async def _set_cookie(scope: Scope, send: Send, name: str, value: str, lasts_s: int) -> None:
     secure = "; Secure" if scope.get("scheme") == "https" else ""
-    cookie = f"{COOKIE}={value}; Path=/; Max-Age={lasts_s}; HttpOnly; SameSite=Strict{secure}"
+    cookie = f"{name}={value}; Path=/; Max-Age={lasts_s}; HttpOnly; SameSite=Strict{secure}"
     headers = {"set-cookie": cookie, "cache-control": "no-store"}
     pairs = [(name.encode(), text.encode("latin-1")) for name, text in headers.items()]
     await send({"type": "http.response.start", "status": 204, "headers": pairs})

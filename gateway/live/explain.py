@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 Json = dict[str, Any]
@@ -21,6 +22,7 @@ _NAMES = {
     "prefetch": "prefetch",
     "handover": "hand-over",
     "decode": "decode",
+    "lost": "what was lost with a process",
 }
 
 
@@ -85,7 +87,8 @@ def _pool(told: Told) -> Said:
         yield _stay(stay, first=number == 0), ""
     if waited_s >= SHORT_S and not told.stays:
         yield f"It waited {_s(waited_s)} in the pool for a batch.", ""
-    joined = [stay["joined"] for stay in told.stays[:-1]]
+    pairs = pairwise(told.stays)  # a stay in a later epoch follows a loss
+    joined = [stay["joined"] for stay, later in pairs if stay["epoch"] == later["epoch"]]
     if returned := joined.count(False):
         yield f"It came back from a decode instance {_times(returned)} before it joined a batch.", ""
     if evicted := joined.count(True):
@@ -125,8 +128,8 @@ def _decode(told: Told) -> Said:
 
 
 def _losses(told: Told) -> Said:
-    if epoch := told.request["epoch"]:
-        yield f"A process that had it was lost, {_times(epoch)}; it was submitted again and went on.", ""
+    if losses := told.request["losses"]:
+        yield f"A process that had it was lost, {_times(losses)}; it was submitted again and went on.", ""
 
 
 def _s(seconds: float) -> str:

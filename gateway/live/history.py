@@ -2,9 +2,9 @@
 
 A request is described by a JSON object: `id` (its call's), `request_id`, `arrival_unix_s`, `took_s`, `first_token_s`
 (after arrival; None: none yet), `input_tokens`, `output_tokens`, `cached_tokens`, `outcome` ("open", a finish reason or
-an error code), `prefill_id`, `decode_id`, `epoch`, `bubble_s` (None without a cost model), `stages` (seconds in each)
-and `steps` (each stage that is known, in order, and when it began after arrival; of an open request, workers tell the
-gateway when it begins to decode).
+an error code), `prefill_id`, `decode_id`, `epoch`, `losses` (how often it was submitted again), `bubble_s`
+(None without a cost model), `stages` (seconds in each) and `steps` (each stage that is known, in order, and when it began after
+arrival; of an open request, workers tell the gateway when it begins to decode).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def describe(answer: Answer) -> Json:
         "prefill_id": answer.prefill_id,
         "decode_id": answer.decode_id,
         "epoch": answer.epoch,
+        "losses": len(answer.losses),
         "bubble_s": watch.bubble_s,
         "stages": {stage.value: seconds for stage, seconds in watch.spent_s.items()},
         "steps": [[stage.value, begun_ns / 1e9 - arrival_s] for stage, begun_ns in watch.steps],

@@ -10,7 +10,7 @@ from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.live.explain import Told, explain
 from alignedserve.gateway.live.feed import LiveFeed
 from alignedserve.gateway.live.history import RecentRequests, ordered, requests_of
-from alignedserve.gateway.live.timeline import open_timeline, timeline
+from alignedserve.gateway.live.timeline import LOST, open_timeline, timeline
 from alignedserve.gateway.peers import GatewayPeers
 from alignedserve.gateway.scheduler_link import SchedulerLink
 from alignedserve.proto import gateway_pb2 as gw
@@ -76,7 +76,10 @@ class LiveService:
             request = {**request, **where, "stages": stages}
         else:
             # One that came back before it had decoded stayed in the pool, as its stopwatch sees it.
-            bars = timeline(request, [stay["decode_id"] for stay in stays if stay["joined"]])
+            last = (stay for stay in stays if stay["joined"] and stay["epoch"] == request["epoch"])
+            bars = timeline(request, [stay["decode_id"] for stay in last])
+            if bars and bars[0]["stage"] == LOST:
+                request = {**request, "stages": {**request["stages"], LOST: bars[0]["end_s"]}}
         words, advice = explain(Told(request, stays, view.prefill, view.decode, self._prefix_cache))
         shown = {key: value for key, value in request.items() if key != "steps"}
         is_open = request["outcome"] == "open"

@@ -12,18 +12,18 @@ import hashlib
 import hmac
 import time
 from collections.abc import Callable, Iterable
-from http.cookies import CookieError, SimpleCookie
 
-COOKIE = "alignedserve_session"
+COOKIE = "alignedserve_session_"
 LASTS_S = 12 * 3600.0
 _CODE_BYTES = hashlib.sha256().digest_size
 
 
 class Sessions:
-    """`secret`: of the cluster."""
+    """`secret`: of the cluster. `cookie`: the cookie's name, by cluster, since all ports of a host share cookies."""
 
     def __init__(self, secret: str, clock: Callable[[], float] = time.time) -> None:
         self._key = hashlib.sha256(b"alignedserve dashboard session\0" + secret.encode()).digest()
+        self.cookie = COOKIE + hashlib.sha256(self._key).hexdigest()[:8]
         self._clock = clock
 
     def begin(self, key_hash: bytes) -> str:
@@ -46,15 +46,12 @@ class Sessions:
         return hmac.digest(self._key, content, "sha256")
 
 
-def cookie_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The value of the cookie in a request's headers; "" without one."""
+def cookie_of(headers: Iterable[tuple[bytes, bytes]], cookie: str) -> str:
+    """The value of the cookie of that name in a request's headers; "" without one. Other cookies need not be valid."""
     for name, value in headers:
         if name == b"cookie":
-            jar: SimpleCookie = SimpleCookie()
-            try:
-                jar.load(value.decode("latin-1"))
-            except CookieError:
-                continue
-            if COOKIE in jar:
-                return jar[COOKIE].value
+            for pair in value.decode("latin-1").split(";"):
+                found, _, text = pair.strip().partition("=")
+                if found == cookie:
+                    return text
     return ""

@@ -7,6 +7,7 @@ from typing import Any
 
 Json = dict[str, Any]
 
+LOST = "lost"  # the stage of the time until a request was submitted again for the last time
 STAGE_OF = {
     "queued": "queue",
     "prefilling": "prefill",
@@ -20,14 +21,15 @@ STAGE_OF = {
 def timeline(request: Json, decode_ids: Sequence[str]) -> list[Json]:
     """Bars of a request that has ended, in seconds after its arrival. An eviction repeats stages.
 
-    `decode_ids`: where it decoded after each stay in the pool, as far as they are known; later: where it ended.
+    `decode_ids`: where it decoded after each stay in the pool, as far as they are known; later: where it ended. The
+    steps are of the last epoch: after a loss, all that was before them is one bar, LOST.
     """
     steps: list[list[Any]] = request["steps"]
     if not steps:  # no worker has told of it
         return []
     decodes = iter(decode_ids)
     ends = [begin_s for _, begin_s in steps[1:]] + [request["took_s"]]
-    bars, where = [], ""
+    bars, where = [_bar(LOST, "", 0.0, steps[0][1])] if request["losses"] else [], ""
     for (stage, begin_s), end_s in zip(steps, ends, strict=True):
         if stage == "pool":
             where = next(decodes, request["decode_id"])

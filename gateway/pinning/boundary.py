@@ -22,6 +22,7 @@ from alignedserve.gateway.failures import ContextLengthError
 # Beginnings of words, numbers, lines and scripts: whatever a tokenizer joins, it does not join all of them alike.
 CONTINUATIONS = ("word", " word", "  word", "\tword", "\nword", "\n\nword", "1", ".", ")", "\u4f60")
 MOST_NAME = 256
+MOST_JOINED = 16  # characters at the end of a long word
 
 
 class Beginning(Body):
@@ -65,11 +66,15 @@ async def tokens_of(model: ServedModel, beginning: Beginning) -> list[int]:
 
 
 async def _of_text(model: ServedModel, text: str) -> list[int]:
-    """Without its last word, unless a space follows it: it may be the beginning of another one."""
+    """Without its last word, unless a space follows it: it may be the beginning of another one.
+
+    Of a long word (a script without spaces, say) only the end is left out, as far as tokens may join there.
+    """
     whole = text.rstrip()
-    words = whole if whole != text else whole[: len(whole) - len(whole.split()[-1])].rstrip() if whole else ""
+    last = whole.split()[-1] if whole == text and whole else ""
+    words = whole[: len(whole) - min(len(last), MOST_JOINED)].rstrip()
     texts = [text, *(words + more for more in CONTINUATIONS if more[0].isspace())]
-    if words == whole:
+    if words == whole or len(last) > MOST_JOINED:
         texts += [text + more for more in CONTINUATIONS]
     return _shared([await _completion(model, one) for one in texts])
 

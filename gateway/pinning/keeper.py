@@ -165,7 +165,7 @@ class PinKeeper:
                 self._failing.discard((pin.name, pool_id))
                 logger.info("pinned %r in %s: %d tokens", pin.name, pool_id, held.tokens)
             except AlignedServeError as error:
-                done = False
+                done &= isinstance(error, InvalidRequestError)  # trying again changes nothing
                 self._report(pin.name, pool_id, error)
         return done
 

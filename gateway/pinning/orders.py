@@ -15,7 +15,7 @@ from alignedserve.gateway.body.validation_errors import as_request_error
 from alignedserve.gateway.body.values import Between, Body
 from alignedserve.gateway.ledger.calls import caller
 from alignedserve.gateway.pinning.board import PinBoard
-from alignedserve.gateway.pinning.boundary import MOST_NAME, Beginning, tokens_of
+from alignedserve.gateway.pinning.boundary import MOST_NAME, Beginning, parse_beginning, tokens_of
 from alignedserve.proto import kv_pool_pb2 as kp
 
 Json = dict[str, Any]
@@ -45,6 +45,7 @@ class DropOrder(Body):
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
 
 
@@ -78,18 +79,23 @@ class CacheOrders:
         """End a pin, or remove what is cached of a beginning or a salt."""
         order = _checked(DropOrder, body)
         self._board.shards()
-        beginning = order.text is not None or order.messages is not None
-        if order.all == (order.name is not None) or (order.name is not None and (beginning or order.cache_salt)):
+        described = order.model_fields_set - {"name", "all"}
+        beginning = bool(described - {"cache_salt"})
+        if order.all == (order.name is not None) or (order.name is not None and described):
             raise InvalidRequestError("give the name of a pin, or all with text, messages or cache_salt", param="name")
-        if order.all and not beginning and order.cache_salt is None:
+        if order.all and not described:
             raise InvalidRequestError("all needs text, messages or cache_salt: what is to be dropped", param="all")
         wanted = kp.DropCached(names=[order.name] if order.name is not None else [])
         if order.all:
             tokens: list[int] = []
             if beginning:
-                tokens = await tokens_of(
-                    self._model, Beginning(text=order.text, messages=order.messages, tools=order.tools)
-                )
+                said = order.model_dump(include=described - {"cache_salt"})
+                if not (
+                    tokens := await tokens_of(self._model, parse_beginning(said))
+                ):  # none would mean all of the salt
+                    raise InvalidRequestError(
+                        "prompts that begin with this share no token: give more of it", param="text"
+                    )
             wanted.prefix.CopyFrom(cached_prefix(tokens, self._salt(order.cache_salt)))
         dropped = await self._board.drop(wanted)
         names = sorted({name for one in dropped.values() for name in one.names})
@@ -207,6 +213,7 @@ def orders(cache: CacheOrders | None) -> Mapping[str, Order]:
             {
                 "name": _NAME,
                 "all": _described("boolean", "Remove what is cached of a beginning or a salt."),
+                "chat_template_kwargs": _described("object", "Variables of the chat template."),
                 **_BEGINNING,
             },
             {

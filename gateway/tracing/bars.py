@@ -12,7 +12,7 @@ from alignedserve.request import MOST_STEPS, Stage
 if TYPE_CHECKING:
     from alignedserve.gateway.ledger.calls import Answer
 
-UNTIL_FIRST, FURTHER, LOST = "until_first_token", "further_tokens", "lost"
+UNTIL_FIRST, FURTHER = "until_first_token", "further_tokens"
 
 
 class Bar(NamedTuple):
@@ -34,8 +34,6 @@ def bars_of(answer: Answer, now_ns: int) -> list[Bar]:
         Bar(bar["stage"], bar["where"], *(arrival_ns + round(bar[end] * 1e9) for end in ("begin_s", "end_s")))
         for bar in timeline(request, _decode_ids(answer))
     ]
-    if answer.losses:  # the stopwatch has only the last epoch
-        found.insert(0, Bar(LOST, "", arrival_ns, found[0].begin_ns))
     return found[:-1] if len(watch.steps) == MOST_STEPS else found  # what followed the last step is unknown
 
 

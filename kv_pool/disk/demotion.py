@@ -24,7 +24,7 @@ from alignedserve.kv_pool.disk.shard import Shard
 from alignedserve.kv_pool.disk.slot_io import SlotIo
 from alignedserve.kv_pool.disk.slots import Copies, DiskSlots
 from alignedserve.kv_pool.disk.threads import DiskThreads
-from alignedserve.kv_pool.entries import Words
+from alignedserve.kv_pool.entries import Ids, Words
 from alignedserve.kv_pool.prefix_chain import DIGEST_BYTES, Chain
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,8 @@ class Demotion:
         for slot in stale:
             self._on_disk[slot] = 1
         capacity = disk.blocks.capacity
-        self._ahead = max(1, int(shard.store.capacity_blocks * AHEAD_SHARE))
+        # With more, a small disk would evict what it has just taken, and take it again.
+        self._ahead = max(1, min(int(shard.store.capacity_blocks * AHEAD_SHARE), capacity // 2))
         self._most = max(1, min(BATCH_BYTES // slot_io.layout.slot_bytes, capacity // 2))
 
     def wake(self) -> None:
@@ -88,22 +89,26 @@ class Demotion:
 
     async def erase(self, slots: Sequence[int]) -> None:
         """Write that these slots, which are indexed no more, have no entry."""
-        gone = [slot for slot in slots if self._on_disk[slot]]
-        try:
-            await self._save_entries(gone)
-        except OSError as error:
-            self.breaker.failed(error)
+        while gone := [slot for slot in slots if self._on_disk[slot]]:
+            try:
+                await self._save_entries(gone)
+            except OSError as error:  # else a restart would find again what was dropped
+                self.breaker.failed(error)
+                await asyncio.sleep(LONGEST_PAUSE_S)
+                continue
+            for slot in gone:
+                self._on_disk[slot] = self._disk.index.indexed[slot]  # it may have been written to again
             return
-        for slot in gone:
-            self._on_disk[slot] = self._disk.index.indexed[slot]  # it may have been written to again
 
     async def run(self) -> None:
         while True:
             await self._wanted.wait()
             self._wanted.clear()
             began_s = time.monotonic()
+            left = self._ahead  # blocks until something changes: a full disk could be written to in a circle
             try:
-                while self._is_due() and await self.step():
+                while left > 0 and self._is_due() and (written := await self.step()):
+                    left -= written
                     began_s = time.monotonic()
             except Exception:  # a bug: the shard goes on, and `doctor --live` says what is wrong
                 logger.exception("a batch could not be written to the disk tier")
@@ -115,18 +120,25 @@ class Demotion:
         return counts.free - counts.leased < counts.capacity * LOW_SHARE and not self.breaker.open
 
     async def flush(self) -> None:
-        """Write all cached blocks that have no copy, prefixes that would go last first. `run` must have ended."""
-        self._ahead = self._shard.store.capacity_blocks
-        while not self.breaker.open and await self.step(self._ends_last_first):
-            pass
+        """Write cached blocks that have no copy, as many as the disk has room for, prefixes that would go last first.
 
-    async def step(self, which: Callable[[], list[int]] | None = None) -> bool:
-        """Write one batch of what `which` returns: by default what goes next. Returns whether any is on disk now."""
+        `run` must have ended.
+        """
+        self._ahead = self._shard.store.capacity_blocks
+        left = self._disk.blocks.capacity - int(self._copies.there(self._cached_ids()).sum())
+        while left > 0 and not self.breaker.open and (written := await self.step(self._ends_last_first, left)):
+            left -= written
+
+    async def step(self, which: Callable[[], list[int]] | None = None, most: int | None = None) -> int:
+        """Write one batch of what `which` returns: by default what goes next. Returns how many blocks are on disk now.
+
+        `most`: blocks of a batch; None: the usual number.
+        """
         going = await self._threads.future(self._threads.start(which or self._going_next))
         await self._shard.settled()
-        parts = self._choose(going)
+        parts = self._choose(going, self._most if most is None else min(most, self._most))
         try:
-            return await self._write(parts) if parts else False
+            return await self._write(parts) if parts else 0
         finally:
             await self._end(parts)
 
@@ -135,10 +147,13 @@ class Demotion:
     def _going_next(self) -> list[int]:
         """Cached blocks without a copy that are evicted next, the first one first. Runs beside changes: hints."""
         index = self._shard.index
-        ids = np.flatnonzero(np.frombuffer(self._shard.pool.cached_flags, np.uint8)).astype(np.int32)
+        ids = self._cached_ids()
         ids = index.queue.next_ones(ids, index.depths(ids), self._ahead)
         going: list[int] = ids[~self._copies.there(ids)].tolist()
         return going
+
+    def _cached_ids(self) -> Ids:
+        return np.flatnonzero(np.frombuffer(self._shard.pool.cached_flags, np.uint8)).astype(np.int32)
 
     def _ends_last_first(self) -> list[int]:
         """Of the blocks of `_going_next` those that no other one continues. Its last one comes first."""
@@ -146,12 +161,11 @@ class Demotion:
         ends: list[int] = ids[~np.isin(ids, self._shard.index.parents(ids))][::-1].tolist()
         return ends
 
-    def _choose(self, going: list[int]) -> list[_Part]:
+    def _choose(self, going: list[int], room: int) -> list[_Part]:
         index, cached = self._shard.index, self._shard.pool.cached_flags
         parts: list[_Part] = []
         seen: set[int] = set()
         begun: set[int] = set()
-        room = self._most
         for block in going:
             if room <= 0 or len(seen) >= MOST_LOOKED_AT:
                 break
@@ -188,7 +202,7 @@ class Demotion:
 
     # ---- writing
 
-    async def _write(self, parts: list[_Part]) -> bool:
+    async def _write(self, parts: list[_Part]) -> int:
         slots = [slot for part in parts for slot in part.slots]
         try:
             # A process that is killed before the new entries are there leaves none for what is overwritten now.
@@ -214,8 +228,8 @@ class Demotion:
                 await self._save_entries(saved)
         except OSError as error:
             self.breaker.failed(error)
-            return False
-        return bool(saved)
+            return 0
+        return len(saved)
 
     def _publish(self, part: _Part) -> list[int]:
         """Index what was written of blocks that are still what they were. Returns their slots."""

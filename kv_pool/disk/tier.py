@@ -71,6 +71,7 @@ class DiskTier:
         self._threads = threads
         self._thread = threads("disk-open", 1)
         self._opened: _Opened | None = None
+        self._to_forget: list[tuple[bytes, list[int]]] = []  # what was dropped before the file was open
         self._opening: asyncio.Task[None] | None = None
         self._tried = asyncio.Event()  # opening has succeeded or failed once
         self._working: set[asyncio.Task[None]] = set()  # promotions with what follows them, and erasures
@@ -111,6 +112,9 @@ class DiskTier:
         promotion = Promotion(self._shard, disk, copies, slot_io, reading, readers, self._clock)
         demoting = asyncio.get_running_loop().create_task(demotion.run())
         self._opened = _Opened(file, disk, copies, demotion, promotion, demoting)
+        for root, token_ids in self._to_forget:
+            self.forget(root, token_ids)
+        self._to_forget.clear()
 
     def _load(self) -> tuple[DiskFile, DiskLayout, DiskSlots, list[int]]:
         """Open the shard's file, and take over what it has. Raises ConfigError or OSError."""
@@ -209,6 +213,7 @@ class DiskTier:
         The file's entries follow soon. Raises TransferError if `root` is not a digest.
         """
         if self._opened is None:
+            self._to_forget.append((root, list(token_ids)))
             return
         if slots := self._opened.disk.forget(root, token_ids):
             self._run(self._opened.demotion.erase(slots))

@@ -6,6 +6,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from alignedserve.request import RequestKey
+
 SUB_BITS = 3  # buckets for each doubling: 8, so that a bucket is at most an eighth wide
 MOST_SENT = 1 << 16  # sent requests whose lengths are remembered
 MOST_STAYS = 1 << 14  # ended stays that are remembered
@@ -63,9 +65,10 @@ class Stay:
     """One stay in the pool. `sent_first`: requests that left it meanwhile for a decode instance.
 
     Of them `shorter` and `longer` by prefix length, as far as they are remembered. Not `joined`: it came back, or was
-    lost, before it decoded.
+    lost, before it decoded. `epoch`: of the request then.
     """
 
+    epoch: int
     decode_id: str
     kv_tokens: int
     waited_s: float
@@ -78,6 +81,7 @@ class Stay:
 
 @dataclass(slots=True)
 class _Left:
+    epoch: int
     arrival: Arrival
     sent: int
     kv_tokens: int
@@ -98,10 +102,11 @@ class PoolStays:
     def arrive(self, ahead: int) -> Arrival:
         return Arrival(ahead, self._sent)
 
-    def leave(self, request_id: str, arrival: Arrival, kv_tokens: int, waited_s: float, decode_id: str) -> None:
+    def leave(self, key: RequestKey, arrival: Arrival, kv_tokens: int, waited_s: float, decode_id: str) -> None:
         """The request is sent to a decode instance."""
+        request_id = key.request_id
         stays = self._left.setdefault(request_id, [])
-        stays.append(_Left(arrival, self._sent, kv_tokens, waited_s, decode_id))
+        stays.append(_Left(key.epoch, arrival, self._sent, kv_tokens, waited_s, decode_id))
         self._left.move_to_end(request_id)
         self._count += 1
         while self._count > MOST_STAYS and len(self._left) > 1:
@@ -124,6 +129,7 @@ class PoolStays:
         for left in self._left.get(request_id, ()):
             known = lengths[max(0, left.arrival.sent - oldest) : max(0, left.sent - oldest)]
             yield Stay(
+                left.epoch,
                 left.decode_id,
                 left.kv_tokens,
                 left.waited_s,

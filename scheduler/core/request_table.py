@@ -165,7 +165,7 @@ class RequestTable:
         waited_s, arrival = now_s - record.entered_s[RequestState.WAITING], record.arrival
         self.move(record, RequestState.PREFETCHED, now_s)
         if arrival is not None:
-            self.stays.leave(record.key.request_id, arrival, record.kv_tokens, waited_s, decode_id)
+            self.stays.leave(record.key, arrival, record.kv_tokens, waited_s, decode_id)
 
     def check_integrity(self) -> None:
         counts, background = dict.fromkeys(RequestState, 0), dict.fromkeys(RequestState, 0)

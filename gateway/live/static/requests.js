@@ -187,7 +187,7 @@ function makeRequest(one) {
 }
 
 function updateShares(bar, stages) {
-  const parts = Object.keys(STAGES).filter((stage) => stages[stage] > 0);
+  const parts = ["lost", ...Object.keys(STAGES)].filter((stage) => stages[stage] > 0);
   const total = sum(parts.map((stage) => stages[stage]));
   const words = parts.map((stage) => `${stageName(stage)} ${seconds(stages[stage])}`).join(", ") || "no stage has ended";
   setAttribute(bar, "aria-label", words);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import tarfile
@@ -13,7 +14,7 @@ import pytest
 from alignedserve.cluster.cli import debug_bundle
 from alignedserve.cluster.cli.debug_bundle import Cleaner, contents, logs_of, tail
 from alignedserve.cluster.cli.main import main
-from alignedserve.cluster.cli.operate import RunningCluster
+from alignedserve.cluster.cli.operate import RunningCluster, _pids_here
 from support.fake_cluster import FakeCluster
 from support.gateway import running_gateway
 
@@ -38,6 +39,7 @@ def read(path: Path) -> dict[str, str]:
         'headers {"x-api-key": "sk-another"}',
         "alignedserve-token=sk-another;",
         f"{KEY}{KEY}",
+        "OTEL_EXPORTER_OTLP_ENDPOINT=https://user:sk-another@collector:4317",
     ],
 )
 def test_no_key_is_left_in_a_text(text: str) -> None:
@@ -61,9 +63,23 @@ def test_the_logs_of_a_process_are_what_its_output_is_written_to(tmp_path: Path)
     try:
         roles = [{"id": "decode-0", "pid": process.pid}, {"id": "gone", "pid": 1 << 22}]
         assert logs_of(roles) == [("decode-0-decode.log", tmp_path / "decode.log")]
+        own = tmp_path / "decode-0.log"
+        with own.open("w") as log:  # with --log-dir
+            assert ("decode-0-decode-0.log", own) in logs_of([{"id": "decode-0", "pid": os.getpid()}])
+            assert log.writable()
     finally:
         process.kill()
         process.communicate()
+
+
+def test_processes_of_other_nodes_are_not_looked_for_here() -> None:
+    roles = [
+        {"role": "supervisor", "id": "supervisor-0", "pid": 10, "node": "a"},
+        {"role": "decode", "id": "decode-0", "pid": 11, "node": "a"},
+        {"role": "decode", "id": "decode-1", "pid": 12, "node": "b"},
+    ]
+    assert _pids_here(roles, 10) == {10, 11}
+    assert _pids_here(roles, 99) == frozenset()
 
 
 async def test_what_cannot_be_had_is_named() -> None:

@@ -66,6 +66,10 @@ def test_keys_of_the_scheduler_are_read_by_instances_too() -> None:
     assert change(scheduler={"min_batch_requests": 9}).rolled == {"scheduler", "decode", "prefill"}
 
 
+def test_the_scheduler_reads_whether_there_is_a_prefix_cache() -> None:
+    assert change(kv_pool={"prefix_cache": False}).rolled == {"scheduler", "decode", "prefill", "kv_pool"}
+
+
 def test_both_at_once() -> None:
     found = change(cluster={"prefill": 3}, decode={"overlap": "off"})
     assert found == Change(shape=Shape(3, 1), rolled=frozenset({"decode"}))

@@ -13,12 +13,12 @@ import pytest_asyncio
 
 from alignedserve.admin import ADMIN_HEADER, admin_key
 from alignedserve.control.prefixes import cached_prefix, prefix_tokens
-from alignedserve.errors import ConfigError, InvalidRequestError
+from alignedserve.errors import ConfigError, InvalidRequestError, PinsFullError
 from alignedserve.gateway.body.planning import ServedModel, chat_tokens
 from alignedserve.gateway.body.requests import parse_chat
 from alignedserve.gateway.pinning import keeper as keeper_module
 from alignedserve.gateway.pinning.board import LAST_PRIORITY, PinBoard, Pinned
-from alignedserve.gateway.pinning.boundary import Beginning, parse_beginning, tokens_of
+from alignedserve.gateway.pinning.boundary import MOST_JOINED, Beginning, _completion, parse_beginning, tokens_of
 from alignedserve.gateway.pinning.keeper import PinKeeper, read_beginnings
 from alignedserve.kv_pool.kept.prefix_service import PrefixCacheService
 from alignedserve.model import resolve_model
@@ -149,6 +149,9 @@ async def test_orders_that_cannot_be_carried_out_are_refused_and_change_nothing(
         ("pin", {"name": "a", "text": TEXT, "tools": [{}]}, 400, "invalid_value"),
         ("drop", {"all": True}, 400, "invalid_value"),
         ("drop", {"name": "a", "cache_salt": "s"}, 400, "invalid_value"),
+        ("drop", {"name": "a", "tools": []}, 400, "invalid_value"),
+        ("drop", {"all": True, "text": "len"}, 400, "invalid_value"),  # no token is certain: not the whole salt
+        ("drop", {"all": True, "tools": [], "cache_salt": "s"}, 400, "invalid_value"),
         ("list", {"sessions": -1}, 400, "invalid_value"),
     ):
         answer = await order(gateway, name, **body)
@@ -241,6 +244,15 @@ async def test_a_texts_last_token_is_left_out_if_it_may_join_what_follows(tokeni
         await tokens_of(model, Beginning(messages=[SYSTEM]))  # there is no template
 
 
+async def test_of_a_script_without_spaces_only_the_end_is_left_out(tokenizer: Tokenizer) -> None:
+    model = ServedModel("tiny", tokenizer, None, fake_model_info())
+    text = "\u4f60\u597d\u4e16\u754c" * 30
+    pinned = await tokens_of(model, Beginning(text=text))
+    assert text[:-MOST_JOINED].startswith(tokenizer.decode(pinned).rstrip("\ufffd"))
+    assert len(tokenizer.decode(pinned)) > len(text) - 2 * MOST_JOINED
+    assert pinned == list(await _completion(model, text))[: len(pinned)]
+
+
 # ---- the file, and shards that lack a pin
 
 
@@ -289,7 +301,7 @@ class Shards(PinBoard):
     async def pin(self, pin: kp.PinnedPrefix, pool_ids: Sequence[str]) -> list[Pinned]:
         self.asked += 1
         if self.refusing.intersection(pool_ids):
-            raise InvalidRequestError("no")
+            raise PinsFullError("no")
         self.meanwhile()
         for pool_id in pool_ids:
             self.pins[pool_id][pin.name] = pin

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.geometry import KvGeometry
-from alignedserve.kv_pool.disk import promotion, tier
+from alignedserve.kv_pool.disk import demotion, promotion, tier
 from alignedserve.kv_pool.disk.breaker import FIRST_PAUSE_S, MOST_FAULTS
 from alignedserve.kv_pool.disk.layout import PAGE_BYTES
 from alignedserve.kv_pool.disk.shard import DISK
@@ -140,6 +140,53 @@ def test_what_would_go_last_is_written_first_and_a_slow_disk_holds_up_no_end(
     first.kill()
     second = opened(make())
     assert (on_disk(second, A), on_disk(second, B)) == (0, 5)
+
+
+def test_a_disk_smaller_than_what_is_cached_takes_what_would_go_last_once(make: Make) -> None:
+    first = opened(make(slots=6))
+    cache(first, A)
+    cache(first, B)
+    writing = first.opened.demotion
+    first.run(first.tier.close(flush=True))
+    assert writing.written_bytes <= 6 * PAGE_BYTES
+    assert on_disk(opened(make(slots=6)), B) == 5
+
+
+def test_a_small_disk_is_not_written_to_while_nothing_changes(make: Make) -> None:
+    rig = opened(make(slots=6))
+    for tokens in (A, B, [7, *B[1:]]):
+        cache(rig, tokens)
+    rig.opened.demotion.wake()
+    for _ in range(40):
+        rig.spin()
+    written = rig.opened.demotion.written_bytes
+    assert 0 < written <= (16 + 2) * PAGE_BYTES
+    for _ in range(40):
+        rig.spin()
+    assert rig.opened.demotion.written_bytes == written
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_what_is_dropped_while_the_file_is_not_open_or_not_writable_stays_dropped(
+    make: Make, monkeypatch: pytest.MonkeyPatch, fault: bool
+) -> None:
+    async def drop(rig: TierRig) -> None:
+        rig.tier.forget(ROOT, [])
+
+    monkeypatch.setattr(demotion, "LONGEST_PAUSE_S", 0.0)
+    first = opened(make())
+    cache(first, A)
+    first.demote()
+    first.kill()
+    second = opened(make()) if fault else make()
+    second.calls.write_faults += ["eio"] * fault
+    second.run(drop(second))
+    if not fault:
+        second.start()
+    second.spin()
+    assert second.tier.count().cached == 0
+    second.kill()
+    assert opened(make()).tier.count().cached == 0
 
 
 def test_a_block_whose_place_is_wanted_while_it_is_written_is_given_up(make: Make) -> None:

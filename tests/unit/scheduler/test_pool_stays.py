@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from alignedserve.request import RequestKey
 from alignedserve.scheduler.core.pool_stays import MOST_STAYS, PoolStays, WaitingLengths, bounds_of, bucket_of
 
 
@@ -34,28 +35,28 @@ def test_counts_by_bucket_are_those_of_what_waits(lengths: list[int], data: st.D
 def test_a_stay_tells_what_was_sent_meanwhile() -> None:
     stays = PoolStays()
     early, late = stays.arrive(0), stays.arrive(7)
-    stays.leave("a", early, 100, 1.0, "decode-0")
+    stays.leave(RequestKey("a", 0), early, 100, 1.0, "decode-0")
     mine = stays.arrive(8)
     for number, tokens in enumerate((50, 60, 500)):
-        stays.leave(f"b{number}", late, tokens, 1.0, "decode-1")
-    stays.leave("mine", mine, 100, 2.5, "decode-0")
+        stays.leave(RequestKey(f"b{number}", 0), late, tokens, 1.0, "decode-1")
+    stays.leave(RequestKey("mine", 0), mine, 100, 2.5, "decode-0")
     (found,) = stays.of("mine")
     assert (found.ahead, found.sent_first, found.shorter, found.longer) == (8, 3, 2, 1)
     assert (found.decode_id, found.kv_tokens, found.waited_s) == ("decode-0", 100, 2.5)
     assert not found.joined
     again = stays.arrive(0)
-    stays.leave("mine", again, 120, 0.5, "decode-1")
+    stays.leave(RequestKey("mine", 1), again, 120, 0.5, "decode-1")
     stays.join("mine")
-    told = [(stay.decode_id, stay.sent_first, stay.joined) for stay in stays.of("mine")]
-    assert told == [("decode-0", 3, False), ("decode-1", 0, True)]
+    told = [(stay.epoch, stay.decode_id, stay.sent_first, stay.joined) for stay in stays.of("mine")]
+    assert told == [(0, "decode-0", 3, False), (1, "decode-1", 0, True)]
     assert not list(stays.of("nobody"))
 
 
 def test_memory_is_bounded() -> None:
     stays = PoolStays()
     for number in range(3 * MOST_STAYS):
-        stays.leave(str(number), stays.arrive(1), number, 0.0, "decode-0")
+        stays.leave(RequestKey(str(number), 0), stays.arrive(1), number, 0.0, "decode-0")
     for _ in range(2 * MOST_STAYS):
-        stays.leave("evicted", stays.arrive(1), 1, 0.0, "decode-0")
+        stays.leave(RequestKey("evicted", 0), stays.arrive(1), 1, 0.0, "decode-0")
     assert sum(len(one) for one in stays._left.values()) <= MOST_STAYS
     assert not list(stays.of("0"))

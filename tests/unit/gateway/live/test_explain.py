@@ -20,6 +20,7 @@ def request(**changes: Any) -> dict[str, Any]:
         "prefill_id": "prefill-0",
         "decode_id": "decode-1",
         "epoch": 0,
+        "losses": 0,
         "bubble_s": None,
         "stages": {"queue": 0.1, "prefill": 0.2, "pool": 3.2, "prefetch": 0.2, "handover": 0.3, "decode": 2.0},
         "steps": [
@@ -39,7 +40,7 @@ def request(**changes: Any) -> dict[str, Any]:
 
 
 def stay(**changes: Any) -> dict[str, Any]:
-    usual = {"decode_id": "decode-0", "kv_tokens": 121, "waited_s": 2.2, "ahead": 40, "sent_first": 45}
+    usual = {"epoch": 0, "decode_id": "decode-0", "kv_tokens": 121, "waited_s": 2.2, "ahead": 40, "sent_first": 45}
     return {**usual, "shorter": 4, "longer": 41, "joined": True, **changes}
 
 
@@ -62,12 +63,22 @@ def test_the_pool_says_what_went_first_and_what_helps() -> None:
 
 def test_an_eviction_and_a_loss_are_named() -> None:
     stays = [stay(joined=False), stay(), stay(decode_id="decode-1", sent_first=0)]
-    words, advice = explain(told(stays, epoch=2))
+    words, advice = explain(told(stays, losses=2))
     assert "It waited 2.2 s in the pool again; no other request went first." in words
     assert "It came back from a decode instance once before it joined a batch." in words
     assert any(one.startswith("It was evicted once") for one in words)
     assert any("submitted again" in one and "twice" in one for one in words)
     assert any("decode cache" in one for one in advice)
+
+
+def test_a_loss_is_no_eviction_and_a_resumed_call_no_loss() -> None:
+    stays = [stay(), stay(epoch=1, decode_id="decode-1")]
+    words, advice = explain(told(stays, epoch=1, losses=1, stages={"lost": 5.0, "decode": 1.0}))
+    assert not any("evicted" in one for one in words)
+    assert not any("decode cache" in one for one in advice)
+    assert words[0].endswith("most of it was what was lost with a process (5.0 s).")
+    words, _ = explain(told([stay(epoch=1)], epoch=1))
+    assert not any("lost" in one for one in words)
 
 
 def test_a_short_request_needs_no_advice() -> None:
@@ -99,6 +110,13 @@ def test_the_timeline_says_where_each_stage_was() -> None:
     ]
     assert [bar["end_s"] for bar in bars[:-1]] == [bar["begin_s"] for bar in bars[1:]]
     assert bars[-1]["end_s"] == 6.0
+
+
+def test_the_timeline_begins_with_what_was_lost() -> None:
+    steps = [["queue", 4.0], ["prefill", 4.1], ["pool", 4.3], ["decode", 5.0]]
+    bars = timeline(request(losses=1, steps=steps), ["decode-1"])
+    assert bars[0] == {"stage": "lost", "where": "", "begin_s": 0.0, "end_s": 4.0}
+    assert [bar["stage"] for bar in bars[1:]] == ["queue", "prefill", "pool", "decode"]
 
 
 def test_a_request_of_which_no_worker_has_told_has_no_timeline() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 from collections.abc import AsyncIterator
@@ -12,10 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
+from alignedserve.admin import ADMIN_HEADER
 from alignedserve.cluster.cli.explain_command import described
-from alignedserve.cluster.cli.top_command import screen
-from alignedserve.errors import OverloadedError
-from alignedserve.gateway.live.sessions import COOKIE
+from alignedserve.cluster.cli.top_command import feed, screen
+from alignedserve.errors import OverloadedError, UnavailableError
+from alignedserve.gateway.live import endpoints
 from support.fake_cluster import FakeCluster, counting_script
 from support.gateway import RunningGateway, running_gateway
 
@@ -64,7 +66,7 @@ async def states(client: httpx.AsyncClient, count: int, **headers: str) -> list[
 
 
 async def test_the_page_and_its_files_are_there_and_name_no_other_host(http: httpx.AsyncClient) -> None:
-    for path in ("/", "/dashboard"):
+    for path in ("/", "/dashboard", "/dashboard/"):
         page = await http.get(path)
         assert page.status_code == 200
         assert page.headers["content-type"] == "text/html; charset=utf-8"
@@ -103,10 +105,14 @@ async def test_the_feed_shows_the_cluster_and_reads_nothing_while_nobody_looks(
     asked = len(gateway.server.live_service.feed._window._kept)
     await asyncio.sleep(1.2)
     assert len(gateway.server.live_service.feed._window._kept) == asked
+    second["events"].append({"unix_s": 0.0, "level": "warning", "text": "[/tmp/x] is full"})
     lines = render(second)
+    assert any(line.rstrip().endswith("[/tmp/x] is full") for line in lines)
     assert any(line.split()[:3] == ["decode-0", "ready", "3/8"] for line in lines)
+    assert any("100 to 120" in line for line in lines)
+    assert any(line.startswith("slowest of late") for line in lines)
     assert any(line.startswith("waiting by prefix length: 16 ") for line in lines)
-    assert any(line.endswith("decode-0 joined") for line in lines)
+    assert any(line.rstrip().endswith("decode-0 joined") for line in lines)
 
 
 def render(state: dict[str, Any]) -> list[str]:
@@ -193,8 +199,65 @@ async def test_with_keys_the_page_asks_for_one_and_a_cookie_opens_the_rest(guard
         assert (await browser.get("/dashboard/requests", headers=other)).json()["requests"] == []
         assert (await browser.get(f"/dashboard/requests/{mine}", headers=other)).status_code == 404
         await browser.post("/dashboard/logout", json={})
-        assert COOKIE not in browser.cookies
+        assert not browser.cookies
         assert (await browser.get("/dashboard/requests")).status_code == 401
+
+
+async def test_with_the_admin_key_the_requests_of_all_keys_are_shown(guarded: RunningGateway) -> None:
+    mine, other = ({"x-api-key": key} for key in KEYS)
+    async with httpx.AsyncClient(base_url=guarded.url, timeout=10.0) as client:
+        answer = (await client.post("/v1/completions", json=BODY, headers=mine)).json()
+        path = f"/dashboard/requests/{answer['id']}"
+        assert (await client.get(path, headers=other)).status_code == 404
+        operator = {**other, ADMIN_HEADER: guarded.server.admin_key}
+        assert (await client.get(path, headers=operator)).json()["id"] == answer["id"]
+        listed = (await client.get("/dashboard/requests", headers=operator)).json()["requests"]
+        assert [one["id"] for one in listed] == [answer["id"]]
+        assert (await client.get(path, headers={ADMIN_HEADER: guarded.server.admin_key})).status_code == 401
+        for asked in (path, "/dashboard/requests"):
+            assert (await client.get(asked, headers={**other, ADMIN_HEADER: "wrong"})).status_code == 403
+
+
+async def test_a_feed_ends_with_its_key(
+    guarded: RunningGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoints, "SLOWEST_EVERY_S", 0.0)
+    async with httpx.AsyncClient(base_url=guarded.url, timeout=10.0, headers={"x-api-key": KEYS[0]}) as client:
+        async with client.stream("GET", "/dashboard/feed") as answer:
+            lines = answer.aiter_lines()
+            assert (await anext(lines)) == "event: state"
+            (tmp_path / "keys").write_text(KEYS[1])
+            async with asyncio.timeout(8.0):
+                async for _ in lines:
+                    pass
+        assert (await client.get("/dashboard/feed")).status_code == 401
+
+
+async def test_no_key_keeps_others_from_looking(guarded: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "MOST_OF_ONE_KEY", 2)
+    mine, other = ({"x-api-key": key} for key in KEYS)
+    async with httpx.AsyncClient(base_url=guarded.url, timeout=10.0) as client, contextlib.AsyncExitStack() as looking:
+        for _ in range(2):
+            answer = await looking.enter_async_context(client.stream("GET", "/dashboard/feed", headers=mine))
+            assert answer.status_code == 200
+        assert (await client.get("/dashboard/feed", headers=mine)).status_code == 429
+        assert (await states(client, 1, **other))[0]["model"] == "tiny"
+
+
+async def test_top_goes_on_when_its_gateway_is_killed() -> None:
+    """The answer is cut off in the middle of a chunk."""
+
+    async def cut_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nf\r\ndata: {}\n\nevent\r\n99\r\nda")
+        writer.close()
+
+    server = await asyncio.start_server(cut_off, "127.0.0.1", 0)
+    async with server:
+        fed = await asyncio.to_thread(feed, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        assert await asyncio.to_thread(next, fed) == {}
+        with pytest.raises(UnavailableError, match="does not answer any more"):
+            await asyncio.to_thread(list, fed)
 
 
 async def test_two_gateways_show_each_others_requests(cluster: FakeCluster, gateway: RunningGateway) -> None:

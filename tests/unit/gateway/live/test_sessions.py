@@ -8,9 +8,12 @@ import pytest
 
 from alignedserve.errors import AuthenticationError
 from alignedserve.gateway.api_keys import RECHECK_S, ApiKeys
-from alignedserve.gateway.live.sessions import COOKIE, LASTS_S, Sessions, cookie_of
+from alignedserve.gateway.live.sessions import LASTS_S, Sessions, cookie_of
 
 KEY, OTHER = "sk-first", "sk-second"
+
+
+COOKIE = Sessions("cluster").cookie
 
 
 class Clock:
@@ -29,7 +32,7 @@ def keys_of(folder: Path, clock: Clock | None = None) -> ApiKeys:
 
 
 def headers(value: str, **more: str) -> list[tuple[bytes, bytes]]:
-    found = [(b"cookie", f"theme=dark; {COOKIE}={value}".encode())]
+    found = [(b"cookie", f'theme=dark; x={{"a":1}}; {COOKIE}={value}'.encode())]
     return found + [(name.replace("_", "-").encode(), text.encode()) for name, text in more.items()]
 
 
@@ -90,4 +93,11 @@ def test_only_this_cluster_makes_cookies() -> None:
 
 @pytest.mark.parametrize("cookie", [b"", b"=", b"\xff\xfe", b"a=b; c", f"{COOKIE}".encode(), b'"' * 50])
 def test_odd_cookies_are_none(cookie: bytes) -> None:
-    assert cookie_of([(b"cookie", cookie)]) == ""
+    assert cookie_of([(b"cookie", cookie)], COOKIE) == ""
+
+
+def test_clusters_on_one_host_do_not_take_each_others_cookies() -> None:
+    other = Sessions("another cluster").cookie
+    assert other != COOKIE
+    both = [(b"cookie", f"{COOKIE}=mine; {other}=its".encode())]
+    assert (cookie_of(both, COOKIE), cookie_of(both, other)) == ("mine", "its")
