@@ -2,8 +2,8 @@
 
 A request is described by a JSON object: `id` (its call's), `request_id`, `arrival_unix_s`, `took_s`, `first_token_s`
 (after arrival; None: none yet), `input_tokens`, `output_tokens`, `cached_tokens`, `outcome` ("open", a finish reason or
-an error code), `prefill_id`, `decode_id`, `epoch`, `losses` (how often it was submitted again), `bubble_s`
-(None without a cost model), `stages` (seconds in each) and `steps` (each stage that is known, in order, and when it began after
+an error code), `prefill_id`, `decode_id`, `epoch`, `losses` (how often it was submitted again), `bubble_s` (None: there
+is no cost model), `stages` (seconds in each) and `steps` (each stage that is known, in order, and when it began after
 arrival; of an open request, workers tell the gateway when it begins to decode).
 """
 
