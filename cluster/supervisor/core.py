@@ -365,7 +365,6 @@ class SupervisorCore:
             slot.was_ready = slot.used = True
             slot.ready_at = now
             self.scaling.settle()
-            self.roster.put_off_spares(now)
         if member.state != "failed" or slot.phase is Phase.ENDING or self.paused:
             return []
         failure = member.beat.failure
@@ -483,11 +482,12 @@ class SupervisorCore:
 
     def _fence(self, slot: Slot, reason: str, now: float) -> Fence:
         member = slot.member or slot.found
+        hello = member.hello if member else None
         slot.end_reason = reason
         slot.deadline = 0.0
         slot.enter(Phase.ENDING, now)
         self._touch()
-        return Fence(slot.planned.id, slot.generation, member.hello if member else None, reason)
+        return Fence(slot.planned.id, slot.generation, hello, reason)
 
     def _fail(self, failure: pb.Failure | None, message: str) -> None:
         if self.failure is None:

@@ -10,7 +10,6 @@ from alignedserve.control.role import OPEN_GAUGE
 from alignedserve.proto import common_pb2 as pb
 
 DRAINED = "drained"
-SPARE_AFTER_S = 3.0  # after a successor is ready
 
 
 class Roster:
@@ -126,12 +125,6 @@ class Roster:
     def all_ready(self) -> bool:
         """Whether all processes except spares are ready."""
         return all(slot.ready or slot.draining for slot in self.slots.values() if slot.planned.role != SPARE)
-
-    def put_off_spares(self, now: float) -> None:
-        """A process is ready. If it was a spare, no other spare's start is to slow what it computes again."""
-        for slot in self.slots.values():
-            if slot.planned.role == SPARE and slot.phase is Phase.WAITING and slot.generation:
-                slot.launch_at = max(slot.launch_at, now + SPARE_AFTER_S)
 
     def ready_spare(self, node_id: str = "") -> Slot | None:
         """A ready spare on that node, or on any node if none is given."""

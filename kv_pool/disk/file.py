@@ -165,13 +165,17 @@ def open_own(calls: FileCalls, folder: Path, cluster: str, shard: str, fits: byt
     try:
         if not own.exists() and (fd := _unused(calls, folder, prefix, fits, own)) is not None:
             return DiskFile(calls, own, fd)
-        fd = calls.open(str(own), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            locked = _lock(fd, LOCK_WITHIN_S)
-            _keep_private(fd)
-        except OSError:
-            calls.close(fd)
-            raise
+        while True:
+            fd = calls.open(str(own), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                locked = _lock(fd, LOCK_WITHIN_S)
+                _keep_private(fd)
+            except OSError:
+                calls.close(fd)
+                raise
+            if _is_at(fd, own):
+                break
+            calls.close(fd)  # another shard has taken it over meanwhile
         if not locked:
             calls.close(fd)
             raise ConfigError(
@@ -181,6 +185,13 @@ def open_own(calls: FileCalls, folder: Path, cluster: str, shard: str, fits: byt
         return DiskFile(calls, own, fd)
     except OSError as error:
         raise ConfigError(f"kv_pool.disk_path: {own} cannot be opened: {error.strerror}") from error
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat(follow_symlinks=False))
+    except FileNotFoundError:
+        return False
 
 
 def _unused(calls: FileCalls, folder: Path, prefix: str, fits: bytes, own: Path) -> int | None:

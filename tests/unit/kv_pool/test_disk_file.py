@@ -54,6 +54,25 @@ def test_two_processes_never_have_one_file_and_an_unused_one_is_taken_over(
     assert names == {"default.kv_pool-1.kv", "default.kv_pool-2.kv"}
 
 
+def test_a_file_that_is_taken_over_while_its_shard_opens_it_is_made_anew(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(make()).kill()
+    (own,) = (tmp_path / "kv").iterdir()
+    lock, taken = disk_file._lock, list[Path]()
+
+    def lock_too_late(fd: int, within_s: float) -> bool:
+        if not taken:
+            taken.append(own.rename(own.with_name(own.name.replace("kv_pool-0", "kv_pool-7"))))
+            return False
+        return lock(fd, within_s)
+
+    monkeypatch.setattr(disk_file, "_lock", lock_too_late)
+    opened(make())
+    assert own.exists()
+    assert taken[0].exists()
+
+
 def test_other_users_cannot_read_the_file(make: Make, tmp_path: Path) -> None:
     opened(make())
     (path,) = (tmp_path / "kv").iterdir()
