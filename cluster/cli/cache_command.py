@@ -113,13 +113,8 @@ def drop(given: argparse.Namespace) -> int:
     """Raises NotFoundError if there is no pin of this name."""
     if given.all == bool(given.name):
         raise ConfigError("give the name of a pin, or --all with --text, --messages or --cache-salt")
-    described = _beginning(given, needed=False)
-    if given.name and described:
-        raise ConfigError(f"a name says which pin is meant: leave out {', '.join(map(_option, described))}")
-    if given.tools is not None and given.messages is None:
-        raise ConfigError("--tools belong to --messages")
     cluster = find_cluster(given.url, given.api_key_file)
-    body = {"all": True, **described} if given.all else {"name": given.name}
+    body = {**({"all": True} if given.all else {"name": given.name}), **_beginning(given, needed=False)}
     done = cluster.order("cache/drop", body)
     if given.name and not done["pins"]:
         raise NotFoundError(f"no shard has a pin named {given.name!r}; `alignedserve cache list` shows all")
@@ -128,10 +123,6 @@ def drop(given: argparse.Namespace) -> int:
 
 
 # ---- beginnings
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _add_beginning(parser: argparse.ArgumentParser) -> None:

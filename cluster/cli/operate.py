@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from alignedserve.admin import ADMIN_HEADER
-from alignedserve.cluster.cli.status_command import ask_newest, same_url
-from alignedserve.cluster.records import fetch_json, fetch_metrics, fetch_status, read_records
+from alignedserve.cluster.cli.status_command import ask_newest, record_of
+from alignedserve.cluster.records import fetch_json, fetch_metrics, fetch_status
 from alignedserve.errors import AlignedServeError, ConfigError, UnavailableError
 from alignedserve.proc_stat import is_alive
 
@@ -71,14 +71,14 @@ def find_cluster(url: str | None, api_key_file: str | None) -> RunningCluster:
         return api_key, fetch_status(address, api_key=api_key)
 
     where, (api_key, status) = ask_newest(url, api_key_file, fetch, only=True)
-    record = next((record for record in read_records() if same_url(record, where)), None)
+    record = record_of(where)
     pids = frozenset[int]() if record is None else _pids_here(status.get("roles", ()), record.pid)
     return RunningCluster(where.rstrip("/"), api_key, record.admin_key if record else "", pids)
 
 
 def admin_headers(url: str) -> dict[str, str]:
     """The header that opens the requests of all API keys, if this user runs the cluster at `url`."""
-    record = next((record for record in read_records() if same_url(record, url)), None)
+    record = record_of(url)
     return {ADMIN_HEADER: record.admin_key} if record is not None else {}
 
 

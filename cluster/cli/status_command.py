@@ -62,8 +62,7 @@ def ask_newest(
         raise ConfigError(f"several clusters of this user are running: choose one with --url ({urls})")
     if url is not None:
         url = url if "://" in url else f"http://{url}"
-        own = next((record for record in records if same_url(record, url)), None)
-        return url, fetch(url, api_key=operator_key(api_key_file, own))
+        return url, fetch(url, api_key=operator_key(api_key_file, record_of(url)))
     problems = []
     for record in records:
         try:
@@ -75,6 +74,11 @@ def ask_newest(
             raise problems[0]
         raise UnavailableError(f"a cluster of this user is running, but does not answer: {problems[0].message}")
     raise UnavailableError("no cluster of this user is running; start one with `alignedserve serve`, or give --url")
+
+
+def record_of(url: str) -> Record | None:
+    """The record of the cluster at `url`, if this user runs it."""
+    return next((record for record in read_records() if same_url(record, url)), None)
 
 
 def same_url(record: Record, url: str) -> bool:

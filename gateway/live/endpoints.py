@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from importlib import resources
 from pathlib import PurePosixPath
 from typing import Any, Protocol
@@ -54,6 +54,7 @@ _SECURE = {
 }
 
 Json = dict[str, Any]
+OwnersApp = Callable[[Scope, Receive, Send, bytes | None], Awaitable[None]]
 
 
 class Source(Protocol):
@@ -90,9 +91,9 @@ class LiveEndpoints:
 
     def guarded_gets(self) -> Mapping[str, App]:
         return {
-            "/dashboard/feed": self.feed,
-            "/dashboard/requests": self.list_requests,
-            "/dashboard/requests/{request_id:path}": self.one_request,
+            "/dashboard/feed": self._for_owner(self.feed),
+            "/dashboard/requests": self._for_owner(self.list_requests),
+            "/dashboard/requests/{request_id:path}": self._for_owner(self.one_request),
         }
 
     # ---- files
@@ -143,28 +144,45 @@ class LiveEndpoints:
 
     # ---- data
 
-    async def feed(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _for_owner(self, answer: OwnersApp) -> App:
+        """`answer`, told whose requests may be shown: those of the caller's API key; None: of all, without keys or with
+        the admin key.
+        """
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            owner = caller.get() if self._keys.wanted else None
+            if shows_key(scope):
+                try:
+                    check_key(scope, self._admin_key)
+                except NotAdminError as error:
+                    await send_error(send, error)
+                    return
+                owner = None
+            await answer(scope, receive, send, owner)
+
+        return app
+
+    async def feed(self, scope: Scope, receive: Receive, send: Send, owner: bytes | None) -> None:
         """Server-sent events: `state` each second."""
         if not self._source.feed.open:
             await send_error(send, ShuttingDownError("this gateway is shutting down"))
             return
-        owner = caller.get() if self._keys.wanted else None
-        most = MOST_VIEWERS if owner is None else MOST_OF_ONE_KEY
-        if self._viewers[owner] >= most or self._viewers.total() >= MOST_VIEWERS:
-            await send_error(send, OverloadedError(f"{self._viewers[owner]} viewers look already", retry_after_s=10.0))
+        if self._viewers.total() >= MOST_VIEWERS or (owner is not None and self._viewers[owner] >= MOST_OF_ONE_KEY):
+            most = f"{MOST_VIEWERS} viewers, of one API key {MOST_OF_ONE_KEY}"
+            await send_error(send, OverloadedError(f"too many look already: at most {most}", retry_after_s=10.0))
             return
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         self._viewers[owner] += 1
         try:
             with DisconnectWatch(receive) as watch, contextlib.suppress(ClientGoneError):
                 await start(send, 200, "text/event-stream; charset=utf-8", headers)
-                await watch.unless_gone(self._send_states(scope, send))
+                await watch.unless_gone(self._send_states(scope, send, owner))
         finally:
             self._viewers -= Counter([owner])
 
-    async def _send_states(self, scope: Scope, send: Send) -> None:
+    async def _send_states(self, scope: Scope, send: Send, owner: bytes | None) -> None:
         """Ends when the viewer's API key or session does."""
-        owner, slowest, asked_s = self._owner(scope), list[Json](), -SLOWEST_EVERY_S
+        slowest, asked_s = list[Json](), -SLOWEST_EVERY_S
         async with contextlib.aclosing(self._source.feed.states()) as states:
             async for state in states:
                 now_s = time.monotonic()
@@ -179,44 +197,24 @@ class LiveEndpoints:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    async def list_requests(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def list_requests(self, scope: Scope, receive: Receive, send: Send, owner: bytes | None) -> None:
         query = parse_qs(scope["query_string"].decode("latin-1"))
         order, most = query.get("sort", ["slowest"])[-1], query.get("most", ["50"])[-1]
         if order not in ("slowest", "newest") or not most.isdecimal() or not 1 <= int(most) <= MOST_LISTED:
             message = f"sort must be slowest or newest, and most a number from 1 to {MOST_LISTED}"
             await send_error(send, InvalidRequestError(message))
             return
-        try:
-            owner = self._owner(scope)
-        except NotAdminError as error:
-            await send_error(send, error)
-            return
         found = await self._source.requests(owner, newest=order == "newest", most=int(most), since_unix_s=0.0)
         await send_json(send, {"requests": found}, headers={"cache-control": "no-store"})
 
-    async def one_request(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def one_request(self, scope: Scope, receive: Receive, send: Send, owner: bytes | None) -> None:
         request_id = scope["path_params"]["request_id"]
-        try:
-            owner = self._owner(scope)
-        except NotAdminError as error:
-            await send_error(send, error)
-            return
         found = await self._source.request(request_id, owner)
         if found is None:
             message = f"request {request_id[:200]!r} is not open, and not among those that ended of late"
             await send_error(send, NotFoundError(message))
             return
         await send_json(send, found, headers={"cache-control": "no-store"})
-
-    def _owner(self, scope: Scope) -> bytes | None:
-        """Whose requests are shown: those of the caller's API key; None: all, without keys or with the admin key.
-
-        Raises NotAdminError for a wrong admin key.
-        """
-        if shows_key(scope):
-            check_key(scope, self._admin_key)
-            return None
-        return caller.get() if self._keys.wanted else None
 
 
 def _static_files() -> dict[str, bytes]:

@@ -36,10 +36,6 @@ class LiveFeed:
         self.open = True  # else viewers leave, and find another gateway
         self._reading: asyncio.Task[None] | None = None
 
-    @property
-    def viewers(self) -> int:
-        return self._viewers
-
     async def states(self) -> AsyncGenerator[State, None]:
         """A state now, and one each second. A viewer that is slow misses some. Do not change them."""
         self._viewers += 1

@@ -13,6 +13,8 @@ import hmac
 import time
 from collections.abc import Callable, Iterable
 
+from starlette.requests import cookie_parser
+
 COOKIE = "alignedserve_session_"
 LASTS_S = 12 * 3600.0
 _CODE_BYTES = hashlib.sha256().digest_size
@@ -50,8 +52,5 @@ def cookie_of(headers: Iterable[tuple[bytes, bytes]], cookie: str) -> str:
     """The value of the cookie of that name in a request's headers; "" without one. Other cookies need not be valid."""
     for name, value in headers:
         if name == b"cookie":
-            for pair in value.decode("latin-1").split(";"):
-                found, _, text = pair.strip().partition("=")
-                if found == cookie:
-                    return text
+            return cookie_parser(value.decode("latin-1")).get(cookie, "")
     return ""

@@ -79,23 +79,18 @@ class CacheOrders:
         """End a pin, or remove what is cached of a beginning or a salt."""
         order = _checked(DropOrder, body)
         self._board.shards()
-        described = order.model_fields_set - {"name", "all"}
-        beginning = bool(described - {"cache_salt"})
+        beginning = order.model_dump(exclude={"name", "all", "cache_salt"}, exclude_none=True)
+        described = beginning or order.cache_salt is not None
         if order.all == (order.name is not None) or (order.name is not None and described):
             raise InvalidRequestError("give the name of a pin, or all with text, messages or cache_salt", param="name")
         if order.all and not described:
             raise InvalidRequestError("all needs text, messages or cache_salt: what is to be dropped", param="all")
         wanted = kp.DropCached(names=[order.name] if order.name is not None else [])
         if order.all:
-            tokens: list[int] = []
-            if beginning:
-                said = order.model_dump(include=described - {"cache_salt"})
-                if not (
-                    tokens := await tokens_of(self._model, parse_beginning(said))
-                ):  # none would mean all of the salt
-                    raise InvalidRequestError(
-                        "prompts that begin with this share no token: give more of it", param="text"
-                    )
+            tokens = await tokens_of(self._model, parse_beginning(beginning)) if beginning else []
+            if beginning and not tokens:  # none would mean all of the salt
+                message = "prompts that begin with this share no token: give more of it"
+                raise InvalidRequestError(message, param="text")
             wanted.prefix.CopyFrom(cached_prefix(tokens, self._salt(order.cache_salt)))
         dropped = await self._board.drop(wanted)
         names = sorted({name for one in dropped.values() for name in one.names})

@@ -89,16 +89,16 @@ class Demotion:
 
     async def erase(self, slots: Sequence[int]) -> None:
         """Write that these slots, which are indexed no more, have no entry."""
-        while gone := [slot for slot in slots if self._on_disk[slot]]:
+        gone = [slot for slot in slots if self._on_disk[slot]]
+        while True:
             try:
                 await self._save_entries(gone)
+                break
             except OSError as error:  # else a restart would find again what was dropped
                 self.breaker.failed(error)
-                await asyncio.sleep(LONGEST_PAUSE_S)
-                continue
-            for slot in gone:
-                self._on_disk[slot] = self._disk.index.indexed[slot]  # it may have been written to again
-            return
+            await asyncio.sleep(LONGEST_PAUSE_S)
+        for slot in gone:
+            self._on_disk[slot] = self._disk.index.indexed[slot]  # it may have been written to again
 
     async def run(self) -> None:
         while True:
