@@ -62,6 +62,7 @@ class BatchEndpoints:
 
     async def upload(self, scope: Scope, receive: Receive) -> dict[str, Any]:
         files = self._service.files
+        self._bodies.discard_whole(scope)
         if self._uploads >= MOST_UPLOADS:
             raise OverloadedError("this gateway receives too many files now; try again later", retry_after_s=1.0)
         self._uploads += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 
 from alignedserve.errors import OverloadedError, RequestError, TooLargeError
@@ -16,6 +17,8 @@ LEAST_BYTES_S = 1024.0  # bytes a second, on average over any AVERAGE_S
 SMALL_BYTES = LARGE_BYTES  # bodies up to this size are read however much memory other bodies take
 MOST_PARTIAL_BYTES = 256 << 20
 REST_S = 0.05  # how long a refusal waits for the rest of a body, which usually follows the head at once
+DISCARD_S = 30.0  # how long the rest of a refused body is read and dropped
+_DISCARDED = "alignedserve.discarded_bytes"
 _TOO_SLOW = 408
 
 
@@ -105,11 +108,21 @@ class BodyReader:
                 raise too_large(limit_bytes)
             yield piece
 
-    async def _discard(self, rest: _Coming) -> None:
+    @staticmethod
+    def discard_whole(scope: Scope) -> None:
+        """Should this request be refused, its body is read and dropped whatever its size, for at most DISCARD_S.
+
+        A client that writes when the connection is closed may never read the answer.
+        """
+        scope[_DISCARDED] = math.inf
+
+    async def _discard(self, scope: Scope, rest: _Coming) -> None:
         """Reads and drops the rest. Returns when it is complete, too slow or over the limit, or the client is gone."""
-        with contextlib.suppress(SlowBodyError, ClientGoneError):
-            while not rest.whole and rest.size <= self._limit_bytes:
-                await rest.next()
+        most_bytes = scope.get(_DISCARDED, self._limit_bytes)
+        with contextlib.suppress(SlowBodyError, ClientGoneError, TimeoutError):
+            async with asyncio.timeout(DISCARD_S):
+                while not rest.whole and rest.size <= most_bytes:
+                    await rest.next()
 
     def closing_where_unread(self, app: App) -> App:
         """Wraps `app` so that an answer sent before the whole body has arrived closes the connection.
@@ -141,12 +154,12 @@ class BodyReader:
                     if status != _TOO_SLOW and b"expect" not in headers:  # "Expect: 100-continue" is answered at once
                         with contextlib.suppress(TimeoutError):
                             async with asyncio.timeout(REST_S):
-                                await self._discard(rest)
+                                await self._discard(scope, rest)
                     if unread:
                         message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
                 elif unread and status != _TOO_SLOW and not message.get("more_body", False):
                     await send({**message, "more_body": True})
-                    await self._discard(rest)
+                    await self._discard(scope, rest)
                     message = {"type": "http.response.body"}
                 await send(message)
 
