@@ -18,7 +18,9 @@ from typing import Any
 import ray
 
 from alignedserve.cluster.launch.environment import role_environment
+from alignedserve.cluster.launch.fork_keeper import ForkKeeper, fork_environment
 from alignedserve.cluster.launch.role_main import Seat
+from alignedserve.cluster.runtime_dir import leave_socket_folder, prepare_socket_folder
 from alignedserve.control.runtime import RoleServer, RoleSettings, new_role
 from alignedserve.errors import AlignedServeError, UnavailableError
 
@@ -141,7 +143,24 @@ class Scheduler(RoleActor):
 
 
 class NodeAgent(RoleActor):
-    """A node agent."""
+    """A node agent, and the keeper of its node's fork server."""
+
+    def __init__(self, settings: dict[str, Any], namespace: str = "") -> None:
+        super().__init__(settings, namespace)
+        self._forks = ForkKeeper(f"{self._settings.agent_socket}.forks", fork_environment(self._settings))
+
+    async def fork_command(self) -> str:
+        """Start the fork server. Returns what runs Python by way of it, as Ray's `py_executable`."""
+        prepare_socket_folder(self._settings.agent_socket)
+        self._forks.start()
+        return self._forks.command
+
+    async def _host(self) -> None:
+        try:
+            await super()._host()
+        finally:
+            self._forks.close()
+            leave_socket_folder(self._settings.agent_socket)
 
 
 class Spare(RoleActor):

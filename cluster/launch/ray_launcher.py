@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from alignedserve.cancellation import end_tasks
 from alignedserve.cluster.launch.actors import ACTORS, RoleActor
+from alignedserve.cluster.launch.fork_commands import ForkCommands
 from alignedserve.cluster.launch.launcher import Launcher, Running
 from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.launch.processes import end_process, is_stopped
@@ -56,6 +57,7 @@ class RayLauncher(Launcher):
         self._gpus = 0  # of the node with the most, as of the last `nodes`
         self._placed: dict[str, Any] = {}  # the last arguments of `_places.place`
         self._places: RayPlaces | None = None  # created by the first `place`
+        self._forks = ForkCommands()  # of nodes whose node agents were launched or found
         self._tasks: set[asyncio.Task[None]] = set()  # watches and announcements in progress
 
     async def nodes(self) -> Sequence[Node]:
@@ -166,12 +168,17 @@ class RayLauncher(Launcher):
             names = [each.name for each in silent if each in waiting or each not in unknown]
             await asyncio.sleep(UNAVAILABLE_RETRY_S)
         self._actors |= {running.settings.id: each.actor for each, running in known if running is not None}
-        return [*answered, *(running for _, running in known if running is not None)]
+        everyone = [*answered, *(running for _, running in known if running is not None)]
+        for running in everyone:
+            self._follow(running.settings)
+        return everyone
 
     async def launch(self, settings: RoleSettings, spare_id: str = "") -> None:
         if spare_id and await self._assume(spare_id, settings):
             return
         options = self._options(settings)
+        if settings.role in (*MODEL_ROLES, SPARE) and (command := await self._fork_command(settings.node_id)):
+            options["runtime_env"] = {**options.get("runtime_env", {}), "py_executable": command}
         deadline = time.monotonic() + NAME_WAIT_S
         while True:
             try:
@@ -184,7 +191,16 @@ class RayLauncher(Launcher):
             except RayError as error:
                 raise UnavailableError(f"{settings.id} could not be started: {error}") from error
             else:
+                self._follow(settings)
                 return
+
+    def _follow(self, settings: RoleSettings) -> None:
+        """Have the fork server of a node agent started."""
+        if settings.role == "node_agent" and self._config.supervisor.fork_server:
+            self._forks.ask(settings.node_id, self._actors[settings.id])
+
+    async def _fork_command(self, node_id: str) -> str:
+        return await self._forks.command(node_id) if self._config.supervisor.fork_server else ""
 
     async def _clear(self, role_id: str) -> None:
         """Kill an actor that was never placed, or whose node was given up. Otherwise it would keep its name."""
@@ -236,6 +252,7 @@ class RayLauncher(Launcher):
                 return
 
     async def close(self) -> None:
+        await self._forks.close()
         await end_tasks(self._tasks)
 
     async def _assume(self, spare_id: str, settings: RoleSettings) -> bool:

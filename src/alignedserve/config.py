@@ -331,6 +331,10 @@ class SupervisorConfig:
     spares: int = _key(
         0, "warm spare processes; with one, a dead worker's successor starts without imports", low=0, high=64
     )
+    fork_server: bool = _key(
+        True,
+        "start instances as forks of a process, one on each node, that has imported everything",
+    )
     max_start_failures: int = _key(3, "failed starts of a process after which the cluster fails", low=1)
 
 

@@ -26,9 +26,14 @@ class Registry(Generic[T]):
             raise ConfigError(f"{self.kind} {name!r} is registered twice")
         self._entries[name] = target
 
-    def get(self, name: str) -> T:
-        """The object called `name`. Raises ConfigError, which lists the choices, if there is none."""
+    def module(self, name: str) -> str:
+        """The name of the module that has `name`. Raises ConfigError, which lists the choices, if there is none."""
         if name not in self._entries:
             raise ConfigError(f"unknown {self.kind} {name!r}; choose one of: {', '.join(self.names())}")
-        module, _, attribute = self._entries[name].partition(":")
+        return self._entries[name].partition(":")[0]
+
+    def get(self, name: str) -> T:
+        """The object called `name`. Raises ConfigError as `module` does."""
+        module = self.module(name)
+        attribute = self._entries[name].partition(":")[2]
         return cast(T, getattr(importlib.import_module(module), attribute))

@@ -27,6 +27,10 @@ class FakeActor(RoleActor):
         fake_roles.install()
         return super()._new_role(settings)
 
+    async def fork_command(self) -> str:
+        """A fake role imports nothing that a fork would save."""
+        return ""
+
 
 @serve.deployment(
     name="Gateway",

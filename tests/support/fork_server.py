@@ -11,20 +11,17 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
-import gc
-import importlib
 import json
 import os
-import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+
+from alignedserve.cluster.launch.fork_server import become, import_all
 
 ORDER_BYTES = 1 << 17
 # What libraries read when they are imported or loaded. All other variables may differ between children of a server.
@@ -135,12 +132,9 @@ def _server(kind: str, environment: Mapping[str, str]) -> socket.socket:
 
 
 def _import(kind: str) -> None:
-    for name in IMPORTS[kind]:
-        importlib.import_module(name)
+    import_all(IMPORTS[kind])
     if GRPCS_THREADS & {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}:
         raise RuntimeError("gRPC has started threads before the fork")
-    gc.collect()
-    gc.freeze()  # children share these pages
 
 
 def _serve(orders: socket.socket) -> None:
@@ -168,7 +162,9 @@ def _serve(orders: socket.socket) -> None:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for descriptor in (orders.fileno(), wake_reader, wake_writer, report, *reports.values()):
                     os.close(descriptor)
-                _become(json.loads(order), streams)
+                ordered = json.loads(order)
+                os.chdir(ordered["directory"])
+                become(ordered["module"], (), ordered["environment"], streams)
             for descriptor in streams:
                 os.close(descriptor)
             reports[pid] = report
@@ -180,32 +176,6 @@ def _tell(report: int, number: int, *, last: bool) -> None:
         os.write(report, b"%d\n" % number)
     if last:
         os.close(report)
-
-
-def _become(order: dict[str, object], streams: list[int]) -> NoReturn:
-    """Run the module as `python -m` would. `streams`: stdin, stdout, stderr."""
-    status = 1
-    try:
-        os.setsid()
-        for number, descriptor in enumerate(streams):
-            os.dup2(descriptor, number)
-        for descriptor in streams:
-            os.close(descriptor)
-        sys.stdin = os.fdopen(0, "r")
-        sys.stdout = os.fdopen(1, "w")
-        sys.stderr = os.fdopen(2, "w", buffering=1)
-        os.environ.clear()
-        os.environ.update(order["environment"])  # type: ignore[call-overload]
-        os.chdir(str(order["directory"]))
-        sys.argv = [str(order["module"])]
-        runpy.run_module(str(order["module"]), run_name="__main__", alter_sys=True)
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
 
 
 if __name__ == "__main__":

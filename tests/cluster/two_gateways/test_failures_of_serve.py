@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from alignedserve.client import AsyncClient, CancelledError, UnavailableError
@@ -126,8 +127,8 @@ def kill(pids: list[int]) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def gateway_pids(server: ServeProcess) -> list[int]:
-    return [role["pid"] for role in server.roles() if role["role"] == "gateway" and role["state"] == "ready"]
+def ready_pids(server: ServeProcess, role: str) -> list[int]:
+    return [told["pid"] for told in server.roles() if told["role"] == role and told["state"] == "ready"]
 
 
 async def test_cancel_reaches_the_replica_that_has_the_call(server: ServeProcess) -> None:
@@ -158,7 +159,7 @@ async def test_serves_controller_dies(server: ServeProcess, calm: list[Answers])
 
 
 async def test_a_gateway_replica_dies(server: ServeProcess, calm: list[Answers]) -> None:
-    old = gateway_pids(server)
+    old = ready_pids(server, "gateway")
     assert len(old) == 2
 
     async with httpx.AsyncClient(base_url=server.url, timeout=90.0) as http:
@@ -181,9 +182,31 @@ async def test_a_gateway_replica_dies(server: ServeProcess, calm: list[Answers])
         assert (answer.status_code, error["code"], error["type"]) == (502, "unavailable", "server_error")
         assert answer.headers["retry-after"] == "1"
     deadline = time.monotonic() + 30.0
-    while len(now := gateway_pids(server)) < 2 or old[0] in now:
+    while len(now := ready_pids(server, "gateway")) < 2 or old[0] in now:
         assert time.monotonic() < deadline, now
         await asyncio.sleep(0.2)
+
+
+async def test_an_instance_is_back_as_a_fork_and_without_its_fork_server_all_the_same(
+    server: ServeProcess, calm: list[Answers]
+) -> None:
+    async def replaced() -> int:
+        """The parent of the decode instance that follows the one that is killed now."""
+        (old,) = ready_pids(server, "decode")
+        kill([old])
+        deadline = time.monotonic() + 60.0
+        while not (now := [pid for pid in ready_pids(server, "decode") if pid != old]):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.1)
+        return psutil.Process(now[0]).ppid()
+
+    async def blow() -> None:
+        fork_servers = server.pids("fork_server")
+        assert [await replaced()] == fork_servers
+        kill(fork_servers)
+        assert await replaced() not in fork_servers
+
+    await streams_through(server, calm, blow)
 
 
 async def test_haproxy_dies(server: ServeProcess, calm: list[Answers]) -> None:

@@ -31,6 +31,7 @@ class FakeActor:
         self.told = ""
         self.describe = SimpleNamespace(remote=self._describe)
         self.set_supervisor = SimpleNamespace(remote=self._set_supervisor)
+        self.fork_command = SimpleNamespace(remote=self._fork_command)
         self._ray = ray
         self._asks = asks
 
@@ -46,6 +47,9 @@ class FakeActor:
         role, node_id = self.name.rpartition("-")[0], f"host-{self.node[:6]}"
         settings = RoleSettings(role, self.name, {}, "c", "token", node_id, agent_socket=f"/{self.node}.sock")
         return {"settings": settings.to_dict(), "pid": self.pid, "view": self._ray.view.SerializeToString()}
+
+    async def _fork_command(self) -> str:
+        return ""
 
     async def _set_supervisor(self, address: str) -> None:
         await self._answers()
