@@ -6,7 +6,8 @@
 
 Any server of OpenAI's API will do: ours, vLLM, SGLang, TGI, llama.cpp. In each round every endpoint gets each load
 once, and the order turns from round to round, since a machine's speed drifts. `--endpoint NAME=URL` asks the server
-for its model; `NAME=URL,MODEL` names it. Results are written as they come to OUT/runs.jsonl, and a run with the same
+for its model; `NAME=URL,MODEL` names it. `--key NAME=VARIABLE` takes an API key from a variable of the environment.
+Results are written as they come to OUT/runs.jsonl, and a run with the same
 options goes on with what lacks. OUT/index.html is the page. The first endpoint is what the others are compared with.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -42,10 +44,12 @@ td:first-child, th:first-child { text-align: left }
 Run = dict[str, Any]  # endpoint, tool, load, round, at, figures
 
 
-def model_of(url: str) -> str:
+def model_of(url: str, key: str) -> str:
     """The first model that a server has. Raises ToolError."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=ASK_S) as answer:
+        asked = urllib.request.Request(f"{url}/v1/models", headers=headers)
+        with urllib.request.urlopen(asked, timeout=ASK_S) as answer:
             return str(json.load(answer)["data"][0]["id"])
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         words = f"{url}/v1/models does not tell a model ({error}); name one: --endpoint NAME={url},MODEL"
@@ -53,7 +57,8 @@ def model_of(url: str) -> str:
 
 
 def endpoints_of(options: argparse.Namespace) -> dict[str, Endpoint]:
-    found = {}
+    found: dict[str, Endpoint] = {}
+    keys = keys_of(options.key)
     tokenizer = Path(options.tokenizer)
     named = str(tokenizer.resolve()) if tokenizer.is_dir() else options.tokenizer
     for given in options.endpoint:
@@ -64,8 +69,27 @@ def endpoints_of(options: argparse.Namespace) -> dict[str, Endpoint]:
         if name in found:
             raise ToolError(f"two endpoints are named {name!r}")
         url = url.rstrip("/").removesuffix("/v1")
-        found[name] = Endpoint(url, model or model_of(url), named)
+        key = keys.pop(name, "")
+        found[name] = Endpoint(url, model or model_of(url, key), named, key)
+    if keys:
+        raise ToolError(f"--key names no endpoint: {', '.join(keys)}")
     return found
+
+
+def keys_of(given: Sequence[str]) -> dict[str, str]:
+    """The keys by the endpoints' names."""
+    keys = {}
+    for one in given:
+        name, _, variable = one.partition("=")
+        if not variable or not os.environ.get(variable):
+            raise ToolError(f"--key is NAME=VARIABLE, where VARIABLE of the environment has the key, not {one!r}")
+        keys[name] = os.environ[variable]
+    return keys
+
+
+def shown(to: Endpoint) -> dict[str, str]:
+    """An endpoint without its key."""
+    return {name: value for name, value in asdict(to).items() if name != "key"}
 
 
 def known_runs(file: Path) -> list[Run]:
@@ -91,7 +115,7 @@ def measure(options: argparse.Namespace, endpoints: dict[str, Endpoint]) -> list
         for streams in options.streams:
             load = Load(streams, options.requests, options.prompt_tokens, options.output_tokens, seed=number + 1)
             for name in turned:
-                run: Run = {"endpoint": name, "to": asdict(endpoints[name]), "tool": options.tool,
+                run: Run = {"endpoint": name, "to": shown(endpoints[name]), "tool": options.tool,
                             "load": asdict(load), "round": number}  # fmt: skip
                 if key_of(run) in known:
                     runs.append(known[key_of(run)])
@@ -180,6 +204,7 @@ def at_least_one(text: str) -> int:
 def options_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--endpoint", action="append", required=True, metavar="NAME=URL[,MODEL]", help="two or more")
+    parser.add_argument("--key", action="append", default=[], metavar="NAME=VARIABLE", help="an endpoint's API key")
     parser.add_argument("--tool", choices=list(TOOLS), default="guidellm")
     parser.add_argument("--command", default="", help="what starts the tool, by default its name")
     parser.add_argument("--tokenizer", required=True, help="a folder or a model's name; it makes the prompts")

@@ -10,7 +10,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +48,23 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server of OpenAI's API. `tokenizer`: a folder or a model's name, which the tool makes prompts with."""
+    """A server of OpenAI's API. `tokenizer`: a folder or a model's name, which the tool makes prompts with. `key`: of
+    the API; the tools take it as an argument, which other users of this machine can see.
+    """
 
     url: str
     model: str
     tokenizer: str
+    key: str = field(default="", repr=False)
 
 
 def guidellm_words(to: Endpoint, load: Load, folder: Path) -> list[str]:
+    target = f"kind=openai_http,target={to.url},model={to.model}" + (f",api_key={to.key}" if to.key else "")
     data = f"kind=synthetic_text,prompt_tokens={load.prompt_tokens},output_tokens={load.output_tokens}"
     return [
         "run",
         "--disable-console",
-        *("--backend", f"kind=openai_http,target={to.url},model={to.model}"),
+        *("--backend", target),
         *("--profile", f"kind=concurrent,streams={load.streams}"),
         *("--constraint", f"kind=max_requests,count={load.requests}"),
         *("--data", data),
@@ -99,6 +103,7 @@ def aiperf_words(to: Endpoint, load: Load, folder: Path) -> list[str]:
     return [
         "profile",
         *("--model", to.model, "--url", to.url, "--tokenizer", to.tokenizer),
+        *(("--api-key", to.key) if to.key else ()),
         *("--endpoint-type", "chat", "--streaming", "--use-server-token-count"),
         *("--concurrency", str(load.streams), "--request-count", str(load.requests)),
         *("--isl", str(load.prompt_tokens), "--isl-stddev", "0"),

@@ -28,6 +28,7 @@ from alignedserve.cluster.records import operator_key
 from alignedserve.errors import AlignedServeError, ConfigError, UnavailableError
 
 POLL_S = 0.5
+LINE_EVERY_S = 10.0
 PATIENCE_S = 120.0  # for a server that does not answer
 STARTED_WITHIN_S = 900.0
 TIMEOUT_S = 60.0
@@ -305,7 +306,8 @@ def _endpoint(source: Path) -> str:
 
 
 def _watched(server: Server, batch: dict[str, Any]) -> dict[str, Any]:
-    """Shows the progress until the batch has ended. The bar is shown on a terminal only."""
+    """Shows the progress until the batch has ended: a bar on a terminal, a line every LINE_EVERY_S elsewhere."""
+    told_s = time.monotonic()
     with tqdm(unit="line", dynamic_ncols=True, disable=None, desc=batch["status"]) as bar:
         while True:
             counts = batch["request_counts"]
@@ -313,7 +315,12 @@ def _watched(server: Server, batch: dict[str, Any]) -> dict[str, Any]:
             bar.set_description(batch["status"], refresh=False)
             if counts["failed"]:
                 bar.set_postfix(failed=counts["failed"], refresh=False)
-            bar.update(counts["completed"] + counts["failed"] - bar.n)
+            done = counts["completed"] + counts["failed"]
+            bar.update(done - bar.n)
+            if bar.disable and time.monotonic() - told_s >= LINE_EVERY_S:
+                told_s = time.monotonic()
+                text = f"{batch['status']}: {done:,} of {counts['total']:,} lines, {counts['failed']:,} failed"
+                print(text, file=sys.stderr, flush=True)
             if batch["status"] in ENDED:
                 return batch
             time.sleep(POLL_S)

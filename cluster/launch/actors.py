@@ -27,6 +27,7 @@ from alignedserve.errors import AlignedServeError, UnavailableError
 _M_ARENA_MAX = -8
 _ERROR_POLL_S = 0.25
 LEAVE_LATE_S = 5.0
+FORKS_WITHIN_S = 60.0  # for a fork server to import everything
 
 
 class RoleActor:
@@ -145,22 +146,27 @@ class Scheduler(RoleActor):
 class NodeAgent(RoleActor):
     """A node agent, and the keeper of its node's fork server."""
 
-    def __init__(self, settings: dict[str, Any], namespace: str = "") -> None:
-        super().__init__(settings, namespace)
-        self._forks = ForkKeeper(f"{self._settings.agent_socket}.forks", fork_environment(self._settings))
+    _forks: ForkKeeper | None = None
 
     async def fork_command(self) -> str:
-        """Start the fork server. Returns what runs Python by way of it, as Ray's `py_executable`."""
+        """Start the fork server, and wait until it is ready. Returns what runs Python by way of it, as Ray's
+        `py_executable`; "" if there is none."""
+        return await asyncio.to_thread(self._fork_command)
+
+    def _fork_command(self) -> str:
         prepare_socket_folder(self._settings.agent_socket)
+        if self._forks is None:
+            self._forks = ForkKeeper(f"{self._settings.agent_socket}.forks", fork_environment(self._settings))
         self._forks.start()
-        return self._forks.command
+        return self._forks.command if self._forks.wait_ready(FORKS_WITHIN_S) else ""
 
     async def _host(self) -> None:
         try:
             await super()._host()
         finally:
-            self._forks.close()
-            leave_socket_folder(self._settings.agent_socket)
+            if self._forks is not None:
+                self._forks.close()
+                leave_socket_folder(self._settings.agent_socket)
 
 
 class Spare(RoleActor):

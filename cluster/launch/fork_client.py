@@ -1,6 +1,6 @@
 """Starts a Ray worker through its node's fork server; without it if that does not answer.
 
-Ray runs `python -S -E fork_client.py SOCKET default_worker.py ARGUMENT...` (`py_executable` of a runtime environment).
+Ray runs `python -I -S fork_client.py SOCKET default_worker.py ARGUMENT...` (`py_executable` of a runtime environment).
 So this file imports nothing but a few modules of Python.
 """
 
@@ -12,7 +12,7 @@ import struct
 import sys
 import time
 
-WAIT_S = 60.0  # the server may still import
+WAIT_S = 20.0  # the server may still import; Ray waits for a minute
 LOOK_S = 0.2
 REPLY_BYTES = 32
 _UCRED = struct.Struct("iII")
@@ -20,9 +20,9 @@ _UCRED = struct.Struct("iII")
 
 def forked(path: str, command: list[str]) -> bool:
     """Whether the fork server at the socket `path` runs this command."""
-    order = {"command": command, "environment": dict(os.environ), "directory": os.getcwd()}
     until = time.monotonic() + WAIT_S
     try:
+        order = {"command": command, "environment": dict(os.environ), "directory": os.getcwd()}
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
             server.settimeout(WAIT_S)
             server.connect(path)
@@ -34,7 +34,7 @@ def forked(path: str, command: list[str]) -> bool:
             if not server.recv(REPLY_BYTES):
                 return False
             server.send(b"go")
-    except OSError:
+    except Exception:  # whatever it is, the worker has to start
         return False
     return True
 

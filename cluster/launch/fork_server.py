@@ -1,7 +1,7 @@
 """Forks Ray workers from a process that has imported what an instance needs: a start takes one second instead of six.
 
-`python -m alignedserve.cluster.launch.fork_server SOCKET MODULE...` imports the modules, then serves `fork_client` on
-SOCKET until its stdin closes. It runs one per node, as a child of the node agent's process.
+`python -m alignedserve.cluster.launch.fork_server SOCKET MODULE...` imports the modules, says so on stdout, then serves
+`fork_client` on SOCKET until its stdin closes. It runs one per node, as a child of the node agent's process.
 
 Whatever a child could not share makes the server end, and `fork_client` starts its worker without it: threads and
 CUDA's state do not survive a fork, and a module whose file has changed is out of date.
@@ -21,6 +21,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ ORDER_BYTES = 1 << 18
 ORDER_WAIT_S = 1.0
 UNSUITABLE = 3  # exit status: another fork server would not be able to fork, either
 GO = b"go"
+NEW = "~"  # of the path while the socket cannot be connected to yet
 _UCRED = struct.Struct("iII")
 _CUDA_ERROR_NOT_INITIALIZED = 3  # cuda.h
 
@@ -51,8 +53,23 @@ def unsuitable() -> str:
         return f"an import has started threads: {', '.join(threads)}"
     if "libcuda.so" in Path("/proc/self/maps").read_text():
         status = ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
-        return "" if status == _CUDA_ERROR_NOT_INITIALIZED else "an import has initialised CUDA"
-    return ""
+        if status != _CUDA_ERROR_NOT_INITIALIZED:
+            return "an import has initialised CUDA"
+    return _tried()
+
+
+def _tried() -> str:
+    """What is wrong with a child of this process; "" if nothing is."""
+    pid = os.fork()
+    if pid == 0:
+        bad = 1
+        try:
+            torch = sys.modules.get("torch")
+            bad = int(torch is not None and torch.cuda._is_in_bad_fork())
+        finally:
+            os._exit(bad)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return f"a child of it cannot use torch (status {status})" if status else ""
 
 
 def become(module: str, arguments: Sequence[str], environment: Mapping[str, str], streams: Sequence[int]) -> NoReturn:
@@ -90,14 +107,18 @@ def become(module: str, arguments: Sequence[str], environment: Mapping[str, str]
         os._exit(status)
 
 
-def _stamps() -> dict[str, int]:
-    """When the files of all imported modules were changed last, in nanoseconds of Unix time."""
+Stamps = dict[str, tuple[int, int]]
+
+
+def _stamps() -> Stamps:
+    """When the files of all imported modules were written and replaced last, in nanoseconds of Unix time."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     found = {}
     for file in files:
         if file is not None:
             with contextlib.suppress(OSError):
-                found[file] = os.stat(file).st_mtime_ns
+                status = os.stat(file)
+                found[file] = (status.st_mtime_ns, status.st_ctime_ns)
     return found
 
 
@@ -114,9 +135,14 @@ def _answer(listener: socket.socket, client: socket.socket) -> None:
     except OSError:
         return
     if order and len(streams) == 3 and _may_order(client) and os.fork() == 0:
-        listener.close()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _obey(client, json.loads(order), streams)
+        try:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _obey(client, json.loads(order), streams)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)  # the server's own end is not the child's
     for descriptor in streams:
         os.close(descriptor)
 
@@ -124,20 +150,18 @@ def _answer(listener: socket.socket, client: socket.socket) -> None:
 def _obey(client: socket.socket, order: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
     """The client starts the worker itself unless it hears from this child, and this child does nothing without GO. So
     there is never a second worker."""
-    try:
-        with client:
-            client.settimeout(None)
-            client.send(b"%d" % os.getpid())
-            if client.recv(len(GO)) != GO:
-                os._exit(0)
+    with client:
+        client.settimeout(None)
+        client.send(b"%d" % os.getpid())
+        if client.recv(len(GO)) != GO:
+            os._exit(0)
+    with contextlib.suppress(OSError):  # the folder may have been removed
         os.chdir(order["directory"])
-    except OSError:
-        os._exit(1)
     module, *arguments = order["command"]
     become(module, arguments, order["environment"], streams)
 
 
-def serve(listener: socket.socket, stamps: Mapping[str, int]) -> None:
+def serve(listener: socket.socket, stamps: Stamps) -> None:
     """Returns when stdin closes, or when an imported file has changed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     while True:
@@ -153,18 +177,30 @@ def serve(listener: socket.socket, stamps: Mapping[str, int]) -> None:
 
 def main() -> None:
     path, *modules = sys.argv[1:]
-    Path(path).unlink(missing_ok=True)
+    begun_ns = time.time_ns()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(path)
+        new = f"{path}{NEW}"
+        Path(new).unlink(missing_ok=True)
+        listener.bind(new)
         listener.listen(64)  # clients wait while this process imports
+        own = os.stat(new).st_ino
+        os.rename(new, path)
         try:
             import_all(modules)
             if why := unsuitable():
                 print(f"this fork server cannot fork: {why}", file=sys.stderr, flush=True)
                 sys.exit(UNSUITABLE)
-            serve(listener, _stamps())
+            stamps = _stamps()
+            if any(begun_ns < replaced_ns <= time.time_ns() for _, replaced_ns in stamps.values()):
+                print("files were replaced while this fork server imported them", file=sys.stderr, flush=True)
+                return
+            print("ready", flush=True)
+            os.dup2(2, 1)
+            serve(listener, stamps)
         finally:
-            Path(path).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # another server may have taken the path
+                if os.stat(path).st_ino == own:
+                    Path(path).unlink()
 
 
 if __name__ == "__main__":

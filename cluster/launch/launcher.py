@@ -93,9 +93,10 @@ class Launcher(ABC):
         as long as its node counts as alive."""
 
     @abstractmethod
-    async def launch(self, settings: RoleSettings, spare_id: str = "") -> None:
+    async def launch(self, settings: RoleSettings, spare_id: str = "", *, again: bool = False) -> None:
         """Start a process, or let the spare `spare_id` take its role and id.
 
+        `again`: its last processes ended before they were ready, or soon after; this one starts in the plainest way.
         If the spare fails to do so, it is killed and a new process is started. Raises AlignedServeError if the start is
         impossible.
         """

@@ -137,7 +137,7 @@ class ProcessLauncher(Launcher):
         newest = max(views, key=lambda view: view.version, default=sv.ClusterView())
         return [Running(child.settings, newest, child.process.pid) for child in living]
 
-    async def launch(self, settings: RoleSettings, spare_id: str = "") -> None:
+    async def launch(self, settings: RoleSettings, spare_id: str = "", *, again: bool = False) -> None:
         if all(node.node_id != settings.node_id for node in self._nodes):
             raise UnavailableError(f"{settings.id} could not be started: node {settings.node_id} does not exist")
         old = self._children.get(settings.id)

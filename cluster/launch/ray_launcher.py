@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -16,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from alignedserve.cancellation import end_tasks
 from alignedserve.cluster.launch.actors import ACTORS, RoleActor
-from alignedserve.cluster.launch.fork_commands import ForkCommands
+from alignedserve.cluster.launch.fork_commands import ForkCommands, can_fork
 from alignedserve.cluster.launch.launcher import Launcher, Running
 from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.launch.processes import end_process, is_stopped
@@ -57,7 +58,6 @@ class RayLauncher(Launcher):
         self._gpus = 0  # of the node with the most, as of the last `nodes`
         self._placed: dict[str, Any] = {}  # the last arguments of `_places.place`
         self._places: RayPlaces | None = None  # created by the first `place`
-        self._forks = ForkCommands()  # of nodes whose node agents were launched or found
         self._tasks: set[asyncio.Task[None]] = set()  # watches and announcements in progress
 
     async def nodes(self) -> Sequence[Node]:
@@ -173,11 +173,12 @@ class RayLauncher(Launcher):
             self._follow(running.settings)
         return everyone
 
-    async def launch(self, settings: RoleSettings, spare_id: str = "") -> None:
+    async def launch(self, settings: RoleSettings, spare_id: str = "", *, again: bool = False) -> None:
         if spare_id and await self._assume(spare_id, settings):
             return
         options = self._options(settings)
-        if settings.role in (*MODEL_ROLES, SPARE) and (command := await self._fork_command(settings.node_id)):
+        forks = self._forks if settings.role in (*MODEL_ROLES, SPARE) and not again else None
+        if forks is not None and (command := await forks.command(settings.node_id)):
             options["runtime_env"] = {**options.get("runtime_env", {}), "py_executable": command}
         deadline = time.monotonic() + NAME_WAIT_S
         while True:
@@ -196,11 +197,18 @@ class RayLauncher(Launcher):
 
     def _follow(self, settings: RoleSettings) -> None:
         """Have the fork server of a node agent started."""
-        if settings.role == "node_agent" and self._config.supervisor.fork_server:
+        if settings.role == "node_agent" and self._forks is not None:
             self._forks.ask(settings.node_id, self._actors[settings.id])
 
-    async def _fork_command(self, node_id: str) -> str:
-        return await self._forks.command(node_id) if self._config.supervisor.fork_server else ""
+    @cached_property
+    def _forks(self) -> ForkCommands | None:
+        """None if instances are not forked."""
+        if not self._config.supervisor.fork_server:
+            return None
+        if not can_fork():
+            logger.info("the runtime environment changes the Python of workers: instances start without fork servers")
+            return None
+        return ForkCommands()
 
     async def _clear(self, role_id: str) -> None:
         """Kill an actor that was never placed, or whose node was given up. Otherwise it would keep its name."""
@@ -252,7 +260,8 @@ class RayLauncher(Launcher):
                 return
 
     async def close(self) -> None:
-        await self._forks.close()
+        if self._forks is not None:
+            await self._forks.close()
         await end_tasks(self._tasks)
 
     async def _assume(self, spare_id: str, settings: RoleSettings) -> bool:

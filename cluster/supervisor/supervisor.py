@@ -414,7 +414,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
             if slot is None or slot.phase is not Phase.STARTING or slot.generation != action.generation:
                 return  # its node has gone: that was why its predecessor ended
             settings = role_settings(self.core, slot, self._tree, self.identity, self.address)
-            await self._launcher.launch(settings, action.spare_id)
+            await self._launcher.launch(settings, action.spare_id, again=slot.failures > 1)
         except AlignedServeError as error:
             self._exited(role_id, action.generation, error.message)
         except Exception as error:  # whatever the cause, the slot must not wait for a process that was not started

@@ -115,8 +115,8 @@ class CoreModel:
                 self._shards_changed(pool_ids, dict(homes), turn)
             case ev.InstanceJoined(role, instance_id):
                 self.instances[role].add(instance_id)
-            case ev.DecodeReported(decode_id) if event.max_running and decode_id in self.instances["decode"]:
-                self.max_running[decode_id] = event.max_running
+            case ev.DecodeReported(decode_id) if decode_id in self.instances["decode"]:
+                self.max_running[decode_id] = event.max_running or self.core._state.config.decode.max_running
             case ev.InstanceLost(role, instance_id):
                 self.instances[role].discard(instance_id)
                 self.max_running.pop(instance_id, None)

@@ -201,7 +201,7 @@ async def test_an_instance_is_back_as_a_fork_and_without_its_fork_server_all_the
         return psutil.Process(now[0]).ppid()
 
     async def blow() -> None:
-        fork_servers = server.pids("fork_server")
+        fork_servers = server.pids("launch.fork_server")
         assert [await replaced()] == fork_servers
         kill(fork_servers)
         assert await replaced() not in fork_servers

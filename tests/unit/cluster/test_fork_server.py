@@ -113,8 +113,9 @@ def test_a_client_that_comes_while_the_server_imports_waits(node: Node) -> None:
     assert node.run() == (server, 2)
 
 
-def test_without_a_server_a_worker_starts_by_itself(node: Node) -> None:
+def test_without_a_server_a_worker_starts_by_itself(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     assert node.runs_alone()
+    monkeypatch.setattr(fork_keeper, "PAUSE_S", 3.0)
     server = node.server()
     os.kill(server, signal.SIGSTOP)
     assert node.runs_alone()
@@ -126,7 +127,10 @@ def test_without_a_server_a_worker_starts_by_itself(node: Node) -> None:
     wait(lambda: node.run()[0] not in (os.getpid(), killed))
 
 
-def test_a_server_that_dies_while_it_imports_leaves_the_start_to_its_clients(node: Node) -> None:
+def test_a_server_that_dies_while_it_imports_leaves_the_start_to_its_clients(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_keeper, "PAUSE_S", 60.0)
     node.write(IMPORTED.format(3) + "import time\nif 'WORD' not in os.environ: time.sleep(60)\n")
     server = node.server()
     client = node.begin()
@@ -150,9 +154,9 @@ def test_what_threads_would_break_is_not_forked_and_not_tried_again(node: Node) 
 def test_a_changed_file_is_imported_again(node: Node) -> None:
     server = node.server()
     assert node.run() == (server, 1)
-    node.write(IMPORTED.format(5))
-    assert node.run() == (os.getpid(), 5)
-    wait(lambda: node.run() == (node.keeper.pid, 5))
+    node.write(IMPORTED.format(1000))  # of another size: Python compares seconds and sizes with its compiled files
+    assert node.run() == (os.getpid(), 1000)
+    wait(lambda: node.run() == (node.keeper.pid, 1000))
 
 
 def test_workers_outlive_the_server_which_ends_with_its_keeper(node: Node) -> None:
@@ -168,6 +172,42 @@ def test_workers_outlive_the_server_which_ends_with_its_keeper(node: Node) -> No
     assert not (node.folder / "socket").exists()
     out, _ = client.communicate("still here\n", timeout=WITHIN_S)
     assert out == "still here\n"
+
+
+def test_a_server_that_ends_leaves_the_socket_of_its_successor(node: Node) -> None:
+    first = subprocess.Popen(
+        [sys.executable, "-P", "-m", "alignedserve.cluster.launch.fork_server", node.keeper.path, "imported"],
+        env=node.environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
+    wait(Path(node.keeper.path).exists)
+    inode = Path(node.keeper.path).stat().st_ino
+    node.keeper.start()
+    wait(lambda: Path(node.keeper.path).stat().st_ino != inode)
+    assert first.stdin is not None
+    first.stdin.close()
+    assert first.wait(WITHIN_S) == 0
+    assert node.run() == (node.keeper.pid, 1)
+
+
+def test_a_server_whose_socket_was_removed_is_replaced(node: Node) -> None:
+    server = node.server()
+    assert node.keeper.wait_ready(WITHIN_S)
+    Path(node.keeper.path).unlink()
+    wait(lambda: node.keeper.pid != server)
+    wait(Path(node.keeper.path).exists)
+    assert node.run() == (node.keeper.pid, 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "environment"), [("a" * 100, {}), ("socket", {fork_keeper.SUBREAPER: "true"})], ids=["path", "subreaper"]
+)
+def test_where_forks_cannot_be_no_server_is_started(path: str, environment: dict[str, str], tmp_path: Path) -> None:
+    keeper = ForkKeeper(str(tmp_path / path), {**os.environ, **environment}, ["json"])
+    keeper.start()
+    assert keeper.pid is None
+    assert not keeper.wait_ready(WITHIN_S)
 
 
 def test_an_order_whose_client_has_gone_starts_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,9 @@ words = dict(zip(sys.argv[2::], sys.argv[3::]))
 target = dict(part.split("=", 1) for part in words["--backend"].split(","))["target"]
 report = pathlib.Path(words["--output"].partition("path=")[2])
 streams = int(words["--profile"].rpartition("=")[2])
+key = dict(part.split("=", 1) for part in words["--backend"].split(",")).get("api_key", "")
+with (report.parents[1] / "keys").open("a") as keys:
+    keys.write(f"{target} {key}\\n")
 with (report.parents[1] / "calls").open("a") as calls:
     calls.write(f"{target} {streams}\\n")
 if target.endswith(":9"):
@@ -66,6 +69,25 @@ def test_endpoints_take_turns_and_the_page_has_their_ratios(arguments: list[str]
     assert page.count("<svg") == len(against.PLOTTED)
     assert all(f"<td>{label}</td>" in page for label in FIGURES.values())
     assert "<td>40 (40 to 40)</td><td>20 (20 to 20)</td><td>0.500</td>" in page
+
+
+def test_keys_go_to_their_endpoints_and_into_no_file(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTHERS_KEY", "sk-secret")
+    assert against.main([*arguments, *TWO, "--key", "other=OTHERS_KEY"]) == 0
+    keys = (tmp_path / "out/keys").read_text().splitlines()
+    assert set(keys) == {"http://a:1 ", "http://b:2 sk-secret"}
+    for file in ("runs.jsonl", "index.html"):
+        assert "sk-secret" not in (tmp_path / "out" / file).read_text()
+    for wrong, words in (
+        ("other=NO_SUCH_VARIABLE", "--key is NAME=VARIABLE"),
+        ("third=OTHERS_KEY", "--key names no endpoint: third"),
+    ):
+        assert against.main([*arguments, *TWO, "--key", wrong]) == 1
+        assert words in capsys.readouterr().err
+    aiperf: Any = TOOLS["aiperf"].words(Endpoint("http://a:1", "m", "t", "sk-secret"), Load(), tmp_path)
+    assert aiperf[aiperf.index("--api-key") + 1] == "sk-secret"
 
 
 def test_a_run_goes_on_with_what_lacks(arguments: list[str], tmp_path: Path) -> None:

@@ -80,6 +80,14 @@ async def test_the_answers_come_in_the_order_of_the_lines_and_nothing_is_left(
     assert await kept(url, "files") == []
 
 
+async def test_where_no_terminal_is_the_progress_is_lines(
+    url: str, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_batch_module, "LINE_EVERY_S", 0.0)
+    assert await asyncio.to_thread(main, command(source, url)) == 0
+    assert f"completed: {LINES} of {LINES} lines, 0 failed\n" in capsys.readouterr().err
+
+
 async def test_lines_that_fail_are_in_a_file_of_their_own(url: str, source: Path) -> None:
     append(source, row(LINES, temperature=99))
     assert await asyncio.to_thread(main, command(source, url)) == 1
