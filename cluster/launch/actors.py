@@ -146,7 +146,10 @@ class Scheduler(RoleActor):
 class NodeAgent(RoleActor):
     """A node agent, and the keeper of its node's fork server."""
 
-    _forks: ForkKeeper | None = None
+    def __init__(self, settings: dict[str, Any], namespace: str = "") -> None:
+        self._forks: ForkKeeper | None = None  # None until the fork server is asked for
+        self._making = threading.Lock()  # of `_forks`
+        super().__init__(settings, namespace)
 
     async def fork_command(self) -> str:
         """Start the fork server, and wait until it is ready. Returns what runs Python by way of it, as Ray's
@@ -154,9 +157,10 @@ class NodeAgent(RoleActor):
         return await asyncio.to_thread(self._fork_command)
 
     def _fork_command(self) -> str:
-        prepare_socket_folder(self._settings.agent_socket)
-        if self._forks is None:
-            self._forks = ForkKeeper(f"{self._settings.agent_socket}.forks", fork_environment(self._settings))
+        with self._making:
+            if self._forks is None:
+                prepare_socket_folder(self._settings.agent_socket)
+                self._forks = ForkKeeper(f"{self._settings.agent_socket}.forks", fork_environment(self._settings))
         self._forks.start()
         return self._forks.command if self._forks.wait_ready(FORKS_WITHIN_S) else ""
 
