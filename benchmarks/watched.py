@@ -151,8 +151,8 @@ def measure(plain: ServeProcess, watched: ServeProcess, looking: Any, options: a
 def idle(plain: ServeProcess, watched: ServeProcess, looking: Any, seconds: float) -> dict[str, float]:
     """The share of a core that the watched server takes more than the plain one, both without requests."""
     shares = {}
-    for name, what in (("nobody", NOTHING), ("five viewers", VIEWING)):
-        looking.value = what
+    for name, state in (("no viewer", NOTHING), ("five viewers", VIEWING)):
+        looking.value = state
         time.sleep(SETTLE_S)
         before_s = cpu_s(watched) - cpu_s(plain)
         begun_s = time.monotonic()

@@ -168,10 +168,10 @@ class RayLauncher(Launcher):
             names = [each.name for each in silent if each in waiting or each not in unknown]
             await asyncio.sleep(UNAVAILABLE_RETRY_S)
         self._actors |= {running.settings.id: each.actor for each, running in known if running is not None}
-        everyone = [*answered, *(running for _, running in known if running is not None)]
-        for running in everyone:
+        found_running = [*answered, *(running for _, running in known if running is not None)]
+        for running in found_running:
             self._follow(running.settings)
-        return everyone
+        return found_running
 
     async def launch(self, settings: RoleSettings, spare_id: str = "", *, again: bool = False) -> None:
         if spare_id and await self._assume(spare_id, settings):

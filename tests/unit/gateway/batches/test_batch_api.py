@@ -479,20 +479,6 @@ async def test_uploads_have_a_limit_and_a_quota(cluster: FakeCluster, folder: Pa
     assert len(list((folder / "files").iterdir())) == 2
 
 
-async def test_an_upload_without_room_is_read_and_dropped_so_that_its_client_gets_the_answer(
-    cluster: FakeCluster, folder: Path
-) -> None:
-    keys = {"folder": str(folder), "max_file_mib": 64.0, "quota_gib": 1 / 1024}
-    async with (
-        running_gateway(cluster, batches=keys, max_body_mib=0.25) as gateway,
-        openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        for _ in range(3):
-            with pytest.raises(openai.APIStatusError, match=r"batches\.quota_gib"):
-                await client.files.create(file=("in", b"x" * (40 << 20)), purpose="batch")
-    assert not list((folder / "files").iterdir())
-
-
 @pytest.mark.parametrize(
     ("change", "param"),
     [

@@ -1,4 +1,4 @@
-"""The form of an upload, as it is written to disk."""
+"""The form of an upload, as it is written to disk, and an upload that is refused."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from alignedserve.gateway.batches.upload import Form
+from support.fake_cluster import FakeCluster
+from support.gateway import running_gateway
 
 HEADERS = [(b"content-type", b"multipart/form-data; boundary=b")]
 BODY = b'--b\r\nContent-Disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\ncontent\r\n--b--\r\n'
@@ -30,3 +33,16 @@ async def test_a_thread_waits_for_the_disk_once_all_is_written(tmp_path: Path, m
     await form.receive(pieces())
     assert seen == [(len(b"content"), False)]
     assert (tmp_path / "file").read_bytes() == b"content"
+
+
+async def test_an_upload_without_room_is_read_and_dropped_so_that_its_client_gets_the_answer(tmp_path: Path) -> None:
+    keys = {"folder": str(tmp_path), "max_file_mib": 64.0, "quota_gib": 1 / 1024}
+    async with (
+        FakeCluster() as cluster,
+        running_gateway(cluster, batches=keys, max_body_mib=0.25) as gateway,
+        openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for _ in range(3):
+            with pytest.raises(openai.APIStatusError, match=r"batches\.quota_gib"):
+                await client.files.create(file=("in", b"x" * (40 << 20)), purpose="batch")
+    assert not list((tmp_path / "files").iterdir())
