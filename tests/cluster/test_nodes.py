@@ -174,16 +174,22 @@ def test_strangers_get_nowhere(nodes: RayNodes, served: ServedNodes) -> None:
 def test_a_node_that_is_cut_off_for_a_moment_costs_no_request(
     nodes: RayNodes, served: ServedNodes, expected: Expected
 ) -> None:
-    before = placed(served)
+    before, machine = placed(served), nodes.machines[DECODE_NODE]
+    passed: list[tuple[int, int]] = []
+    healed_s: list[float] = []
 
     def cut() -> None:
-        nodes.switch.cut(nodes.machines[DECODE_NODE])
+        nodes.switch.cut(machine)
+        passed.append(nodes.switch.bytes_through(machine))
         time.sleep(SHORT_CUT_S)
-        nodes.switch.heal(nodes.machines[DECODE_NODE])
+        passed.append(nodes.switch.bytes_through(machine))
+        healed_s.append(time.monotonic())
+        nodes.switch.heal(machine)
 
     streamed = run(served, expected, cut)
     served.wait_ready(60.0)
-    assert streamed.silent_s >= SHORT_CUT_S
+    assert passed[0] == passed[1]  # clients may read late what came before the cut, so their pause may be shorter
+    assert min(came[-1] for came in streamed.came_s) > healed_s[0]
     assert placed(served) == before
     served.check_integrity()
 

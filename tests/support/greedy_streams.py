@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 from alignedserve.client import AsyncClient
@@ -35,14 +34,7 @@ class Streamed:
 
     tokens: list[list[int]]
     came_s: list[list[float]]
-    blown_s: float = 0.0
     begun: list[asyncio.Event] = field(default_factory=list)
-
-    @property
-    def silent_s(self) -> float:
-        """The longest pause of any stream after the blow, in seconds."""
-        after = [[self.blown_s, *(at for at in came if at > self.blown_s)] for came in self.came_s]
-        return max((later - earlier for times in after for earlier, later in pairwise(times)), default=0.0)
 
 
 async def stream(
@@ -61,7 +53,6 @@ async def stream(
             waiting = asyncio.ensure_future(event.wait())
             await asyncio.wait((waiting, task), return_when=asyncio.FIRST_COMPLETED)
             waiting.cancel()
-        streamed.blown_s = time.monotonic()
         if blow is not None:
             assert not all(task.done() for task in reading), "all streams had ended before"
             await asyncio.to_thread(blow)

@@ -130,10 +130,10 @@ async def test_what_was_begun_is_finished_before_the_successor_is_answered(
 ) -> None:
     launch, begun, may_go_on = cluster.launcher.launch, asyncio.Event(), asyncio.Event()
 
-    async def slow(settings: RoleSettings, spare_id: str = "") -> None:
+    async def slow(settings: RoleSettings, spare_id: str = "", *, again: bool = False) -> None:
         begun.set()
         await may_go_on.wait()
-        await launch(settings, spare_id)
+        await launch(settings, spare_id, again=again)
 
     monkeypatch.setattr(cluster.launcher, "launch", slow)
     cluster.kill("scheduler-0")
