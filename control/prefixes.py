@@ -11,11 +11,12 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 
 
-def cached_prefix(tokens: Sequence[int], salt: bytes) -> kp.CachedPrefix:
+def cached_prefix(tokens: Sequence[int], salt: bytes, weights: str = "") -> kp.CachedPrefix:
+    """`weights`: those that the caller computes with; "": the newest."""
     packed = array("I", tokens)
     if sys.byteorder == "big":
         packed.byteswap()
-    return kp.CachedPrefix(token_ids=packed.tobytes(), salt=salt)
+    return kp.CachedPrefix(token_ids=packed.tobytes(), salt=salt, weights=weights)
 
 
 def prefix_tokens(prefix: kp.CachedPrefix) -> array[int]:
@@ -29,7 +30,14 @@ def prefix_tokens(prefix: kp.CachedPrefix) -> array[int]:
     return tokens
 
 
-def stored_tokens(payload: bytes) -> tuple[list[int], bytes]:
-    """The tokens of a request whose StoredRequest is `payload`, and its salt; none without a payload."""
-    spec = pb.StoredRequest.FromString(payload).spec
-    return [*spec.prompt_token_ids, *spec.output_token_ids], spec.cache_salt
+def stored_tokens(payload: bytes) -> tuple[list[int], bytes, str]:
+    """The tokens of a request whose StoredRequest is `payload`, its salt and weights; no tokens without a payload."""
+    stored = pb.StoredRequest.FromString(payload)
+    spec = stored.spec
+    return [*spec.prompt_token_ids, *spec.output_token_ids], spec.cache_salt, stored.weights
+
+
+def joint_weights(before: str, own: str) -> str:
+    """The weights of KV of which `before` computed the first part, and the caller the rest. Of different ones, it is
+    found by no other request; nor is what a version without names has computed."""
+    return before if own in before.split("+") else f"{before}+{own}"

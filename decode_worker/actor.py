@@ -76,7 +76,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         model_info = instance.model.to_json() if instance.model else ""
         beat = sv.Heartbeat(model_info=model_info, reaches=instance.reaches, gauges=instance.memory.gauges)
         if instance.compute is None or instance.engine is None:
-            beat.holds = instance.capturing.text
+            beat.holds = instance.starting.text
             return beat
         status, cache = instance.compute.status, instance.cache
         meter = instance.compute.meter
@@ -238,12 +238,13 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         handover, compute = self._instance.handover, self._instance.compute
         assert handover is not None
         assert compute is not None
+        missed = 0
         try:
-            await handover.cache(ending)
+            missed = await handover.cache(ending)
         except AlignedServeError as error:
             logger.warning("an answer was not cached: %s", error, extra={"request_id": ending.key.request_id})
         finally:
-            compute.cached(ending.key)
+            compute.cached(ending.key, missed)
 
     def on_gateway_lost(self, address: str) -> None:
         if self._instance.compute is not None:

@@ -9,7 +9,8 @@ from alignedserve.scheduler.instance.resident import BlockChain
 def chain_of(stored: pb.StoredRequest, block_size: int, *, caches: bool) -> BlockChain | None:
     """The full blocks of the request's KV; None if it shares none.
 
-    `caches`: with a prefix cache all requests of one salt share blocks, else only the answers to one prompt.
+    `caches`: with a prefix cache all requests of one salt and the same weights share blocks, else only the answers to
+    one prompt.
     """
     spec = stored.spec
     if caches:
@@ -18,4 +19,4 @@ def chain_of(stored: pb.StoredRequest, block_size: int, *, caches: bool) -> Bloc
         tokens, salt = list(spec.prompt_token_ids), spec.group_id.encode()
     else:
         return None
-    return BlockChain.of(tokens[: stored.kv_tokens], salt, block_size)
+    return BlockChain.of(tokens[: stored.kv_tokens], salt + b"\0" + stored.weights.encode(), block_size)

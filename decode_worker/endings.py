@@ -1,7 +1,7 @@
 """KV of answers that have ended, on its way to the prefix cache (MemServe's Caching-3).
 
 The blocks of an answer that its shard lacks stay held in the cache until they have been copied, beside iterations. If
-the cache is nearly full, or no block of the shard is free at once, they are given up: caching makes no request wait.
+the cache is nearly full, or the shard has no free block for a while, they are given up: caching makes no request wait.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from alignedserve.engine.live import LiveRequest
+from alignedserve.metrics import Page
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
@@ -24,13 +25,17 @@ one soon, and as many are the watermark."""
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Copy `block_ids` of the cache: the blocks from `first_block` on of the KV of `tokens`."""
+    """Copy `block_ids` of the cache: the blocks from `first_block` on of the KV of `tokens`.
+
+    `weights`: those that computed the KV that the request came with.
+    """
 
     key: RequestKey
     tokens: list[int]
     salt: bytes
     first_block: int
     block_ids: list[int]
+    weights: str = ""
 
 
 class Endings:
@@ -47,6 +52,11 @@ class Endings:
         self._copying: set[RequestKey] = set()
         self._most = int(allocator.capacity * MOST_SHARE)
         self.running = 0  # requests in the last iteration
+        self.given_up = 0  # blocks of answers that there was no room for, here or in the shard
+
+    def show_metrics(self, page: Page) -> None:
+        meaning = "blocks of answers that were not cached, because the instance or its shard had no room"
+        page.counter("decode_uncached_answer_blocks_total", meaning, self.given_up)
 
     def hold(self, key: RequestKey, stored: pb.StoredRequest, kv_tokens: int, block_ids: Sequence[int]) -> None:
         """The request ends now, and its blocks become free after this call. `kv_tokens`: tokens whose KV is theirs."""
@@ -55,10 +65,13 @@ class Endings:
             return
         room = self._most - sum(self._held.values())  # of a long answer the beginning is held
         if stored.pool_id != self._pool_id and len(lacking) > room:
-            return
-        if room > 0 and self._allocator.available_blocks >= FREE_PER_REQUEST * self.running:
-            self._allocator.retain(lacking[:room], ("ended", key))
-            self._held[key] = len(lacking[:room])
+            room = 0
+        if self._allocator.available_blocks < FREE_PER_REQUEST * self.running:
+            room = 0
+        if held := lacking[: max(0, room)]:
+            self._allocator.retain(held, ("ended", key))
+            self._held[key] = len(held)
+        self.given_up += len(lacking) - len(held)
 
     def ended(self, live: LiveRequest, stored: pb.StoredRequest) -> list[Ending]:
         """What to copy of a request that is held, now that its tokens are known; [] if it is not held."""
@@ -71,7 +84,7 @@ class Endings:
         tokens = [*spec.prompt_token_ids, *spec.output_token_ids][: (first + count) * self._block_size]
         block_ids = self._allocator.blocks_of(("ended", live.key))[:count]
         self._copying.add(live.key)
-        return [Ending(live.key, tokens, spec.cache_salt, first, block_ids)]
+        return [Ending(live.key, tokens, spec.cache_salt, first, block_ids, stored.weights)]
 
     def _first(self, stored: pb.StoredRequest) -> int:
         """The number of the first block that this node's shard lacks, as far as the request tells."""
@@ -82,8 +95,9 @@ class Endings:
         if key not in self._copying:
             self.copied(key)
 
-    def copied(self, key: RequestKey) -> None:
-        """The copy of its blocks has ended, or was not begun."""
+    def copied(self, key: RequestKey, missed: int = 0) -> None:
+        """The copy of its blocks has ended, or was not begun. `missed`: blocks that the shard had no room for."""
+        self.given_up += missed
         self._copying.discard(key)
         if self._held.pop(key, None) is not None:
             self._allocator.release_all(("ended", key))

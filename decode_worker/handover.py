@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
 
-from alignedserve.control.prefixes import cached_prefix
+from alignedserve.control.prefixes import cached_prefix, joint_weights
 from alignedserve.decode_worker.buffer_link import BufferLink
 from alignedserve.decode_worker.endings import Ending
 from alignedserve.decode_worker.held import EvictionOrder
@@ -20,6 +22,9 @@ from alignedserve.transfer.completion import Completion
 from alignedserve.transfer.copier import Copier, Route
 
 logger = logging.getLogger(__name__)
+
+GRANTED_WITHIN_S = 0.5  # blocks for an answer that has ended; its KV is held in the cache so long
+GRANT_LOOK_S = 0.01
 
 
 class Handover:
@@ -82,6 +87,7 @@ class Handover:
 
         Raises TransferError if the copy or its commit fails, and StaleError if a newer epoch has replaced the request.
         """
+        order.stored.weights = joint_weights(order.stored.weights, self._pool.weights)
         if not order.to_pool:
             for link in sorted(self.links.values(), key=lambda link: -link.leased_blocks):
                 if (blocks := link.take_leased(len(order.block_ids))) is not None:
@@ -89,25 +95,35 @@ class Handover:
         source = Route(self._to_pool, order.block_ids, await self._checksums(order))
         return await write_back(self._pool, self._copier, source, order.stored, self._block_size)
 
-    async def cache(self, ending: Ending) -> None:
-        """Copy an answer's KV to the prefix cache, from its beginning, as far as the shard has free blocks at hand.
+    async def cache(self, ending: Ending) -> int:
+        """Copy an answer's KV to the prefix cache, from its beginning, in parts as large as the lease at hand.
 
-        Raises TransferError if the copy fails or the shard cannot take it.
+        Ends when the shard grants no block for `GRANTED_WITHIN_S`. Returns how many blocks were not copied. Raises
+        TransferError if a copy fails or the shard cannot take it.
         """
         assert self._cached is not None
-        fresh = self._cached.take_some(len(ending.block_ids))
-        if not fresh:
-            return
-        source = ending.block_ids[: len(fresh)]
-        tokens = ending.tokens[: (ending.first_block + len(fresh)) * self._block_size]
+        done, count, until_s = 0, len(ending.block_ids), time.monotonic() + GRANTED_WITHIN_S
+        while done < count:
+            if fresh := self._cached.take_some(count - done):
+                await self._cache_part(self._cached, ending, done, fresh)
+                done, until_s = done + len(fresh), time.monotonic() + GRANTED_WITHIN_S
+            elif time.monotonic() < until_s:
+                await asyncio.sleep(GRANT_LOOK_S)
+            else:
+                break
+        return count - done
+
+    async def _cache_part(self, pool: PoolWriter, ending: Ending, done: int, fresh: Sequence[int]) -> None:
+        first, source = ending.first_block + done, ending.block_ids[done : done + len(fresh)]
+        tokens = ending.tokens[: (first + len(fresh)) * self._block_size]
         try:
             checksums = await self._copier.checksums(self._to_pool.source, source)
             route = Route(self._to_pool, source, checksums)
             await self._copier.copy([route, route], fresh, ending.key.request_id)
-            prefix = cached_prefix(tokens, ending.salt)
-            await self._cached.cache(ending.key, prefix, ending.first_block, fresh, checksums)
+            prefix = cached_prefix(tokens, ending.salt, joint_weights(ending.weights, pool.weights))
+            await pool.cache(ending.key, prefix, first, fresh, checksums)
         except AlignedServeError:
-            self._cached.give(fresh)
+            pool.give(fresh)
             raise
 
     async def _checksums(self, order: EvictionOrder) -> list[int]:

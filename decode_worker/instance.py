@@ -13,7 +13,6 @@ from alignedserve.control.role import SERVING_STATES
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.decode_worker.buffer_access import BufferReach
 from alignedserve.decode_worker.buffer_link import BufferLink
-from alignedserve.decode_worker.capture_progress import CaptureProgress
 from alignedserve.decode_worker.chains import chain_of
 from alignedserve.decode_worker.endings import Endings
 from alignedserve.decode_worker.handover import Handover
@@ -38,6 +37,7 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.instance.pace import LearningPace
 from alignedserve.sizing import StorePlan
+from alignedserve.step_progress import StepProgress
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.copier import Copier
@@ -85,7 +85,7 @@ class DecodeInstance:
         self.cache = BlockAllocator(1, f"{settings.id}/cache")  # who owns which block; `load` replaces it
         self.engine: DecodeEngine | None = None  # runs iterations; None until `load`
         self.compute: DecodeLoop | None = None  # the decode thread; None until `load` has warmed it up
-        self.capturing = CaptureProgress(settings.id)  # progress of CUDA graph capture, during `load`
+        self.starting = StepProgress(settings.id)  # of `load`
         self.writer: PoolWriter | None = None  # leases blocks of this node's shard for evictions; None until `load`
         self.handover: Handover | None = None  # copies into the cache and out; has the buffer links; None until `load`
         self.draining = False  # the view removes this instance, and `compute` drains; for good
@@ -112,7 +112,7 @@ class DecodeInstance:
         self.model = await host.inspect(config, settings.device)
         self.memory.expect(self.model)
         report()
-        loaded, tokenizer = await host.load(config, self.model, settings.device)
+        loaded, tokenizer = await host.load(config, self.model, settings.device, self.starting)
         plan = await self._pool.plan
         config = replace(config, decode=config.decode.running(plan.max_running))
         make_runner = partial(ModelRunner, loaded, backend=config.engine.attention)
@@ -123,7 +123,8 @@ class DecodeInstance:
         )
         await asyncio.to_thread(compile_copies, self._cache_store)  # now, not when the first buffer is attached
         self.cache = BlockAllocator(plan.decode_cache, self._cache_store.store_id)
-        writer = PoolWriter(self._process, settings.token, self._largest_request_blocks(plan), self._on_pool_wait)
+        lease, weights = self._largest_request_blocks(plan), self.model.weights
+        writer = PoolWriter(self._process, settings.token, lease, self._on_pool_wait, weights)
         self.writer = writer
         cached = self._caching_writer(plan)
         pool_store = await self._pool.attach(geometry, [writer, *([cached] if cached is not None else [])])
@@ -138,7 +139,7 @@ class DecodeInstance:
         scheduler = IterationScheduler.configured(config, self.cache, plan.block_size, math.inf, pace)
         meter = IterationMeter(configured_cost(config.scheduler))
         pull, overlap = self.handover.pull, OVERLAP[config.decode.overlap]
-        self.engine = engine = decode_engine(runner, config, self.capturing)
+        self.engine = engine = decode_engine(runner, config, self.starting.of("CUDA graphs", "batch sizes"))
         grammars = await asyncio.to_thread(Grammars.of, tokenizer, loaded.info.vocab_size, config.engine)
         compute = DecodeLoop(
             settings.id,
@@ -176,8 +177,10 @@ class DecodeInstance:
         """Leases blocks for answers that have ended, never of the growth reserve; None without kv_pool.prefix_cache."""
         if not self._config.kv_pool.prefix_cache:
             return None
+        assert self.model is not None
         process = pb.ProcessKey(role="cache", id=self._process.id, incarnation=self._process.incarnation)
-        return PoolWriter(process, self._settings.token, min(CACHING_BLOCKS, max(1, plan.pool // 64)))
+        lease = min(CACHING_BLOCKS, max(1, plan.pool // 64))
+        return PoolWriter(process, self._settings.token, lease, weights=self.model.weights)
 
     def _eviction_lease_blocks(self, prefill_id: str) -> int:
         """The lease for evictions: room for the largest request, but some is left for late candidates."""

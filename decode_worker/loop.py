@@ -140,6 +140,8 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         page.gauge("decode_shortest_tokens", "shortest prefix of the running batch", status.shortest_tokens)
         page.gauge("decode_longest_tokens", "longest prefix of the running batch", status.longest_tokens)
         self.iterations.show_metrics(page)
+        if self._endings is not None:
+            self._endings.show_metrics(page)
         if self._grammars is not None:
             self._grammars.meter.show_metrics(page)
 
@@ -195,11 +197,11 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         """The copy of an eviction has ended. `stored` names the new place of the KV; None: the copy failed."""
         self.tell(lambda outcome: self._on_evicted(order, stored, outcome))
 
-    def cached(self, key: RequestKey) -> None:
-        """The KV of an answer that has ended is in the prefix cache, or was given up: its blocks are free."""
+    def cached(self, key: RequestKey, missed: int = 0) -> None:
+        """The KV of an answer that has ended is in the prefix cache, but for `missed` blocks: its blocks are free."""
         if self._endings is not None:
             endings = self._endings
-            self.tell(lambda _: endings.copied(key))
+            self.tell(lambda _: endings.copied(key, missed))
 
     # ---- the thread
 

@@ -1,12 +1,13 @@
 """Names under which dashboards, autoscalers and routers of other servers look for metrics (`gateway.metric_aliases`).
 
 vLLM's names, which the endpoint picker of the Gateway API inference extension reads by default. Each is computed from
-our own metrics of the whole cluster, and has one series, with the label `model_name`.
+our own metrics of the whole cluster, with the label `model_name`. The gauges have one series. Counters and histograms
+have one for each process, which `engine` names, since a sum over processes falls when one of them ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from alignedserve.gateway.live.samples import Samples
 
@@ -36,14 +37,21 @@ def vllm_metrics(page: str, model: str) -> str:
     for alias, value in _gauges(now):
         lines += [*_head(alias, "gauge"), f'vllm:{alias}{{model_name="{name}"}} {value}']
     for alias, ours in COUNTERS.items():
-        lines += [*_head(f"{alias}_total", "counter"), f'vllm:{alias}_total{{model_name="{name}"}} {now.sum(ours)}']
+        lines += _head(f"{alias}_total", "counter")
+        for engine, value in now.by("instance", ours).items():
+            lines.append(f'vllm:{alias}_total{{model_name="{name}",engine="{engine}"}} {value}')
     for alias, (ours, labels) in HISTOGRAMS.items():
-        lines += _head(alias, "histogram")
-        for bound, count in now.by("le", f"{ours}_bucket", **labels).items():
-            lines.append(f'vllm:{alias}_bucket{{model_name="{name}",le="{bound}"}} {count}')
-        for part in ("count", "sum"):
-            lines.append(f'vllm:{alias}_{part}{{model_name="{name}"}} {now.sum(f"{ours}_{part}", **labels)}')
+        lines += [*_head(alias, "histogram"), *_histogram(now, alias, name, ours, labels)]
     return "\n".join([*lines, ""])
+
+
+def _histogram(now: Samples, alias: str, name: str, ours: str, labels: Mapping[str, str]) -> Iterator[str]:
+    for engine in now.by("instance", f"{ours}_count", **labels):
+        mine, own = {**labels, "instance": engine}, f'model_name="{name}",engine="{engine}"'
+        for bound, count in now.by("le", f"{ours}_bucket", **mine).items():
+            yield f'vllm:{alias}_bucket{{{own},le="{bound}"}} {count}'
+        for part in ("count", "sum"):
+            yield f"vllm:{alias}_{part}{{{own}}} {now.sum(f'{ours}_{part}', **mine)}"
 
 
 def _gauges(now: Samples) -> Iterator[tuple[str, float]]:

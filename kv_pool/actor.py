@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 import grpc
 
-from alignedserve.control.convert import failure_to_proto, key_from_proto, key_to_proto, keys_from_proto
+from alignedserve.control.convert import failure_to_proto, key_from_proto, keys_from_proto
 from alignedserve.control.ended_processes import EndedProcesses
 from alignedserve.control.integrity import check_books
 from alignedserve.control.link import Outbox, first_message, follow_on, serve_stream
@@ -31,7 +31,7 @@ from alignedserve.kv_pool.paired_service import PairedCopiesService
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.prefix_cache import open_index
 from alignedserve.kv_pool.records import Holding, WriterKey, check_writer
-from alignedserve.kv_pool.stored import renewed, stored_in
+from alignedserve.kv_pool.stored import holding_to_proto, renewed, stored_in
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
 from alignedserve.kv_pool.writer import MODEST_S
 from alignedserve.metrics import Page
@@ -123,6 +123,8 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         if view.store_plan and view.model_info and not self._plan.done():
             self._cluster_served = view.was_ready
             self._plan.set_result((ModelInfo.from_json(view.model_info), StorePlan.from_json(view.store_plan)))
+        if view.model_info:
+            self._prefixes.serve_weights(ModelInfo.from_json(view.model_info).weights)
         self._ended_processes.on_view(view)
         await self._handover.on_view(view)
         fenced = {(peer.process.id, peer.process.incarnation) for peer in view.peers if peer.fenced}
@@ -134,7 +136,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         await self._recounted()
         for writer in self._pool.writers():
             if (writer.id, writer.incarnation) in fenced:
-                self._quarantine(writer)
+                self._quarantine(self._pool, writer)
         self._bury()
 
     def _stores(self) -> dict[str, BlockStore]:
@@ -162,10 +164,9 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
                 self._deliver(self._pool.writer_dead(writer))
                 self._announce()
 
-    def _quarantine(self, writer: WriterKey) -> None:
+    def _quarantine(self, pool: KvPool, writer: WriterKey) -> None:
         """`writer` is being fenced and may still write: quarantine its leases, and drop its messages."""
-        assert self._pool is not None
-        self._pool.writer_lost(writer)
+        pool.writer_lost(writer)
         if (outbox := self._writers.pop(writer, None)) is not None:
             outbox.close()
         self._announce()
@@ -310,7 +311,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
                 refuse(error)
                 return
             self._deliver(grants)
-            pinned = self._holding(held)
+            pinned = holding_to_proto(held, self.settings.id)
             pinned.disk_tokens = self._disk.used_tokens(held.block_ids) if self._disk is not None else 0
             outbox.put(kp.PoolWriterReply(message_id=message.message_id, pinned=pinned))
             self._announce()
@@ -337,7 +338,8 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         share_with = key_from_proto(commit.share_with) if commit.HasField("share_with") else None
         key, block_ids = key_from_proto(commit.key), list(commit.block_ids)
         try:
-            tokens, salt = stored_tokens(commit.payload) if self.config.kv_pool.prefix_cache else ([], b"")
+            cached = self.config.kv_pool.prefix_cache
+            tokens, salt, weights = stored_tokens(commit.payload) if cached else ([], b"", "")
             grants = self._pool.commit(
                 writer,
                 key,
@@ -348,7 +350,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
                 list(commit.checksums),
                 commit.payload,
                 tokens,
-                self._prefixes.root(salt),
+                self._prefixes.root(salt, weights),
             )
         except AlignedServeError as error:
             outbox.put(kp.PoolWriterReply(message_id=message.message_id, refused=failure_to_proto(error)))
@@ -405,7 +407,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             outbox.put(kp.PoolReport(adopted=kp.Inventory(holdings=map(self._adopt, command.adopt.heads))))
         elif kind == "take_inventory":
             held = (one for one in self._pool.inventory() if not one.key.request_id.startswith(PIN))
-            holdings = [self._holding(one, ids=False) for one in held]
+            holdings = [holding_to_proto(one, self.settings.id, ids=False) for one in held]
             outbox.put(kp.PoolReport(inventory=kp.Inventory(holdings=holdings)))
         self._announce()
 
@@ -417,25 +419,27 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         def renew(payload: bytes) -> bytes:
             return renewed(payload, head, time.time_ns())
 
+        weights = self._weights_of(self._pool, key.request_id)
         try:  # a request without an output token cannot be decoded from its KV, so it needs no payload
             (adopted,), grants = self._pool.adopt([(key, most_tokens)], renew if head.output_tokens else None)
         except AlignedServeError as error:
             logger.warning("the KV of a request was not adopted: %s", error, extra={"request_id": key.request_id})
-            return self._holding(Holding(key, 0, ()))
+            return holding_to_proto(Holding(key, 0, ()), self.settings.id)
         self._deliver(grants)
-        message = self._holding(adopted)
+        message = holding_to_proto(adopted, self.settings.id)
         message.blocks = self._pool.own_blocks(key.request_id) if adopted.block_ids else 0
+        message.weights = weights
         message.whole = adopted.payload is not None and adopted.kv_tokens == most_tokens
         return message
 
-    def _holding(self, held: Holding, *, ids: bool = True) -> kp.Holding:
-        """The message for `held`. Without `ids` it has the number of blocks, but not their ids and checksums."""
-        message = kp.Holding(key=key_to_proto(held.key), kv_tokens=held.kv_tokens, blocks=len(held.block_ids))
-        message.pool_id = self.settings.id
-        if ids:
-            message.block_ids.extend(held.block_ids)
-            message.checksums.extend(held.checksums)
-        return message
+    def _weights_of(self, pool: KvPool, request_id: str) -> str:
+        """Those that computed what the request holds; "" if that is not known."""
+        held = pool.holding(request_id)
+        try:
+            read = pool.read(held.key) if held is not None else None
+        except AlignedServeError:  # `adopt` reports it
+            return ""
+        return stored_tokens(read[1])[2] if read is not None else ""
 
     # ---- readers of stored requests
 

@@ -6,11 +6,12 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from alignedserve.control.convert import enter_stage, key_from_proto
+from alignedserve.control.convert import enter_stage, key_from_proto, key_to_proto
 from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.records import Holding
 from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import RequestKey, Stage
 
 logger = logging.getLogger(__name__)
@@ -20,9 +21,10 @@ _MOST_TOKENS = 1 << 20
 _MOST_REQUESTS = 1024
 
 
-def pack(spec: pb.RequestSpec, prefill_id: str, evicted_ns: int = 0, evictions: int = 0) -> bytes:
+def pack(spec: pb.RequestSpec, prefill_id: str, weights: str, evicted_ns: int = 0, evictions: int = 0) -> bytes:
     """The payload of a commit: the StoredRequest without its block ids, which the shard knows."""
-    stored = pb.StoredRequest(spec=spec, prefill_id=prefill_id, evicted_ns=evicted_ns, evictions=evictions)
+    stored = pb.StoredRequest(spec=spec, prefill_id=prefill_id, weights=weights)
+    stored.evicted_ns, stored.evictions = evicted_ns, evictions
     return stored.SerializeToString()
 
 
@@ -50,6 +52,16 @@ def stored_in(pool: KvPool, keys: Iterable[RequestKey], pool_id: str) -> Iterato
                 found, size = [], 0
     if found:
         yield found
+
+
+def holding_to_proto(held: Holding, pool_id: str, *, ids: bool = True) -> kp.Holding:
+    """The message for `held`. Without `ids` it has the number of blocks, but not their ids and checksums."""
+    message = kp.Holding(key=key_to_proto(held.key), kv_tokens=held.kv_tokens, blocks=len(held.block_ids))
+    message.pool_id = pool_id
+    if ids:
+        message.block_ids.extend(held.block_ids)
+        message.checksums.extend(held.checksums)
+    return message
 
 
 def location(pool_id: str, kv_tokens: int, blocks: Sequence[int], checksums: Sequence[int]) -> pb.StoredRequest:
@@ -80,7 +92,7 @@ def renewed(payload: bytes, head: pb.RequestHead, now_ns: int) -> bytes:
     spec.group_id, spec.group_size = head.group_id, head.group_size
     spec.timings.CopyFrom(pb.Timings(stage=Stage.QUEUE, since_ns=head.submitted_ns))
     enter_stage(spec.timings, Stage.POOL, now_ns)
-    return pack(spec, stored.prefill_id)
+    return pack(spec, stored.prefill_id, stored.weights)
 
 
 class LastCommitted:

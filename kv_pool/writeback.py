@@ -48,7 +48,7 @@ async def _write(
         await copier.copy([route, route], fresh, key.request_id)
         block_ids = [*stored.pool_block_ids[:kept], *fresh]
         checksums = [*stored.pool_checksums[:kept], *route.checksums]
-        payload = pack(stored.spec, stored.prefill_id, stored.evicted_ns, stored.evictions)
+        payload = pack(stored.spec, stored.prefill_id, stored.weights, stored.evicted_ns, stored.evictions)
         held = await pool.commit(key, stored.kv_tokens, block_ids, None, kept, checksums, payload)
     except AlignedServeError:
         pool.give(fresh)

@@ -54,9 +54,11 @@ class PoolWriter:
         token: str,
         standing_blocks: int,
         on_waiting: Callable[[], None] = lambda: None,
+        weights: str = "",
     ) -> None:
-        """`on_waiting` is called when `waiting_blocks` has changed."""
+        """`on_waiting` is called when `waiting_blocks` has changed. `weights`: those that the writer's KV is of."""
         self._process = process
+        self.weights = weights
         self._token = token
         self._lease = StandingLease(standing_blocks)
         self._waiters: deque[tuple[int, asyncio.Future[list[int]]]] = deque()

@@ -32,7 +32,8 @@ from alignedserve.kv_pool.paired_service import PairedCopiesService
 from alignedserve.kv_pool.stored import pooled
 from alignedserve.metrics import Page
 from alignedserve.prefill_worker.instance import PrefillInstance
-from alignedserve.prefill_worker.loop import Computed, PrefilledJob, PrefillLoop
+from alignedserve.prefill_worker.jobs import Computed, PrefilledJob
+from alignedserve.prefill_worker.loop import PrefillLoop
 from alignedserve.prefill_worker.specs import SpecReader, Specs, sent_specs
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import paired_copies_pb2_grpc as pc_grpc
@@ -111,6 +112,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         model_info = instance.model.to_json() if instance.model else ""
         beat = sv.Heartbeat(model_info=model_info, reaches=instance.reaches, gauges=instance.memory.gauges)
         if instance.compute is None:
+            beat.holds = instance.starting.text
             return beat
         meter = instance.compute.meter
         self.progress, self.busy, self.step_s = meter.count, instance.compute.busy, meter.longest_s
@@ -228,7 +230,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
             if specs:
                 check_group(list(specs.values()), self._instance.vocab_size)
                 await self._instance.compile_grammars(specs.values())
-                base = base or await self._instance.find_prefix(list(specs.values()), group.copy_from)
+                if not group.HasField("base"):
+                    base = await self._instance.find_prefix(list(specs.values()), group.copy_from)
         except AlignedServeError as error:
             failure = error
         except Exception as error:  # whatever it is, the scheduler must learn of it, and no prompt may wait for it

@@ -22,10 +22,11 @@ from alignedserve.kv_pool.stored import LastCommitted
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.model import ModelInfo
 from alignedserve.prefill_worker.buffers import CandidateBuffer
+from alignedserve.prefill_worker.jobs import Base, Computed
 from alignedserve.prefill_worker.layerwise import Ahead, Layerwise
 from alignedserve.prefill_worker.layerwise_choice import measure
 from alignedserve.prefill_worker.loans import Loans
-from alignedserve.prefill_worker.loop import Base, Computed, PrefillLoop
+from alignedserve.prefill_worker.loop import PrefillLoop
 from alignedserve.prefill_worker.offload import Offloader
 from alignedserve.prefill_worker.prefetch import Prefetcher
 from alignedserve.prefill_worker.prefixes import Prefixes
@@ -38,6 +39,7 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.scheduler.priorities import rank_of
 from alignedserve.sizing import StorePlan
+from alignedserve.step_progress import StepProgress
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.completion import Completion
@@ -77,6 +79,7 @@ class PrefillInstance:
         # All copies of KV, with their checks and time limits.
         self.copier = Copier(verify=config.kv_pool.verify, timeout_s=config.kv_pool.copy_timeout_s)
         self._channels: list[Channel] = []  # between this node's shard and the cache and buffers; empty until `load`
+        self.starting = StepProgress(settings.id)  # of `load`
         self.model: ModelInfo | None = None  # None until `load` has inspected the model
         self.reaches: list[str] = []  # devices whose memory its device reads directly; set by `load`
         self.no_nccl = ""  # why this process cannot use NCCL; "" if it can; set by `load`
@@ -113,7 +116,7 @@ class PrefillInstance:
         self.model = await host.inspect(config, settings.device)
         self.memory.expect(self.model)
         report()
-        loaded, tokenizer = await host.load(config, self.model, settings.device)
+        loaded, tokenizer = await host.load(config, self.model, settings.device, self.starting)
         plan = await self._pool.plan
         make_runner = partial(ModelRunner, loaded, backend=config.engine.attention)
         await asyncio.to_thread(self.memory.check, loaded, plan, make_runner)
@@ -244,7 +247,10 @@ class PrefillInstance:
     async def _read(self, pool_id: str, keys: Collection[RequestKey]) -> dict[RequestKey, pb.StoredRequest]:
         return await self._pool.read(pool_id, keys, self.vocab_size)
 
-    def base_of(self, holding: kp.Holding) -> Base:
+    def base_of(self, holding: kp.Holding) -> Base | None:
+        """None if other weights may have computed it."""
+        if self.model is None or holding.weights != self.model.weights:
+            return None
         pool_id = holding.pool_id
         here = pool_id == self.pool_id
         return Base(holding.kv_tokens, list(holding.block_ids), list(holding.checksums), pool_id, here)
@@ -313,9 +319,9 @@ class PrefillInstance:
         """
         standing = min(self._config.prefill.queued_tokens // plan.block_size, max(1, plan.pool // 16))
         process = pb.ProcessKey(role="write_back", id=self._process.id, incarnation=self._process.incarnation)
-        token = self._settings.token
+        token, weights = self._settings.token, self.model.weights if self.model is not None else ""
         self.returns = PoolWriter(process, token, 0, self._on_pool_wait)
-        return [PoolWriter(self._process, token, standing), self.returns]
+        return [PoolWriter(self._process, token, standing, weights=weights), self.returns]
 
     def holds_nothing(self) -> bool:
         """Whether there is no prompt, no candidate, no copy under way and no block leased for an eviction."""

@@ -15,7 +15,7 @@ from alignedserve.cancellation import end_tasks
 from alignedserve.control.convert import key_to_proto
 from alignedserve.control.rpc import TokenChannel, one_answer, open_channel
 from alignedserve.errors import UnavailableError
-from alignedserve.prefill_worker.loop import Base
+from alignedserve.prefill_worker.jobs import Base
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.proto import supervisor_pb2 as sv

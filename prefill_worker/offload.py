@@ -15,8 +15,8 @@ from alignedserve.errors import AlignedServeError, StaleError, TransferError
 from alignedserve.kv_pool.stored import LastCommitted, location, pooled
 from alignedserve.kv_pool.writer import Committed, PoolWriter
 from alignedserve.metrics import Page
+from alignedserve.prefill_worker.jobs import Base, PrefilledJob
 from alignedserve.prefill_worker.layerwise import Ahead
-from alignedserve.prefill_worker.loop import Base, PrefilledJob
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey
 from alignedserve.transfer.channel import Channel
@@ -208,7 +208,8 @@ class Offloader:
         if not fresh:
             return
         end = first + len(fresh)
-        source, prefix = job.block_ids[first:end], cached_prefix(job.tokens[: end * self._block_size], job.salt)
+        source, tokens = job.block_ids[first:end], job.tokens[: end * self._block_size]
+        prefix = cached_prefix(tokens, job.salt, self._pool.weights)
         try:
             checksums = await self._copier.checksums(self._to_pool.source, source)
             route = Route(self._to_pool, source, checksums)
@@ -261,7 +262,9 @@ class Offloader:
         held = Committed(blocks, checksums)
         for spec in job.members:
             first = spec.key == lead
-            request = pb.StoredRequest(spec=spec_to_proto(spec), prefill_id=self._prefill_id)
+            request = pb.StoredRequest(
+                spec=spec_to_proto(spec), prefill_id=self._prefill_id, weights=self._pool.weights
+            )
             held = await self._pool.commit(
                 spec.key,
                 job.kv_tokens,

@@ -19,8 +19,8 @@ from alignedserve.errors import AlignedServeError
 from alignedserve.kv_pool.prefix_chain import DIGEST_BYTES, TOKEN_BYTES, Chain, root_digest
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.metrics import Page
+from alignedserve.prefill_worker.jobs import Base
 from alignedserve.prefill_worker.loans import Loans
-from alignedserve.prefill_worker.loop import Base
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import RequestKey
 
@@ -83,7 +83,7 @@ class Prefixes:
         """
         digests = self._digests(tokens[:-1], salt)  # the last token is always computed
         self.queried_tokens += len(tokens)
-        prefix = cached_prefix(tokens, salt)
+        prefix = cached_prefix(tokens, salt, self._pool.weights)
         mine = _UnderWay(prefix, rank, digests, asyncio.get_running_loop().create_future())
         self._forget(lead)
         self._under_way[lead] = mine
@@ -165,7 +165,9 @@ class Prefixes:
         if mine is not None:
             shared = base.tokens // self.block_size - len(base.block_ids)  # blocks that were here already
             end = (shared + index + 1) * self.block_size * TOKEN_BYTES
-            spoiled = kp.CachedPrefix(token_ids=mine.prefix.token_ids[:end], salt=mine.prefix.salt)
+            spoiled = kp.CachedPrefix()
+            spoiled.CopyFrom(mine.prefix)
+            spoiled.token_ids = mine.prefix.token_ids[:end]
             self._loans.forget(base.pool_id, spoiled)
 
     def ended(self, leads: Iterable[RequestKey], *, committed: bool = False) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from alignedserve import __version__
 from alignedserve.admin import ADMIN_HEADER
 from alignedserve.cluster.cli.operate import RunningCluster, add_url, find_cluster
-from alignedserve.cluster.cli.top_command import feed
+from alignedserve.cluster.cli.top_command import feed, second
 from alignedserve.cluster.records import fetch_json, fetch_metrics, fetch_status
 from alignedserve.errors import AlignedServeError, ConfigError
 
@@ -75,7 +75,7 @@ def contents(cluster: RunningCluster, *, stacks: bool) -> Iterator[tuple[str, st
     yield "integrity.json", _tried(ask("/alignedserve/integrity"))
     yield "config.yaml", _tried(lambda: str(cluster.order("config", {})["yaml"]))
     yield "metrics.txt", _tried(lambda: fetch_metrics(url, ANSWERS_WITHIN_S))
-    yield "live.json", _tried(lambda: _pretty(next(feed(url, api_key=key))))
+    yield "live.json", _tried(lambda: _pretty(second(feed(url, api_key=key))))
     yield "requests.json", _tried(ask("/dashboard/requests?sort=slowest&most=200"))
     try:
         roles = fetch_status(url, ANSWERS_WITHIN_S, api_key=key)["roles"]

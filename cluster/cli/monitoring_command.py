@@ -23,6 +23,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--roles", action="store_true", help=roles)
     credentials = "with --roles, where there are API keys: a file that has one of them, as Prometheus finds it"
     parser.add_argument("--credentials-file", metavar="FILE", default="", help=credentials)
+    runbooks = "URL of the runbooks' page on your site of the docs, for the links of alerts"
+    parser.add_argument("--runbooks", metavar="URL", default="", help=runbooks)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -30,7 +32,7 @@ def run(given: argparse.Namespace) -> int:
     from alignedserve.cluster.monitoring.files import Target, write
 
     folder = Path(given.out)
-    target = Target.of(given.url, given.interval, given.ray, given.roles, given.credentials_file)
+    target = Target.of(given.url, given.interval, given.ray, given.roles, given.credentials_file, given.runbooks)
     written = write(folder, target)
     print(f"wrote {len(written)} files for {target.url} into {folder}; README.md says what each is")
     for line in commands(folder.resolve()):

@@ -39,8 +39,7 @@ def run(given: argparse.Namespace) -> int:
 
     url, (api_key, states) = ask_newest(given.url, given.api_key_file, fetch)
     if given.once:
-        next(states)  # rates need two
-        states = iter([next(states)])
+        states = iter([second(states)])
     if given.json:
         for state in states:
             print(json.dumps(state), flush=True)
@@ -80,6 +79,12 @@ def feed(url: str, *, api_key: str = "") -> Iterator[Json]:
     except (OSError, http.client.HTTPException) as error:
         raise UnavailableError(f"{url} does not answer: {error}") from error
     return _states(url, stream)
+
+
+def second(states: Iterator[Json]) -> Json:
+    """The second state: rates need two."""
+    next(states)
+    return next(states)
 
 
 def again(url: str, api_key: str) -> Iterator[Json]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from alignedserve.cluster.monitoring import kubernetes
-from alignedserve.cluster.monitoring.alerts import rules
+from alignedserve.cluster.monitoring.alerts import RUNBOOKS, rules
 from alignedserve.cluster.monitoring.dashboard import JOB, TITLE, dashboard
 from alignedserve.cluster.monitoring.readme import README
 from alignedserve.errors import ConfigError
@@ -35,7 +36,8 @@ _IN_IMAGE = "/etc/grafana/provisioning"
 class Target:
     """The cluster that is scraped, and how often. `ray`: Ray's own metrics, too. `roles`: each process's own page.
 
-    `credentials`: a file with an API key, for the list of these pages; "": there are no API keys.
+    `credentials`: a file with an API key, for the list of these pages; "": there are no API keys. `runbooks`: the URL
+    of their page; "": its path in the repository.
     """
 
     scheme: str
@@ -45,10 +47,19 @@ class Target:
     ray: bool
     roles: bool
     credentials: str
+    runbooks: str
 
     @classmethod
-    def of(cls, url: str, interval_s: float, ray: bool = False, roles: bool = False, credentials: str = "") -> Target:
-        """Raises ConfigError for an unusable URL or interval."""
+    def of(
+        cls,
+        url: str,
+        interval_s: float,
+        ray: bool = False,
+        roles: bool = False,
+        credentials: str = "",
+        runbooks: str = "",
+    ) -> Target:
+        """Raises ConfigError for unusable values."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             usable = parts.scheme in ("http", "https") and parts.hostname and "@" not in parts.netloc
@@ -58,7 +69,10 @@ class Target:
             raise ConfigError(f"--url takes the URL of a gateway such as {URL}, not {url!r}")
         if not 0.001 <= interval_s < math.inf:
             raise ConfigError(f"--interval takes seconds above 0, not {interval_s:g}")
-        return cls(parts.scheme, parts.netloc, f"{parts.path.rstrip('/')}/metrics", interval_s, ray, roles, credentials)
+        if runbooks and not re.fullmatch(r"https?://\S+", runbooks):
+            raise ConfigError(f"--runbooks takes the URL of a page, not {runbooks!r}")
+        path = f"{parts.path.rstrip('/')}/metrics"
+        return cls(parts.scheme, parts.netloc, path, interval_s, ray, roles, credentials, runbooks)
 
     @property
     def url(self) -> str:
@@ -86,7 +100,7 @@ def write(folder: Path, target: Target) -> list[str]:
 
 def files(target: Target) -> Mapping[str, str]:
     """The text of each file, by its path."""
-    return {
+    made = {
         "README.md": README.format(url=target.url, interval=target.interval),
         "prometheus.yml": _yaml(_prometheus(target), "Prometheus' configuration."),
         "alerts.yml": _yaml(rules(), "The alert rules: docs/operations/runbooks.md."),
@@ -101,6 +115,8 @@ def files(target: Target) -> Mapping[str, str]:
             kubernetes.objects(target.interval), "For a Prometheus operator that was not installed by the chart."
         ),
     }
+    link = f"runbook_url: {target.runbooks or RUNBOOKS}"
+    return {name: text.replace(f"runbook_url: {RUNBOOKS}", link) for name, text in made.items()}
 
 
 def grafana_environment(provisioning: str) -> dict[str, str]:
@@ -134,7 +150,7 @@ def _prometheus(target: Target) -> dict[str, Any]:
         "honor_labels": True,  # `instance` is the process that a sample is of
         "static_configs": [{"targets": [target.address]}],
     }
-    rays = {"job_name": "ray", "file_sd_configs": [{"files": [RAY_TARGETS]}]}
+    rays = {"job_name": "ray", "honor_labels": True, "file_sd_configs": [{"files": [RAY_TARGETS]}]}
     discovery: dict[str, Any] = {"url": f"{target.url}/metrics/targets", "refresh_interval": target.interval}
     if target.credentials:
         discovery["authorization"] = {"credentials_file": target.credentials}

@@ -58,5 +58,5 @@ def _pod_monitor() -> dict[str, Any]:
     """Ray's own metrics, of each pod."""
     return {
         "selector": {"matchLabels": dict(_LABELS)},
-        "podMetricsEndpoints": [{"port": "metrics", "path": "/metrics", "interval": "30s"}],
+        "podMetricsEndpoints": [{"port": "metrics", "path": "/metrics", "interval": "30s", "honorLabels": True}],
     }

@@ -163,13 +163,14 @@ OVERVIEW = (
     ),
     Panel(
         "Time to first token",
-        "From the arrival at a gateway to the first token: queue, prefill, pool and the first decode iteration.",
+        "From the arrival at a gateway to the first token, which prefill samples: queue and prefill.",
         quantiles("alignedserve_gateway_ttft_seconds", [0.5, 0.9, 0.99]),
         unit="s",
     ),
     Panel(
         "Time between tokens",
-        "Between two tokens of an answer. High values beside a low median are evictions and waits between batches.",
+        "Between two tokens of an answer. The wait in the pool lies between the first two; high values beside a low"
+        " median are such waits, and evictions.",
         quantiles("alignedserve_gateway_itl_seconds", [0.5, 0.9, 0.99]),
         unit="s",
     ),

@@ -311,7 +311,7 @@ class SupervisorCore:
 
     def degraded(self) -> list[str]:
         """Problems of roles that are still served, and instances that wait for a node."""
-        return [*self.roster.degraded(), *self.nodes.waiting(), *self.nodes.silent()]
+        return [*self.roster.degraded(), *self.planner.degraded(), *self.nodes.waiting(), *self.nodes.silent()]
 
     def status(self, cluster_id: str) -> sv.ClusterStatus:
         """Living processes and problems. The server adds metrics and the supervisor itself."""

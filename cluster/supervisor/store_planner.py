@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from dataclasses import replace
 
 from alignedserve.cluster.supervisor.managed_process import ManagedProcess
 from alignedserve.cluster.supervisor.nodes import NodeBook
@@ -19,11 +21,16 @@ MEMORY_GAUGE = "memory_available_bytes"
 
 
 class StorePlanner:
-    """`model_info` and `store_plan` are JSON, as the view carries them; empty until they are known."""
+    """`model_info` and `store_plan` are JSON, as the view carries them; empty until they are known.
+
+    The weights in `model_info` are those that the newest prefill instance has loaded: the model's files may change
+    meanwhile.
+    """
 
     def __init__(self, config: Config, roster: Roster, nodes: NodeBook) -> None:
         self.model_info = ""
         self.store_plan = ""
+        self._newest = 0  # the incarnation of the prefill instance whose weights are in `model_info`
         self._config = config
         self._roster = roster
         self._nodes = nodes
@@ -45,10 +52,25 @@ class StorePlanner:
         if MEMORY_GAUGE in member.beat.gauges:
             self._memory_bytes.setdefault(member.key.id, int(member.beat.gauges[MEMORY_GAUGE]))
         self.model_info = self.model_info or member.beat.model_info
+        if member.key.role == "prefill" and member.beat.model_info and member.key.incarnation > self._newest:
+            self._newest = member.key.incarnation
+            weights = ModelInfo.from_json(member.beat.model_info).weights
+            self.model_info = replace(ModelInfo.from_json(self.model_info), weights=weights).to_json()
         self._note_device(member)
         if self.model_info and not self.store_plan and (hosts := self._hosts()) is not None:
             self._plan(ModelInfo.from_json(self.model_info), hosts)
         return before != (self.model_info, self.store_plan)
+
+    def degraded(self) -> Iterator[str]:
+        """Instances that have other weights than the newest prefill instance: the model's files have changed."""
+        newest = ModelInfo.from_json(self.model_info).weights if self.model_info else ""
+        for member, _ in self._roster.members():
+            info = member.beat.model_info
+            if info and ModelInfo.from_json(info).weights != newest:
+                yield (
+                    f"{member.key.id}: it has other weights than the newest prefill instance, because the model's files "
+                    "have changed: `alignedserve restart` makes all instances load them"
+                )
 
     def _hosts(self) -> list[HostMemory] | None:
         """The memory and instances of each node; None while not all of it is known."""

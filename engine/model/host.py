@@ -15,8 +15,9 @@ from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.model.loader import LoadedModel, load_model
 from alignedserve.engine.runner import allocate_cache
 from alignedserve.geometry import KvGeometry
-from alignedserve.memory import usable_cores
+from alignedserve.memory import describe_bytes, usable_cores
 from alignedserve.model import ModelInfo, resolve_model
+from alignedserve.step_progress import StepProgress
 from alignedserve.text import Tokenizer
 from alignedserve.transfer.block_store import BlockStore, HostBlockStore
 from alignedserve.transfer.device import DeviceBlockStore
@@ -40,10 +41,12 @@ async def inspect(config: Config, device: str) -> ModelInfo:
     )
 
 
-async def load(config: Config, info: ModelInfo, device: str) -> tuple[LoadedModel, Tokenizer | None]:
+async def load(
+    config: Config, info: ModelInfo, device: str, starting: StepProgress
+) -> tuple[LoadedModel, Tokenizer | None]:
     """The weights on `device`, and the tokenizer if the folder has one. Raises ModelError."""
-    begun = time.monotonic()
-    loaded = await asyncio.to_thread(load_model, info, device, config.model.trust_remote_code)
+    begun, progress = time.monotonic(), starting.of(f"weights ({describe_bytes(info.weight_bytes)})", "tensors")
+    loaded = await asyncio.to_thread(load_model, info, device, config.model.trust_remote_code, progress)
     tokenizer = await asyncio.to_thread(Tokenizer.from_folder, Path(info.path))
     logger.info("loaded %s (%s) on %s in %.1f s", info.name, info.dtype, device, time.monotonic() - begun)
     return loaded, tokenizer

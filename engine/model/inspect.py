@@ -23,7 +23,7 @@ from alignedserve.engine.model.refusal import attribute, refuse_unsupported
 from alignedserve.errors import ModelError, UnsupportedModelError
 from alignedserve.geometry import DTYPE_BYTES
 from alignedserve.model import ModelInfo, check_model_folder, unserved_generation_keys
-from alignedserve.weights.files import Tensor, read_json, read_tensors, weight_files
+from alignedserve.weights.files import Tensor, read_json, read_tensors, weight_files, weights_identity
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +34,12 @@ def inspect_model(name: str, path: str | Path, dtype: str, device: str, trust_re
     """The properties of the model in folder `path`, served as `name` in `dtype` (or `auto`), that every role needs.
 
     Raises ModelError for a folder that is missing or broken, UnsupportedModelError for a model whose tokens would be
-    wrong. Reads no weights beyond the headers of the safetensors files.
+    wrong. Reads the headers of the safetensors files, and samples of their weights.
     """
     folder = Path(path)
-    tensors = read_tensors(weight_files(folder, check_model_folder(folder)))
+    raw = check_model_folder(folder)
+    weights = weights_identity(folder, raw)  # before they are read: what changes meanwhile has another name
+    tensors = read_tensors(weight_files(folder, raw))
     config = _read_config(folder, trust_remote_code)
     text = config.get_text_config(decoder=True)
     refuse_unsupported(config, text, trust_remote_code)
@@ -61,6 +63,7 @@ def inspect_model(name: str, path: str | Path, dtype: str, device: str, trust_re
         heads=heads,
         hidden_size=attribute(text, "hidden_size") or 0,
         mlp_width=_mlp_width(text),
+        weights=weights,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect as python_inspect
 import logging
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from alignedserve.engine.model.cpu_linear import pack_linears
 from alignedserve.engine.model.probe import probe
 from alignedserve.errors import ModelError, ResourceError, UnsupportedModelError
 from alignedserve.model import ModelInfo, check_model_folder
+from alignedserve.step_progress import Progress
 from alignedserve.weights.files import read_tensors, weight_files
 
 log = logging.getLogger(__name__)
@@ -36,8 +39,13 @@ class LoadedModel:
     """The requirements of its attention on a backend, as found by the probe with its own block size."""
 
 
-def load_model(info: ModelInfo, device: str | torch.device, trust_remote_code: bool = False) -> LoadedModel:
-    """Load the safetensors weights of `info` on `device`.
+def load_model(
+    info: ModelInfo,
+    device: str | torch.device,
+    trust_remote_code: bool = False,
+    progress: Progress = lambda done, count: None,
+) -> LoadedModel:
+    """Load the safetensors weights of `info` on `device`. `progress` is called after each tensor.
 
     Raises ModelError for weights that are missing, broken or of other shapes (no weight is ever randomly initialised),
     UnsupportedModelError if paged attention does not give the model's own logits.
@@ -47,7 +55,8 @@ def load_model(info: ModelInfo, device: str | torch.device, trust_remote_code: b
     read_tensors(weight_files(folder, check_model_folder(folder)))
     attention.register()
     target = torch.device(device)
-    model: Any = _from_pretrained(info, trust_remote_code)
+    with _telling(progress):
+        model: Any = _from_pretrained(info, trust_remote_code)
     try:
         model = model.eval().requires_grad_(False).to(target)
     except torch.OutOfMemoryError as error:
@@ -61,6 +70,26 @@ def load_model(info: ModelInfo, device: str | torch.device, trust_remote_code: b
     if target.type == "cpu":
         pack_linears(model)
     return loaded
+
+
+@contextlib.contextmanager
+def _telling(progress: Progress) -> Iterator[None]:
+    """Call `progress` after each tensor that transformers loads: where it would move its bar."""
+
+    def in_place_of_bar(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _counted(args[0], progress) if kwargs.get("desc") == "Loading weights" else make(*args, **kwargs)
+
+    before = transformers_logging.set_tqdm_hook(in_place_of_bar)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
+
+
+def _counted(items: Collection[Any], progress: Progress) -> Iterator[Any]:
+    for number, item in enumerate(items, 1):
+        yield item
+        progress(number, len(items))
 
 
 def _from_pretrained(info: ModelInfo, trust_remote_code: bool) -> PreTrainedModel:

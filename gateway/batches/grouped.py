@@ -19,7 +19,7 @@ from alignedserve.prefix_groups import prefix_groups
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 64 << 20  # larger files are read in their own order: prompts are compared in memory
+MOST_BYTES = 256 << 20  # larger files are read in their own order: prompts are compared in memory
 _LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens", "max_new_tokens", "n_predict")
 _ANSWERS = ("n", "num_return_sequences")
 _FIRST = ("instructions", "tools", "messages", "input", "prompt")  # in the order in which a template writes them
@@ -51,8 +51,8 @@ class GroupedReader:
                     prompts.append(prompt_text(body))
                     limits.append(answer_tokens(body))
         known = [limit for limit in limits if limit]
-        mean = sum(known) // len(known) if known else 0  # lines without a limit are taken to be like the others
-        groups = prefix_groups(prompts, 1, [limit or mean for limit in limits] if known else ())
+        mean = sum(known) // len(known) if known else 1  # lines without a limit are taken to be like the others
+        groups = prefix_groups(prompts, 1, [limit or mean for limit in limits])
         self._order = [number for group in groups for number in group.members]
         self._indices, self._places = indices, places
         self._next = 0

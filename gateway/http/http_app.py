@@ -168,7 +168,7 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         kind: AlignedServeError = MethodNotAllowedError(f"{where} is not allowed")
     else:
-        kind = NotFoundError(f"{where} does not exist; /openapi.json lists all endpoints")
+        kind = NotFoundError(f"{where} does not exist; /openapi.json lists the endpoints of the API")
     return _json_response(request, kind, error.headers)
 
 

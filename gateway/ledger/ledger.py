@@ -172,14 +172,18 @@ class Ledger:
         return bool(calls)
 
     def answers_of(self, name: str, owner: bytes | None) -> list[Answer]:
-        """The open answers of a call, by its id or by that of a request; `owner`: as in `cancel_call`."""
+        """The open answers of a call, by its id, a request's or its X-Request-Id; `owner`: as in `cancel_call`."""
         calls = [call for key, call in self._calls.items() if owner is None or key[0] == owner]
         return [
             answer
             for call in calls
             for answer in call.answers
-            if not answer.ended and name in (call.plan.id, answer.request_id)
+            if not answer.ended and name in (call.plan.id, answer.request_id, call.sent_id)
         ]
+
+    def open_answers(self) -> Iterable[Answer]:
+        """Those of all calls. Must not be changed during iteration."""
+        return self._open.values()
 
     def drain(self) -> None:
         """Accept no more calls."""

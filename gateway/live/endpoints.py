@@ -199,6 +199,10 @@ class LiveEndpoints:
 
     async def list_requests(self, scope: Scope, receive: Receive, send: Send, owner: bytes | None) -> None:
         query = parse_qs(scope["query_string"].decode("latin-1"))
+        if wanted := query.get("id", [""])[-1]:  # no 404: a browser's console would complain of it
+            one = await self._source.request(wanted, owner)
+            await send_json(send, {"requests": [one] if one else []}, headers={"cache-control": "no-store"})
+            return
         order, most = query.get("sort", ["slowest"])[-1], query.get("most", ["50"])[-1]
         if order not in ("slowest", "newest") or not most.isdecimal() or not 1 <= int(most) <= MOST_LISTED:
             message = f"sort must be slowest or newest, and most a number from 1 to {MOST_LISTED}"
@@ -232,7 +236,8 @@ def _static_files() -> dict[str, bytes]:
 
 
 async def _set_cookie(scope: Scope, send: Send, name: str, value: str, lasts_s: int) -> None:
-    secure = "; Secure" if scope.get("scheme") == "https" else ""
+    proxied = (b"x-forwarded-proto", b"https") in scope["headers"]  # by a proxy with TLS in front
+    secure = "; Secure" if proxied or scope.get("scheme") == "https" else ""
     cookie = f"{name}={value}; Path=/; Max-Age={lasts_s}; HttpOnly; SameSite=Strict{secure}"
     headers = {"set-cookie": cookie, "cache-control": "no-store"}
     pairs = [(name.encode(), text.encode("latin-1")) for name, text in headers.items()]

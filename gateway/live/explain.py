@@ -15,6 +15,23 @@ SHORT_S = 0.01  # shorter stages need no words
 LARGE_SHARE = 0.3
 UNEQUAL_SHARE = 0.1  # of the decode time
 
+_OUTCOMES = {
+    "overloaded": (
+        "It was refused, because the queue was full or memory was short.",
+        "Clients should send it again after Retry-After. scheduler.max_queue lets more wait; more instances serve.",
+    ),
+    "deadline_exceeded": (
+        "Its time limit ended it.",
+        "A longer timeout_s in the request lets it wait longer.",
+    ),
+    "cancelled": ("Its client left, or it was cancelled.", ""),
+    "request_lost": (
+        "It was lost with its process several times, without a token in between: it may crash its workers.",
+        "Do not send it again as it is; `alignedserve debug-bundle` has the logs of the processes.",
+    ),
+}
+"""What these outcomes mean, and advice."""
+
 _NAMES = {
     "queue": "the wait for prefill",
     "prefill": "prefill",
@@ -61,6 +78,7 @@ def _summary(told: Told) -> Said:
     longest = max(stages, key=lambda stage: stages[stage], default="")
     most = f"; most of it was {_NAMES[longest]} ({_s(stages[longest])})" if longest and stages[longest] else ""
     yield f"It took {_s(request['took_s'])}{at} and ended with {request['outcome']}{most}.", ""
+    yield _OUTCOMES.get(request["outcome"], ("", ""))
 
 
 def _queue(told: Told) -> Said:
@@ -101,9 +119,9 @@ def _pool(told: Told) -> Said:
 
 def _stay(stay: Json, *, first: bool) -> str:
     again = "" if first else " again"
-    waited = f"It waited {_s(stay['waited_s'])} in the pool{again}"
+    waited = f"It {'waited' if stay['over'] else 'has waited'} {_s(stay['waited_s'])} in the pool{again}"
     if not stay["sent_first"]:
-        return f"{waited}; no other request went first."
+        return f"{waited}; no other request {'went' if stay['over'] else 'has gone'} first."
     lengths = [f"{stay[kind]:,} {kind}" for kind in ("shorter", "longer") if stay[kind]]
     which = f" ({' and '.join(lengths)} than its {stay['kv_tokens']:,} tokens)" if lengths else ""
     ahead, sent = stay["ahead"], stay["sent_first"]
@@ -124,7 +142,8 @@ def _decode(told: Told) -> Said:
     yield f"It decoded {_count(tokens, 'token')} in {_s(decode_s)}, {_s(decode_s / (tokens - 1))} each.", ""
     bubble_s = told.request.get("bubble_s") or 0.0
     if bubble_s > UNEQUAL_SHARE * decode_s:
-        yield f"Of that, {_s(bubble_s)} are the predicted cost of unequal lengths in its batches.", ""
+        advice = "More requests in the pool at once, or a longer wait objective, make batches of more equal lengths."
+        yield f"Of that, {_s(bubble_s)} are the predicted cost of unequal lengths in its batches.", advice
 
 
 def _losses(told: Told) -> Said:

@@ -32,6 +32,7 @@ class LiveFeed:
         self._window = Window(WINDOW_S)
         self._state: State = {}  # the last one; empty: none yet
         self._changed = asyncio.Event()  # set, and replaced by a new one, with each state
+        self._batches: dict[str, int] = {}  # the number of each decode instance's batch in the last state
         self._viewers = 0
         self.open = True  # else viewers leave, and find another gateway
         self._reading: asyncio.Task[None] | None = None
@@ -88,4 +89,11 @@ class LiveFeed:
         except Exception:
             logger.exception("the state for the live page cannot be made")
             raise
+        self._mark_switches(state)
         return {"now": time.time(), "stale": "", **state}
+
+    def _mark_switches(self, state: State) -> None:
+        """Also those that began and ended since the last state."""
+        for one in state["decode"]:
+            one["switching"] |= self._batches.get(one["id"], one["batch"]) != one["batch"]
+        self._batches = {one["id"]: one["batch"] for one in state["decode"]}

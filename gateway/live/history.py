@@ -1,14 +1,16 @@
 """The requests of all gateways that are open, or ended of late. No text and no tokens.
 
-A request is described by a JSON object: `id` (its call's), `request_id`, `arrival_unix_s`, `took_s`, `first_token_s`
-(after arrival; None: none yet), `input_tokens`, `output_tokens`, `cached_tokens`, `outcome` ("open", a finish reason or
-an error code), `prefill_id`, `decode_id`, `epoch`, `losses` (how often it was submitted again), `bubble_s` (None: there
-is no cost model), `stages` (seconds in each) and `steps` (each stage that is known, in order, and when it began after
-arrival; of an open request, workers tell the gateway when it begins to decode).
+A request is described by a JSON object: `id` (its call's), `request_id`, `x_request_id` (its client's),
+`arrival_unix_s`, `took_s`, `first_token_s` (after arrival; None: none yet), `input_tokens`, `output_tokens`,
+`cached_tokens`, `outcome` ("open", a finish reason or an error code), `prefill_id`, `decode_id`, `epoch`, `losses` (how
+often it was submitted again), `bubble_s` (None: there is no cost model), `stages` (seconds in each) and `steps` (each
+stage that is known, in order, and when it began after arrival; of an open request, workers tell the gateway when it
+begins to decode).
 """
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -36,6 +38,7 @@ def describe(answer: Answer) -> Json:
     return {
         "id": call.plan.id,
         "request_id": answer.request_id,
+        "x_request_id": call.sent_id,
         "arrival_unix_s": arrival_s,
         "took_s": time.monotonic() - call.arrival_s,
         "first_token_s": first_s,
@@ -61,6 +64,10 @@ def _describe_open(answer: Answer) -> Json:
     return found
 
 
+def _is_shown(answer: Answer) -> bool:
+    return not answer.call.plan.offline and not answer.request_id.startswith(OWN)
+
+
 class RecentRequests:
     """The newest requests of one gateway that ended, each with the hash of its caller's API key.
 
@@ -72,7 +79,7 @@ class RecentRequests:
 
     def note(self, answer: Answer) -> None:
         """An answer has ended, with or without an error."""
-        if answer.call.plan.offline or answer.request_id.startswith(OWN):
+        if not _is_shown(answer):
             return
         self._ended[answer.request_id] = answer.call.name[0], describe(answer)
         self._ended.move_to_end(answer.request_id)
@@ -85,15 +92,19 @@ class RecentRequests:
 
 
 def requests_of(ledger: Ledger, recent: RecentRequests, query: gw.RequestsQuery) -> list[Json]:
-    """What one gateway knows. With an id, also requests that are open."""
+    """What one gateway knows: requests that are open, or ended since then; with an id, those of a call."""
     owner = None if query.whosever else query.owner
     if query.id:
         open_ones = [_describe_open(answer) for answer in ledger.answers_of(query.id, owner)]
-        ended = (one for one in recent.of(owner) if query.id in (one["id"], one["request_id"]))
+        names = ("id", "request_id", "x_request_id")
+        ended = (one for one in recent.of(owner) if any(query.id == one[name] for name in names))
         return [*open_ones, *ended][:MOST_ASKED]
-    since_s = query.since_unix_s
-    found = [one for one in recent.of(owner) if one["arrival_unix_s"] + one["took_s"] >= since_s]
-    return ordered(found, newest=query.newest)[: min(query.most, MOST_ASKED)]
+    since_s, most = query.since_unix_s, min(query.most, MOST_ASKED)
+    is_open = [one for one in ledger.open_answers() if _is_shown(one) and owner in (None, one.call.name[0])]
+    choose = heapq.nlargest if query.newest else heapq.nsmallest
+    found = [_describe_open(one) for one in choose(most, is_open, key=lambda one: one.call.arrival_ns)]
+    found += [one for one in recent.of(owner) if one["arrival_unix_s"] + one["took_s"] >= since_s]
+    return ordered(found, newest=query.newest)[:most]
 
 
 def ordered(requests: Iterable[Json], *, newest: bool) -> list[Json]:

@@ -44,7 +44,7 @@ class LiveService:
         self.feed.close()
 
     async def requests(self, owner: bytes | None, *, newest: bool, most: int, since_unix_s: float) -> list[Json]:
-        """Requests that have ended, of all gateways. `owner`: the hash of an API key; None: of all keys."""
+        """Requests that are open or ended since then, of all gateways. `owner`: a key's hash; None: of all keys."""
         query = gw.RequestsQuery(
             owner=owner or b"", whosever=owner is None, newest=newest, most=most, since_unix_s=since_unix_s
         )
@@ -67,17 +67,17 @@ class LiveService:
 
     def _whole(self, request: Json, told: Json) -> Json:
         view, stays = self._view(), told["stays"]
+        # One that came back before it had decoded stayed in the pool, as its stopwatch sees it.
+        last = [stay["decode_id"] for stay in stays if stay["joined"] and stay["epoch"] == request["epoch"]]
         if request["outcome"] == "open" and (now := told.get("open")) is not None:
-            bars = open_timeline(request, now)
+            bars = open_timeline(request, now, last)
             stages: dict[str, float] = {}
             for bar in bars:
                 stages[bar["stage"]] = stages.get(bar["stage"], 0.0) + bar["end_s"] - bar["begin_s"]
             where = {key: now[key] or request[key] for key in ("prefill_id", "decode_id")}
             request = {**request, **where, "stages": stages}
         else:
-            # One that came back before it had decoded stayed in the pool, as its stopwatch sees it.
-            last = (stay for stay in stays if stay["joined"] and stay["epoch"] == request["epoch"])
-            bars = timeline(request, [stay["decode_id"] for stay in last])
+            bars = timeline(request, last)
             if bars and bars[0]["stage"] == LOST:
                 request = {**request, "stages": {**request["stages"], LOST: bars[0]["end_s"]}}
         words, advice = explain(Told(request, stays, view.prefill, view.decode, self._prefix_cache))

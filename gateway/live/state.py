@@ -22,6 +22,7 @@ _RATES = (
     "ttft_s",
     "itl_s",
     "bubble_share",
+    "bubble_learned",
 )
 _STATES = ("queued", "prefilling", "waiting_in_pool", "prefetched", "decoding")
 _BLOCKS = ("free", "owned", "cached")
@@ -82,8 +83,19 @@ def _rates(change: Change) -> Json:
         "refused_per_s": refused / change.seconds,
         "ttft_s": {"p50": ttft[0], "p99": ttft[1]},
         "itl_s": {"p50": itl[0], "p99": itl[1]},
-        "bubble_share": change.share("iteration_bubble_seconds_sum", "iteration_predicted_seconds_total"),
+        **_bubble(change),
     }
+
+
+def _bubble(change: Change, decode_id: str = "") -> Json:
+    """The share of iterations' time that unequal lengths cost: as predicted; without a cost model, as learned."""
+    labels = {"instance": decode_id} if decode_id else {}
+    share = change.share("iteration_bubble_seconds_sum", "iteration_predicted_seconds_total", **labels)
+    if share is not None:
+        return {"bubble_share": share, "bubble_learned": False}
+    labels = {"decode": decode_id} if decode_id else {}
+    learned = [value for _, value in change.now.each("decode_unequal_lengths_share", **labels) if value >= 0]  # no NaN
+    return {"bubble_share": sum(learned) / len(learned) if learned else None, "bubble_learned": bool(learned)}
 
 
 def _blocks(now: Samples, **labels: str) -> Json:
@@ -106,9 +118,7 @@ def _decode(peer: sv.Peer, change: Change, live: Mapping[str, Any], candidates: 
         "candidates": candidates.get(name, {"batch": [], "requests": []}),
         "iterations_per_s": change.rate("decode_iterations_total", instance=name),
         "evictions_per_s": change.rate("decode_evictions_total", instance=name),
-        "bubble_share": change.share(
-            "iteration_bubble_seconds_sum", "iteration_predicted_seconds_total", instance=name
-        ),
+        **_bubble(change, name),
         "cache": _blocks(change.now, instance=name, store=f"{name}/cache"),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,16 +38,20 @@ def timeline(request: Json, decode_ids: Sequence[str]) -> list[Json]:
     return bars
 
 
-def open_timeline(request: Json, told: Mapping[str, Any]) -> list[Json]:
-    """Bars of a request that is open, from when it entered each state of the scheduler's last."""
-    took_s = request["took_s"]
+def open_timeline(request: Json, told: Mapping[str, Any], decode_ids: Sequence[str]) -> list[Json]:
+    """Bars of a request that is open, until now.
+
+    Workers have told of its steps until it began to decode last. `told`: where the scheduler has it now, and when it
+    last entered each of the scheduler's states, which are the steps since.
+    """
+    steps, took_s = request["steps"], request["took_s"]
+    stage, last_s = steps[-1] if steps else ("", -math.inf)
     begun = sorted((took_s - age_s, STAGE_OF[state]) for state, age_s in told["ages_s"].items())
-    ends = [begin_s for begin_s, _ in begun[1:]] + [took_s]
-    known = {**request, **{key: told[key] or request[key] for key in ("prefill_id", "decode_id")}}
-    return [
-        _bar(stage, _place(stage, known, known["decode_id"]), max(0.0, begin_s), max(0.0, end_s))
-        for (begin_s, stage), end_s in zip(begun, ends, strict=True)
-    ]
+    later = [[entered, max(0.0, begin_s)] for begin_s, entered in begun if begin_s > last_s]
+    if later and later[0][0] == stage:  # the scheduler learns of a step a moment after it
+        del later[0]
+    known = {key: told[key] or request[key] for key in ("prefill_id", "decode_id")}
+    return timeline({**request, **known, "steps": [*steps, *later]}, decode_ids)
 
 
 def _place(stage: str, request: Json, decode_id: str) -> str:

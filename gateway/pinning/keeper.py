@@ -1,4 +1,5 @@
-"""Keeps wanted prefixes pinned: a shard that is new, or whose memory was lost, gets the pins of the others.
+"""Keeps wanted prefixes pinned: a shard that is new, or whose memory was lost, gets the pins of the others. Those of
+weights that are no longer the newest are computed again.
 
 What is wanted is in the shards' own tables (`kv_pool/kept/pins.py`), and in the file `kv_pool.pinned_prompts`. The
 gateway with the least id does the work, the others would take over. A file's prompt that was dropped comes back with
@@ -89,11 +90,14 @@ class PinKeeper:
         """Have every shard hold what it lacks. Raises UnavailableError if a shard does not answer."""
         pool_ids = self._board.shards()
         contents = {one.pool_id: one for one in await self._board.contents()}
-        names = {pool_id: {one.pin.name for one in found.pins} for pool_id, found in contents.items()}
+        names = {pool_id: {one.pin.name for one in found.pins if not one.stale} for pool_id, found in contents.items()}
         everywhere = {one.pin.name for found in contents.values() for one in found.pins if one.pin.everywhere}
-        if any(everywhere - names.get(pool_id, set()) for pool_id in pool_ids):
+        stale = any(one.stale for found in contents.values() for one in found.pins)
+        if stale or any(everywhere - names.get(pool_id, set()) for pool_id in pool_ids):
             for found in await self._board.contents(prefixes=True):
                 for one in found.pins:
+                    if one.stale and not one.pin.everywhere:
+                        await self._copy(one.pin, found.pool_id, [found.pool_id])
                     if one.pin.everywhere and one.pin.name in everywhere:
                         everywhere.discard(one.pin.name)
                         lacking = [name for name in pool_ids if one.pin.name not in names.get(name, set())]

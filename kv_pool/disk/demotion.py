@@ -1,13 +1,17 @@
-"""Copies blocks to disk before they are evicted from host memory.
+"""Copies blocks to disk before they are evicted from host memory, or lost with it.
 
 While fewer than `LOW_SHARE` of the shard's blocks are free, the cached blocks that go next (`AHEAD_SHARE` of all) are
 written, each after what it continues. No request waits for that: a block whose place is wanted meanwhile is given up,
 and its copy is not indexed, since its entry in host memory has gone.
+
+What several conversations have used is written too, a batch every `HOT_EVERY_S`, while the disk has room: so a machine
+that loses its power finds it again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -34,6 +38,8 @@ LOW_SHARE = AHEAD_SHARE = 1 / 8
 BATCH_BYTES = 64 << 20
 MOST_LOOKED_AT = 4096  # blocks of prefixes, for a batch: some 5 ms
 PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0  # between looks for what is to be written
+HOT_EVERY_S = 10.0
+HOT_USES = 2
 HUNG_S = 5.0  # a write that takes longer hangs
 
 
@@ -101,15 +107,22 @@ class Demotion:
             self._on_disk[slot] = self._disk.index.indexed[slot]  # it may have been written to again
 
     async def run(self) -> None:
+        hot_s = time.monotonic() + HOT_EVERY_S
         while True:
-            await self._wanted.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, hot_s - time.monotonic())):
+                    await self._wanted.wait()
+            woken = self._wanted.is_set()
             self._wanted.clear()
             began_s = time.monotonic()
             left = self._ahead  # blocks until something changes: a full disk could be written to in a circle
             try:
-                while left > 0 and self._is_due() and (written := await self.step()):
+                while woken and left > 0 and self._is_due() and (written := await self.step()):
                     left -= written
                     began_s = time.monotonic()
+                if time.monotonic() >= hot_s:
+                    hot_s = time.monotonic() + HOT_EVERY_S
+                    await self.keep_hot()
             except Exception:  # a bug: the shard goes on, and `doctor --live` says what is wrong
                 logger.exception("a batch could not be written to the disk tier")
             # A look that finds nothing takes as long as the shard is large.
@@ -118,6 +131,11 @@ class Demotion:
     def _is_due(self) -> bool:
         counts = self._shard.pool.counts()
         return counts.free - counts.leased < counts.capacity * LOW_SHARE and not self.breaker.open
+
+    async def keep_hot(self) -> int:
+        """Write a batch of what several conversations have used, as far as the disk has room. Returns its blocks."""
+        room = self._disk.blocks.capacity - self._disk.index.blocks
+        return await self.step(self._hot, room) if room > 0 and not self.breaker.open else 0
 
     async def flush(self) -> None:
         """Write cached blocks that have no copy, as many as the disk has room for, prefixes that would go last first.
@@ -136,6 +154,9 @@ class Demotion:
         """
         going = await self._threads.future(self._threads.start(which or self._going_next))
         await self._shard.settled()
+        if which != self._hot:  # what has been taken again meanwhile does not go
+            cached = self._shard.pool.cached_flags
+            going = [block for block in going if cached[block]]
         parts = self._choose(going, self._most if most is None else min(most, self._most))
         try:
             return await self._write(parts) if parts else 0
@@ -152,6 +173,17 @@ class Demotion:
         going: list[int] = ids[~self._copies.there(ids)].tolist()
         return going
 
+    def _hot(self) -> list[int]:
+        """Blocks without a copy that several conversations have used, the most used first. Hints, as above."""
+        index = self._shard.index
+        ids = np.flatnonzero(np.frombuffer(index.indexed, np.uint8)).astype(np.int32)
+        uses = index.queue.uses(ids)
+        ids, uses = ids[uses >= HOT_USES], uses[uses >= HOT_USES]
+        there = self._copies.there(ids)
+        ids, uses = ids[~there], uses[~there]
+        hot: list[int] = ids[np.lexsort((-index.depths(ids), -uses.astype(np.int32)))].tolist()
+        return hot
+
     def _cached_ids(self) -> Ids:
         return np.flatnonzero(np.frombuffer(self._shard.pool.cached_flags, np.uint8)).astype(np.int32)
 
@@ -162,14 +194,14 @@ class Demotion:
         return ends
 
     def _choose(self, going: list[int], room: int) -> list[_Part]:
-        index, cached = self._shard.index, self._shard.pool.cached_flags
+        index = self._shard.index
         parts: list[_Part] = []
         seen: set[int] = set()
         begun: set[int] = set()
         for block in going:
             if room <= 0 or len(seen) >= MOST_LOOKED_AT:
                 break
-            if block in seen or not (index.indexed[block] and cached[block]):
+            if block in seen or not index.indexed[block]:
                 continue
             lineage = index.chain_to(block)
             seen.update(lineage)

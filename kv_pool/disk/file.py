@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 PAGE_BYTES = 4096
 LOCK_WITHIN_S = 3.0  # a predecessor that is being killed holds its lock until it is gone
 MOST_FILES = 1024
+FAULTS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT)
+"""Errors of a disk that is broken or full, not of the configuration."""
 SUFFIX = ".kv"
 
 
@@ -140,7 +142,7 @@ class DiskFile:
 def make_folder(folder: Path) -> None:
     """Make the folder, for this user alone, unless it exists.
 
-    Raises ConfigError if it is not absolute, or if it cannot be written to.
+    Raises ConfigError if it is not absolute, or if it cannot be written to, and OSError for a fault of the disk.
     """
     if not folder.is_absolute():
         raise ConfigError(f"kv_pool.disk_path: {folder} is relative, but to which folder? give an absolute path")
@@ -149,6 +151,8 @@ def make_folder(folder: Path) -> None:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "permission denied")
     except OSError as error:
+        if error.errno in FAULTS:
+            raise
         raise ConfigError(f"kv_pool.disk_path: {folder} cannot be written to: {error.strerror}") from error
 
 
@@ -158,7 +162,7 @@ def open_own(calls: FileCalls, folder: Path, cluster: str, shard: str, fits: byt
     If there is none, one is taken over that no process has locked, because after a restart the same node may have
     another shard: of this cluster's files one that begins with `fits`, else any. If there is none either, it is made.
 
-    Raises ConfigError if another process has the file, or if it cannot be opened.
+    Raises ConfigError if another process has the file, or if it cannot be opened, and OSError for a fault of the disk.
     """
     prefix = cluster.replace("/", "_")
     own = folder / f"{prefix}.{shard}{SUFFIX}"
@@ -184,6 +188,8 @@ def open_own(calls: FileCalls, folder: Path, cluster: str, shard: str, fits: byt
             )
         return DiskFile(calls, own, fd)
     except OSError as error:
+        if error.errno in FAULTS:
+            raise
         raise ConfigError(f"kv_pool.disk_path: {own} cannot be opened: {error.strerror}") from error
 
 

@@ -13,8 +13,6 @@ without its block, garbage) costs a miss. No write needs to be ordered, and none
 from __future__ import annotations
 
 import hashlib
-import os
-import secrets
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,7 +35,7 @@ _HIGH = np.uint64(32)
 
 @dataclass(frozen=True, slots=True)
 class DiskLayout:
-    """Where slots and entries are. `model`: what the KV depends on beside the geometry (`model_identity`)."""
+    """Where slots and entries are. `model`: what the KV depends on beside it (`ModelInfo.weights`)."""
 
     slots: int
     geometry: KvGeometry
@@ -89,20 +87,6 @@ class DiskLayout:
         buffer = page_buffer(PAGE_BYTES)
         buffer[: _HEADER.size] = self.header()
         file.write([buffer], 0)
-
-
-def model_identity(folder: str) -> str:
-    """A name of the model's weights and configuration, 32 characters: of names, sizes and times of its files.
-
-    A folder that cannot be read has a new name each time: what was cached of its model cannot be trusted.
-    """
-    try:
-        with os.scandir(folder) as found:
-            stats = {file.name: file.stat() for file in found if file.is_file()}
-    except OSError:
-        return secrets.token_hex(16)
-    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in sorted(stats.items())]
-    return hashlib.blake2b(repr(files).encode(), digest_size=16).hexdigest()
 
 
 def proof(checksum: int, digest: bytes) -> int:

@@ -21,7 +21,7 @@ from alignedserve.errors import AlignedServeError, ConfigError
 from alignedserve.kv_pool.disk.breaker import Breaker
 from alignedserve.kv_pool.disk.demotion import Demotion
 from alignedserve.kv_pool.disk.file import DiskFile, FileCalls, make_folder, open_own
-from alignedserve.kv_pool.disk.layout import DiskLayout, model_identity, read_entries
+from alignedserve.kv_pool.disk.layout import DiskLayout, read_entries
 from alignedserve.kv_pool.disk.promotion import Promotion
 from alignedserve.kv_pool.disk.shard import Shard
 from alignedserve.kv_pool.disk.slot_io import SlotIo
@@ -79,8 +79,8 @@ class DiskTier:
     async def start(self, *, required: bool) -> None:
         """Open the file in the background, and wait for it a little.
 
-        `required`: raises ConfigError if that fails. Else it is tried again later: the disk may be the reason for which
-        the shard's process was replaced.
+        `required`: raises ConfigError if that fails because of the configuration. Else, and if the disk is broken or
+        full, it is tried again later.
         """
         self._opening = asyncio.get_running_loop().create_task(self._open(required))
         tried = asyncio.get_running_loop().create_task(self._tried.wait())
@@ -98,7 +98,7 @@ class DiskTier:
                 file, layout, disk, stale = await self._thread.future(self._thread.start(self._load))
                 break
             except Exception as error:  # whatever it is: the shard must serve
-                if required and not self._tried.is_set():
+                if required and isinstance(error, ConfigError) and not self._tried.is_set():
                     raise ConfigError(f"the disk tier cannot be opened: {error}") from error
                 logger.warning("the disk tier is off: %s", error)
                 self._tried.set()
@@ -121,10 +121,11 @@ class DiskTier:
         pool, geometry = self._config.kv_pool, self._shard.store.geometry
         folder = Path(pool.disk_path).expanduser()
         make_folder(folder)
-        layout = DiskLayout.within(int(pool.disk_gib * GIB), geometry, model_identity(self._model.path))
+        layout = DiskLayout.within(int(pool.disk_gib * GIB), geometry, self._model.weights)
         file = open_own(self._calls, folder, self._config.cluster.name, self._id, layout.header())
         try:
-            file.require_room(layout.size)
+            if not layout.is_of(file):  # else it has had its room, and others may have filled the disk since
+                file.require_room(layout.size)
             disk, stale = self._take_over(file, layout) or (self._empty(file, layout), [])
         except BaseException:
             file.close()

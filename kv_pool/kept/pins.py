@@ -51,6 +51,11 @@ class Pins:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def weights(self) -> set[str]:
+        """Those that computed the pins."""
+        return {spec.prefix.weights for spec in self._specs.values()}
+
     def keep(self, pin: kp.PinnedPrefix, root: bytes) -> tuple[Holding | None, list[Grant]]:
         """Hold a prefix under its name, in place of what it held. None: not all of its blocks are cached.
 
@@ -125,17 +130,25 @@ class Pins:
                 use = self._uses.setdefault(name, _Use())
                 use.hits, use.last_s = use.hits + 1, now_s
 
-    def listed(self, *, prefixes: bool) -> list[kp.CachedPin]:
+    def listed(self, weights: str, *, prefixes: bool) -> list[kp.CachedPin]:
+        """All pins; those of other weights than these are stale. `prefixes`: with their tokens."""
         now_s, found = self._clock(), []
         for name, holding in self._held.items():
             use, spec = self._uses.get(name, _Use()), kp.PinnedPrefix()
             spec.CopyFrom(self._specs[name])
+            stale = spec.prefix.weights != weights
+            spec.prefix.weights = ""  # a copy of it is of the newest
             if not prefixes:
                 spec.prefix.token_ids = b""
             idle_s = -1.0 if use.last_s is None else now_s - use.last_s
             found.append(
                 kp.CachedPin(
-                    pin=spec, tokens=holding.kv_tokens, blocks=len(holding.block_ids), hits=use.hits, idle_s=idle_s
+                    pin=spec,
+                    tokens=holding.kv_tokens,
+                    blocks=len(holding.block_ids),
+                    hits=use.hits,
+                    idle_s=idle_s,
+                    stale=stale,
                 )
             )
         return found

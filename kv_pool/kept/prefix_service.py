@@ -20,6 +20,7 @@ from alignedserve.kv_pool.kept.sessions import Note, Sessions
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.prefix_chain import root_digest
 from alignedserve.kv_pool.records import Holding, WriterKey
+from alignedserve.kv_pool.stored import holding_to_proto
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
@@ -44,7 +45,8 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
         self._fraction = fraction
         self._ready = ready
         self._changed = changed
-        self._fingerprint = ""
+        self._fingerprint = self._weights = ""
+        self._known: set[str] = set()  # weights that KV here may be of
         self._block_bytes = 0
         self._pins: Pins | None = None
         self.disk: DiskTier | None = None  # set once there is one
@@ -56,6 +58,11 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
         """The pool exists now. `fingerprint`: of the geometry of its blocks."""
         self._fingerprint, self._block_bytes = fingerprint, block_bytes
         self._pins = Pins(pool, self._fraction, time.monotonic)
+        self._known |= self._pins.weights
+
+    def serve_weights(self, weights: str) -> None:
+        """The newest instance has loaded these weights. KV of others is found only by instances that have them."""
+        self._weights = weights
 
     @property
     def pinned_blocks(self) -> int:
@@ -65,9 +72,13 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
     def pins(self) -> int:
         return 0 if self._pins is None else len(self._pins)
 
-    def root(self, salt: bytes) -> bytes:
-        """The start of the chains of a salt: everything but tokens that changes the KV of this store's model."""
-        return root_digest(self._fingerprint, salt.hex())
+    def root(self, salt: bytes, weights: str = "") -> bytes:
+        """The start of the chains of a salt: everything but tokens that changes KV. `weights`: "": the newest."""
+        self._known.add(weights or self._weights)
+        return root_digest(self._fingerprint, weights or self._weights, salt.hex())
+
+    def _root_of(self, prefix: kp.CachedPrefix) -> bytes:
+        return self.root(prefix.salt, prefix.weights)
 
     # ---- workers, over their streams
 
@@ -76,13 +87,13 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
         if self.disk is None:
             then()
         else:
-            self.disk.promoted(self.root(message.prefix.salt), prefix_tokens(message.prefix), then)
+            self.disk.promoted(self._root_of(message.prefix), prefix_tokens(message.prefix), then)
 
     def pin(self, pool: KvPool, message: kp.Pin) -> tuple[Holding, list[Grant]]:
         """Hold what is cached of a prompt's beginning for its request. Raises AlignedServeError."""
         tokens, key = prefix_tokens(message.prefix), key_from_proto(message.key)
         before = self._asked.pop(key, None)
-        held, grants = pool.pin(key, self.root(message.prefix.salt), tokens, len(tokens), before or 0)
+        held, grants = pool.pin(key, self._root_of(message.prefix), tokens, len(tokens), before or 0)
         self._asked[key] = held.kv_tokens
         if len(self._asked) > MOST_ASKED:
             self._asked.popitem(last=False)
@@ -94,7 +105,7 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
 
     def cache(self, pool: KvPool, writer: WriterKey, message: kp.CacheBlocks) -> tuple[list[int], list[Grant]]:
         """Cache blocks that hold an answer's KV. Raises AlignedServeError."""
-        tokens, root = prefix_tokens(message.prefix), self.root(message.prefix.salt)
+        tokens, root = prefix_tokens(message.prefix), self._root_of(message.prefix)
         blocks, sums = list(message.block_ids), list(message.checksums)
         return pool.cache(writer, root, tokens, blocks, message.first_block, sums, message.key.request_id)
 
@@ -103,7 +114,7 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
     async def match(self, request: kp.CachedPrefix, context: Context) -> kp.PrefixFound:
         pool = await self._ready(context)
         try:
-            root, tokens = self.root(request.salt), prefix_tokens(request)
+            root, tokens = self._root_of(request), prefix_tokens(request)
             blocks = pool.match(root, tokens) + (self.disk.begin(root, tokens) if self.disk is not None else 0)
         except AlignedServeError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
@@ -111,8 +122,9 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
 
     async def Keep(self, request: kp.PinnedPrefix, context: Context) -> kp.Kept:
         pins = await self._open_pins(context)
+        request.prefix.weights = request.prefix.weights or self._weights
         try:
-            holding, grants = pins.keep(request, self.root(request.prefix.salt))
+            holding, grants = pins.keep(request, self._root_of(request.prefix))
         except AlignedServeError as error:
             return kp.Kept(refused=failure_to_proto(error))
         self._changed(grants)
@@ -123,18 +135,12 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
     async def Lend(self, request: kp.Pin, context: Context) -> kp.Holding:
         pool = await self._ready(context)
         try:
-            tokens, root = prefix_tokens(request.prefix), self.root(request.prefix.salt)
+            tokens, root = prefix_tokens(request.prefix), self._root_of(request.prefix)
             held, grants = pool.pin(key_from_proto(request.key), root, tokens, len(tokens))
         except AlignedServeError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
         self._changed(grants)
-        return kp.Holding(
-            key=request.key,
-            kv_tokens=held.kv_tokens,
-            block_ids=held.block_ids,
-            checksums=held.checksums,
-            pool_id=self._pool_id,
-        )
+        return holding_to_proto(held, self._pool_id)
 
     async def TakeBack(self, request: kp.Holding, context: Context) -> pb.Empty:
         pool = await self._ready(context)
@@ -146,7 +152,7 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
         counts, sessions = pool.counts(), pool.sessions
         return kp.CacheContents(
             pool_id=self._pool_id,
-            pins=pins.listed(prefixes=request.prefixes),
+            pins=pins.listed(self._weights, prefixes=request.prefixes),
             sessions=[] if sessions is None else _listed(sessions, request.most_sessions),
             session_count=0 if sessions is None else len(sessions),
             capacity_blocks=counts.capacity,
@@ -164,17 +170,19 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
         names, grants = pins.let_go(request.names)
         removed = 0
         if request.HasField("prefix"):
-            try:
-                root = self.root(request.prefix.salt)
-                more, removed, freed = pins.drop(request.prefix, root)
-                if self.disk is not None:
-                    tokens = prefix_tokens(request.prefix)
-                    whole = len(tokens) // pool.block_size * pool.block_size
-                    if whole or not tokens:
-                        self.disk.forget(root, tokens[:whole])
-            except AlignedServeError as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
-            names, grants = [*names, *more], [*grants, *freed]
+            asked = request.prefix
+            for weights in [asked.weights] if asked.weights else sorted(self._known | {self._weights}):
+                try:
+                    root = self.root(asked.salt, weights)
+                    more, count, freed = pins.drop(asked, root)
+                    if self.disk is not None:
+                        tokens = prefix_tokens(asked)
+                        whole = len(tokens) // pool.block_size * pool.block_size
+                        if whole or not tokens:
+                            self.disk.forget(root, tokens[:whole])
+                except AlignedServeError as error:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+                names, grants, removed = [*names, *more], [*grants, *freed], removed + count
         self._changed(grants)
         return kp.Dropped(names=names, blocks=removed)
 

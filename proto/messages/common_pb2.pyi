@@ -247,7 +247,7 @@ class RequestSpec(_message.Message):
     def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., gateway_id: _Optional[str] = ..., gateway_address: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., arrival_ns: _Optional[int] = ..., deadline_ns: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., wait_objective_s: _Optional[float] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
 
 class StoredRequest(_message.Message):
-    __slots__ = ("spec", "store_id", "kv_tokens", "block_ids", "pool_id", "pool_tokens", "pool_block_ids", "prefill_id", "checksums", "pool_checksums", "evicted_ns", "evictions")
+    __slots__ = ("spec", "store_id", "kv_tokens", "block_ids", "pool_id", "pool_tokens", "pool_block_ids", "prefill_id", "checksums", "pool_checksums", "evicted_ns", "evictions", "weights")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +260,7 @@ class StoredRequest(_message.Message):
     POOL_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_NS_FIELD_NUMBER: _ClassVar[int]
     EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     spec: RequestSpec
     store_id: str
     kv_tokens: int
@@ -272,7 +273,8 @@ class StoredRequest(_message.Message):
     pool_checksums: _containers.RepeatedScalarFieldContainer[int]
     evicted_ns: int
     evictions: int
-    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., store_id: _Optional[str] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., pool_id: _Optional[str] = ..., pool_tokens: _Optional[int] = ..., pool_block_ids: _Optional[_Iterable[int]] = ..., prefill_id: _Optional[str] = ..., checksums: _Optional[_Iterable[int]] = ..., pool_checksums: _Optional[_Iterable[int]] = ..., evicted_ns: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
+    weights: str
+    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., store_id: _Optional[str] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., pool_id: _Optional[str] = ..., pool_tokens: _Optional[int] = ..., pool_block_ids: _Optional[_Iterable[int]] = ..., prefill_id: _Optional[str] = ..., checksums: _Optional[_Iterable[int]] = ..., pool_checksums: _Optional[_Iterable[int]] = ..., evicted_ns: _Optional[int] = ..., evictions: _Optional[int] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class RequestHead(_message.Message):
     __slots__ = ("key", "prompt_tokens", "output_tokens", "max_tokens", "gateway_id", "group_id", "group_size", "arrival_ns", "submitted_ns", "wait_objective_s", "priority", "cached", "prefix_marks")

@@ -66,18 +66,20 @@ class CacheContents(_message.Message):
     def __init__(self, pool_id: _Optional[str] = ..., pins: _Optional[_Iterable[_Union[CachedPin, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[CachedSession, _Mapping]]] = ..., session_count: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class CachedPin(_message.Message):
-    __slots__ = ("pin", "tokens", "blocks", "hits", "idle_s")
+    __slots__ = ("pin", "tokens", "blocks", "hits", "idle_s", "stale")
     PIN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
     pin: PinnedPrefix
     tokens: int
     blocks: int
     hits: int
     idle_s: float
-    def __init__(self, pin: _Optional[_Union[PinnedPrefix, _Mapping]] = ..., tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., hits: _Optional[int] = ..., idle_s: _Optional[float] = ...) -> None: ...
+    stale: bool
+    def __init__(self, pin: _Optional[_Union[PinnedPrefix, _Mapping]] = ..., tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., hits: _Optional[int] = ..., idle_s: _Optional[float] = ..., stale: bool = ...) -> None: ...
 
 class CachedSession(_message.Message):
     __slots__ = ("name", "request_id", "blocks", "turns", "idle_s", "ending", "expected_s")
@@ -132,12 +134,14 @@ class Endings(_message.Message):
     def __init__(self, endings: _Optional[_Iterable[_Union[Ending, _Mapping]]] = ...) -> None: ...
 
 class CachedPrefix(_message.Message):
-    __slots__ = ("token_ids", "salt")
+    __slots__ = ("token_ids", "salt", "weights")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     salt: bytes
-    def __init__(self, token_ids: _Optional[bytes] = ..., salt: _Optional[bytes] = ...) -> None: ...
+    weights: str
+    def __init__(self, token_ids: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class PrefixFound(_message.Message):
     __slots__ = ("tokens",)
@@ -294,7 +298,7 @@ class PoolDescription(_message.Message):
     def __init__(self, pool_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., store: _Optional[_Union[_common_pb2.StoreHandle, _Mapping]] = ..., capacity_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ...) -> None: ...
 
 class Holding(_message.Message):
-    __slots__ = ("key", "kv_tokens", "block_ids", "checksums", "blocks", "pool_id", "whole", "disk_tokens")
+    __slots__ = ("key", "kv_tokens", "block_ids", "checksums", "blocks", "pool_id", "whole", "disk_tokens", "weights")
     KEY_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -303,6 +307,7 @@ class Holding(_message.Message):
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.RequestKey
     kv_tokens: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -311,7 +316,8 @@ class Holding(_message.Message):
     pool_id: str
     whole: bool
     disk_tokens: int
-    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., blocks: _Optional[int] = ..., pool_id: _Optional[str] = ..., whole: bool = ..., disk_tokens: _Optional[int] = ...) -> None: ...
+    weights: str
+    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., blocks: _Optional[int] = ..., pool_id: _Optional[str] = ..., whole: bool = ..., disk_tokens: _Optional[int] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class Inventory(_message.Message):
     __slots__ = ("holdings",)

@@ -139,6 +139,10 @@ class EvictionQueue:
             if (count := uses[block]) < MOST_USES:
                 uses[block] = count + 1
 
+    def uses(self, block_ids: Ids) -> npt.NDArray[np.uint16]:
+        """By how many conversations each was used."""
+        return self._uses[block_ids]
+
     def take_uses(self, block_ids: Sequence[int], other: EvictionQueue, its_ids: Sequence[int]) -> None:
         """These blocks have been used as often as those of `other`, of which they are copies; or more often already."""
         ids = np.array(block_ids, np.int32)

@@ -60,12 +60,16 @@ class Arrival:
     sent: int = 0
 
 
+Waiting = tuple[int, Arrival, int, float]
+"""Of a request in the pool: its epoch, its arrival there, the tokens of its KV, and how long it has waited."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stay:
     """One stay in the pool. `sent_first`: requests that left it meanwhile for a decode instance.
 
     Of them `shorter` and `longer` by prefix length, as far as they are remembered. Not `joined`: it came back, or was
-    lost, before it decoded. `epoch`: of the request then.
+    lost, before it decoded. `epoch`: of the request then. Not `over`: up to now.
     """
 
     epoch: int
@@ -77,6 +81,7 @@ class Stay:
     shorter: int
     longer: int
     joined: bool
+    over: bool
 
 
 @dataclass(slots=True)
@@ -88,6 +93,7 @@ class _Left:
     waited_s: float
     decode_id: str
     joined: bool = False
+    over: bool = True
 
 
 class PoolStays:
@@ -122,11 +128,15 @@ class PoolStays:
         if stays := self._left.get(request_id):
             stays[-1].joined = True
 
-    def of(self, request_id: str) -> Iterator[Stay]:
-        """The request's ended stays, the first one first."""
+    def of(self, request_id: str, waiting: Waiting | None = None) -> Iterator[Stay]:
+        """The request's stays, the first one first. `waiting`: its present one, if it is in the pool."""
+        stays = list(self._left.get(request_id, ()))
+        if waiting is not None:
+            epoch, arrival, kv_tokens, waited_s = waiting
+            stays.append(_Left(epoch, arrival, self._sent, kv_tokens, waited_s, "", over=False))
         oldest = self._sent - len(self._lengths)
-        lengths = list(self._lengths) if request_id in self._left else []
-        for left in self._left.get(request_id, ()):
+        lengths = list(self._lengths) if stays else []
+        for left in stays:
             known = lengths[max(0, left.arrival.sent - oldest) : max(0, left.sent - oldest)]
             yield Stay(
                 left.epoch,
@@ -138,4 +148,5 @@ class PoolStays:
                 sum(tokens < left.kv_tokens for tokens in known),
                 sum(tokens > left.kv_tokens for tokens in known),
                 left.joined,
+                left.over,
             )

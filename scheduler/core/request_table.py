@@ -19,7 +19,7 @@ from alignedserve.errors import AccountingError
 from alignedserve.request import BATCH_PRIORITY, RequestKey
 from alignedserve.scheduler.core.events import RequestMeta
 from alignedserve.scheduler.core.pool_shard import PoolShard
-from alignedserve.scheduler.core.pool_stays import Arrival, PoolStays, WaitingLengths
+from alignedserve.scheduler.core.pool_stays import Arrival, PoolStays, Waiting, WaitingLengths
 from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.scheduler.priorities import rank_of
 
@@ -79,6 +79,12 @@ class Record:
     def background(self) -> bool:
         """It only takes what others leave."""
         return self.meta.priority >= BATCH_PRIORITY
+
+    def waiting(self, now_s: float) -> Waiting | None:
+        """Its present stay in the pool; None if it is not there."""
+        if self.state is not RequestState.WAITING or self.arrival is None:
+            return None
+        return self.key.epoch, self.arrival, self.kv_tokens, now_s - self.entered_s[self.state]
 
 
 class RequestTable:

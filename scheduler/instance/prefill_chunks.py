@@ -238,6 +238,19 @@ class ChunkScheduler:
         self._free(key)
         return True
 
+    def cut(self, key: RequestKey) -> int:
+        """Complete a prompt with the tokens that are computed so far. Returns their number.
+
+        Returns 0, and nothing changes, if there are none yet, or work on it is in flight.
+        """
+        prompt = self._prompts.get(key)
+        if prompt is None or not prompt.started or prompt.cancelled or prompt.in_flight:
+            return 0
+        if prompt.computed:
+            self._pending_tokens -= prompt.tokens - prompt.computed
+            del self._prompts[key]
+        return prompt.computed
+
     def blocks_of(self, key: RequestKey) -> list[int]:
         """The blocks of a started prompt, in order, until `release`."""
         return self._allocator.blocks_of(key)

@@ -47,15 +47,16 @@ def live_of(core: SchedulerCore) -> dict[str, Any]:
 
 
 def stays_json(core: SchedulerCore, request_ids: Iterable[str]) -> str:
-    """By request id: `stays` in the pool that have ended, and `open`, if it is, with when it entered each state."""
+    """By request id: `stays` in the pool, and `open`, if it is, with when it last entered each state."""
     return json.dumps({request_id: _told(core, request_id) for request_id in request_ids})
 
 
 def _told(core: SchedulerCore, request_id: str) -> dict[str, Any]:
-    told: dict[str, Any] = {"stays": [asdict(stay) for stay in core.table.stays.of(request_id)]}
-    key = core.table.latest(request_id)
-    if key is not None and (record := core.table.get(key)) is not None:
-        now_s = time.monotonic()
+    key, now_s = core.table.latest(request_id), time.monotonic()
+    record = core.table.get(key) if key is not None else None
+    waiting = None if record is None else record.waiting(now_s)
+    told: dict[str, Any] = {"stays": [asdict(stay) for stay in core.table.stays.of(request_id, waiting)]}
+    if record is not None:
         told["open"] = {
             "state": record.state.value,
             "ages_s": {state.value: now_s - at_s for state, at_s in record.entered_s.items()},

@@ -49,7 +49,8 @@ class ModelInfo:
     """A model's shape and limits. `eos_token_ids` are all its end tokens (config and generation_config).
 
     `heads` (query heads), `hidden_size` and `mlp_width` (of all experts of a token together) are used to estimate
-    memory; 0 means unknown. `generation_defaults` are the sampling options of generation_config, which the values in a
+    memory; 0 means unknown. `weights` names what KV depends on beside the shape (`weights_identity`).
+    `generation_defaults` are the sampling options of generation_config, which the values in a
     request override.
     """
 
@@ -68,6 +69,7 @@ class ModelInfo:
     heads: int = 0
     hidden_size: int = 0
     mlp_width: int = 0
+    weights: str = ""
 
     def geometry(self, block_size: int) -> KvGeometry:
         return KvGeometry(self.name, self.dtype, self.layers, self.kv_heads, self.head_dim, block_size)

@@ -7,8 +7,8 @@ with a grandchild's where that saves more tokens than are computed once more (al
                └─ x, y                          └─ ab ─ x, y
 
 Groups go in the order of the ratio of their answers to what is computed of their prompts, the highest first: their
-answers are decoded while longer prompts are computed. Where nothing is known of answers, each group's count as equal,
-and the least to compute goes first.
+answers are decoded while longer prompts are computed. Where nothing is known of answers, those of a group count as one
+(equation 4 there), and the least to compute goes first.
 """
 
 from __future__ import annotations

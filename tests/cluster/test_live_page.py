@@ -22,7 +22,7 @@ import pytest
 from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.control.samples import value
 from support.browser import NO_AXE, NO_BROWSER, Page, browser_page
-from support.requirements import needs
+from support.requirements import need, needs
 
 pytestmark = [
     pytest.mark.cluster,
@@ -159,10 +159,10 @@ async def test_what_it_looks_like_and_that_it_is_accessible(
             assert (folder / name).stat().st_size > 20_000, "an empty page"
             wide = await numbers(page, whole="document.documentElement.scrollWidth", window="innerWidth")
             assert wide["whole"] <= wide["window"], "it must not scroll sideways"
-            if not NO_AXE:
-                assert await page.inaccessible() == []
-                await page.evaluate("document.getElementById('tab-playground').click()")
-                assert await page.inaccessible() == []
+            need(NO_AXE)
+            assert await page.inaccessible() == []
+            await page.evaluate("document.getElementById('tab-playground').click()")
+            assert await page.inaccessible() == []
 
 
 async def test_everything_is_reached_by_keyboard_and_the_focus_is_seen(server: ServeProcess) -> None:
@@ -211,3 +211,44 @@ async def test_a_question_of_the_playground_is_answered_and_its_timeline_is_seen
     assert "decode" in shown["stages"]
     assert "First token after" in shown["timings"]
     assert "decode-0" in shown["timings"]
+
+
+async def test_the_playground_says_where_a_request_is_before_its_first_token(server: ServeProcess) -> None:
+    with load(server):
+        async with page_of(server, view="#playground") as page:
+            await page.evaluate("document.getElementById('playground-prompt').focus()")
+            await page.write("Return a list of " * 100)
+            await page.press("Enter", control=True)
+            await page.wait_for("document.getElementById('playground-now').textContent.startsWith('Now: ')")
+            await page.wait_for("document.getElementById('playground-state').dataset.state === 'done'", 60.0)
+            await page.wait_for("document.getElementById('playground-now').textContent.startsWith('It has ended')")
+
+
+async def test_a_new_user_signs_in_asks_one_question_and_sees_its_timeline_within_a_minute(tmp_path: Path) -> None:
+    """From the start of the command: as `make serve` after its setup, with API keys."""
+    keys = tmp_path / "keys"
+    keys.write_text("sk-of-a-new-user\n")
+    keys.chmod(0o600)
+    begun_s = time.monotonic()
+    with ServeProcess("--model", "tiny", "--api-key-file", str(keys)) as running:
+        async with browser_page() as page:
+            await page.open(f"{running.url}/")
+            await page.wait_for("document.activeElement?.id === 'api-key'")
+            need(NO_AXE)
+            assert await page.inaccessible() == []
+            await page.write("sk-of-a-new-user")
+            await page.press("Enter")
+            await page.wait_for(LIVE)
+            await page.evaluate("document.getElementById('tab-playground').click()")
+            await page.evaluate("document.getElementById('playground-prompt').focus()")
+            await page.write("Return a list of")
+            await page.press("Enter", control=True)
+            await page.wait_for("document.getElementById('playground-now').textContent.startsWith('It has ended')")
+            stages = await page.evaluate("document.getElementById('playground-timeline').getAttribute('aria-label')")
+            took_s = time.monotonic() - begun_s
+            await page.evaluate("document.getElementById('sign-out').click()")
+            await page.wait_for("document.getElementById('login-form') !== null")
+            assert page.complaints == []
+            assert page.hosts == {urlsplit(running.url).netloc}
+    assert "decode" in stages
+    assert took_s < 60.0

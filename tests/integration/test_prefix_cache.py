@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from alignedserve.config_sources import from_tree
 from alignedserve.control.prefixes import cached_prefix
 from alignedserve.control.samples import value
 from alignedserve.gateway.pinning.board import PinBoard
+from alignedserve.model import resolve_model
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import SamplingParams
 from alignedserve.testing.models import make_model
@@ -202,3 +205,71 @@ def test_api_keys_keep_prompts_apart_where_isolation_is_on(folder: Path, tmp_pat
         return found
 
     assert asyncio.run(run()) == [0, 0, 60, 60]
+
+
+def test_a_salt_keeps_prompts_apart_on_every_endpoint() -> None:
+    text = " ".join(f"Rule {number}: be brief." for number in range(12))
+    bodies: dict[str, dict[str, object]] = {
+        "/v1/completions": {"prompt": text},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": f"chat {text}"}]},
+        "/v1/responses": {"input": f"responses {text}"},
+        "/v1/messages": {"messages": [{"role": "user", "content": f"messages {text}"}]},
+    }
+
+    async def run() -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        async with LocalCluster(config_for(resolve_model("tiny"))) as cluster:
+            await cluster.wait_ready()
+            async with joined_gateway(cluster.join_info()) as gateway, http_to(gateway, 60.0) as http:
+                for path, body in bodies.items():
+                    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+                    for salt in ("one", "other", "one"):
+                        answer = await http.post(path, json={**body, limit: 16, "model": "tiny", "cache_salt": salt})
+                        assert answer.status_code == 200, answer.text
+                        found.setdefault(path, []).append(cached_of(answer.json()["usage"]))
+                        await metrics_at_rest(cluster)
+        return found
+
+    for path, (first, other, again) in asyncio.run(run()).items():
+        assert (first, other) == (0, 0), path
+        assert again >= 64, path
+
+
+def cached_of(usage: dict[str, Any]) -> int:
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return int(details.get("cached_tokens", usage.get("cache_read_input_tokens", 0)))
+
+
+def test_kv_of_weights_that_were_changed_in_place_is_not_used(folder: Path, tmp_path: Path) -> None:
+    """An instance that is started again loads the new weights; the pool's memory is older."""
+    served = tmp_path / "model"
+    shutil.copytree(folder, served)
+    newer = make_model("llama", tmp_path / "newer", seed=8)
+    (prompt,) = prompts_of(folder, 90)
+
+    async def run() -> tuple[list[Answer], list[str]]:
+        async with LocalCluster(config_for(served)) as cluster:
+            await cluster.wait_ready()
+            async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
+                answers = [*driver.submit(prompt, SAMPLING)]
+                await driver.wait(answers)
+                await metrics_at_rest(cluster)
+                shutil.copy(newer / "model.safetensors", served / "model.safetensors")
+                degraded: list[str] = []
+                for role_id in ("prefill-0", "decode-0"):
+                    before = cluster.peer(role_id).process.incarnation
+                    cluster.kill(role_id)
+                    await cluster.wait_restarted(role_id, before)
+                    degraded += (await cluster.status()).degraded
+                for _ in range(2):
+                    answers += driver.submit(prompt, SAMPLING)
+                    await driver.wait(answers)
+                    await metrics_at_rest(cluster)
+                return answers, degraded
+
+    (before, after, again), degraded = asyncio.run(run())
+    check(folder, [before])
+    check(served, [after, again])
+    assert before.tokens != after.tokens
+    assert [answer.cached_tokens for answer in (before, after, again)] == [0, 0, 88]
+    assert [line.partition(":")[0] for line in degraded] == ["decode-0"]

@@ -12,7 +12,7 @@ from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.prefix_chain import root_digest
 from alignedserve.kv_pool.records import WriterKey
 from alignedserve.kv_pool.writer import Committed
-from alignedserve.prefill_worker.loop import Base
+from alignedserve.prefill_worker.jobs import Base
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import RequestKey
 from alignedserve.transfer.block_store import HostBlockStore
@@ -26,6 +26,8 @@ PROMPT = list(range(11))
 
 class DirectShard:
     """Blocks 5 and 6 of the instance's cache `source` are cached as the beginning of PROMPT."""
+
+    weights = ""
 
     def __init__(self) -> None:
         self.pool, _ = open_indexed(index_memory(BLOCKS), BLOCKS)

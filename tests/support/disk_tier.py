@@ -150,7 +150,7 @@ class TierRig:
         cost: StepCost | None = None,
         threads: type[DiskThreads] = HeldThreads,
         verify: bool = False,
-        model_folder: str = "",
+        weights: str = "",
         ahead: int = 0,
     ) -> None:
         """`ahead`: how many blocks are written before they go; 0: all that are cached."""
@@ -173,7 +173,7 @@ class TierRig:
 
         self.pool, self.index, self.store = pool, index, store
         shard = Shard(pool, index, store, self.grants.extend, settled, verify, cost)
-        model = replace(MODEL, path=model_folder or str(Path(__file__).parent))
+        model = replace(MODEL, weights=weights)
         self.tier = DiskTier(Config(kv_pool=kv_pool), shard_id, model, shard, self.calls, lambda: self.now, make)
         self.tasks: list[asyncio.Task[object]] = []
 

@@ -17,6 +17,7 @@ let latest = null;
 let scheduled = false;
 let view = "live";
 let retryAtMs = 0;
+let reason = "";  // of the server, for not showing more
 
 const requests = new Requests(() => view === "live" && !document.hidden);
 const playground = new Playground();
@@ -94,7 +95,7 @@ function showStatus() {
   setText(byId("feed"), lost ? "disconnected" : shown);
   const since = latest === null ? "" : ` The figures are of ${clock(latest.now)}.`;
   const words = lost
-    ? `Disconnected, retrying${waitS > 0 ? ` in ${waitS} s` : ""}.${since}`
+    ? `${reason ? `Not shown: ${reason}` : "Disconnected"}, retrying${waitS > 0 ? ` in ${waitS} s` : ""}.${since}`
     : stale && `The figures are stale: ${stale}`;
   setText(byId("feed-banner"), words);
   setAttribute(byId("feed-banner"), "data-level", lost ? "error" : "warning");
@@ -102,9 +103,10 @@ function showStatus() {
   document.body.classList.toggle("old", Boolean(words));
 }
 
-new Feed(new URL("feed", HERE), take, (name, atMs) => {
+new Feed(new URL("feed", HERE), take, (name, atMs, said) => {
   status = name;
   retryAtMs = atMs;
+  reason = said;
   if (name !== "live") showStatus();
 });
 window.setInterval(() => {

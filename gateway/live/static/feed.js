@@ -1,13 +1,14 @@
 // The feed of states. It reconnects by itself, and says when its figures are old.
-import { getJson } from "./paths.js";
-
 const SILENT_MS = 5_000;  // the server sends an event each second
 const FIRST_WAIT_MS = 1_000;
 const LONGEST_WAIT_MS = 10_000;
 const HIDDEN_MS = 300_000;  // a tab that nobody sees costs the server nothing after that
 
 export class Feed {
-  /** `onState` gets each state; `onStatus` gets "connecting", "live" or "disconnected", and when it tries again. */
+  /**
+   * `onState` gets each state; `onStatus` gets "connecting", "live" or "disconnected", when it tries again, and what the
+   * server said.
+   */
   constructor(url, onState, onStatus) {
     this.url = url;
     this.onState = onState;
@@ -20,6 +21,7 @@ export class Feed {
     document.addEventListener("visibilitychange", () => this.seen());
     window.setInterval(() => this.watch(), 1_000);
     this.open();
+    this.seen();
   }
 
   open() {
@@ -29,13 +31,13 @@ export class Feed {
     this.heardMs = performance.now();
     this.source.addEventListener("state", (event) => this.hear(event.data));
     this.source.addEventListener("error", () => this.lose());
-    if (this.failures === 0) this.onStatus("connecting", 0);
+    if (this.failures === 0) this.onStatus("connecting", 0, "");
   }
 
   hear(data) {
     this.heardMs = performance.now();
     this.failures = 0;
-    this.onStatus("live", 0);
+    this.onStatus("live", 0, "");
     this.onState(JSON.parse(data));
   }
 
@@ -43,10 +45,28 @@ export class Feed {
     this.close();
     const waitMs = Math.min(LONGEST_WAIT_MS, FIRST_WAIT_MS * 2 ** this.failures);
     this.failures += 1;
-    this.onStatus("disconnected", Date.now() + waitMs);
+    const againMs = Date.now() + waitMs;
+    this.onStatus("disconnected", againMs, "");
     this.retryTimer = window.setTimeout(() => this.open(), waitMs);
-    // An EventSource hides why it failed. This finds out whether the key is no longer valid, and then shows the login form.
-    if (this.failures === 1) getJson("requests?most=1").catch(() => {});
+    this.askWhy().then((reason) => {
+      if (reason && this.source === null) this.onStatus("disconnected", againMs, reason);
+    });
+  }
+
+  /** An EventSource hides why it failed. Shows the login form if the key is no longer valid. */
+  async askWhy() {
+    const abort = new AbortController();
+    const timer = window.setTimeout(() => abort.abort(), SILENT_MS);
+    try {
+      const response = await fetch(this.url, { signal: abort.signal, cache: "no-store" });
+      if (response.status === 401) window.location.reload();
+      return response.ok ? "" : (await response.json()).error.message;
+    } catch {
+      return "";  // there is no server, or no gateway behind it
+    } finally {
+      window.clearTimeout(timer);
+      abort.abort();
+    }
   }
 
   watch() {

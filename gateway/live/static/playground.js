@@ -152,6 +152,7 @@ class Run {
     this.body = body;
     this.timeline = timeline;
     this.id = "";
+    this.sentId = `playground-${crypto.getRandomValues(new Uint32Array(3)).join("-")}`;  // until it has an id
     this.text = "";
     this.pending = { answer: "", reasoning: "" };  // not drawn yet
     this.frame = 0;
@@ -170,12 +171,13 @@ class Run {
     reconcile(byId("playground-timings"), [], String, make, () => {});
     this.timeline.clear();
     this.state("waiting", "Waiting for the first token.");
-    setText(byId("playground-now"), "In the queue or in prefill: its first token has not come yet.");
+    setText(byId("playground-now"), "");
   }
 
   async finish() {
+    this.poll(0);
     try {
-      for await (const chunk of chunks(this.url, this.body, this.abort.signal)) this.take(chunk);
+      for await (const chunk of chunks(this.url, this.body, this.abort.signal, this.sentId)) this.take(chunk);
       this.state("done", this.finish_reason === "length" ? "Ended at the limit of tokens." : `Ended: ${this.finish_reason ?? "stop"}.`);
     } catch (error) {
       if (this.abort.signal.aborted) this.state("stopped", "Stopped by you.");
@@ -257,25 +259,29 @@ class Run {
     this.id = id;
     byId("playground-open").href = `#request=${encodeURIComponent(id)}`;
     setHidden(byId("playground-open"), false);
-    this.poll(0);
   }
 
   async poll(failures) {
     const last = this.over;  // once more after the end, for the whole timeline
     if (this.isOld()) return;
     try {
-      const detail = await getJson(`requests/${encodeURIComponent(this.id)}`);
+      const { requests } = await getJson(`requests?id=${encodeURIComponent(this.id || this.sentId)}`);
       if (this.isOld()) return;
-      this.timeline.show(detail);
-      setHidden(byId("playground-table-box"), !detail.timeline?.length);
-      setText(byId("playground-now"), detail.open ? `Now: ${whereNow(detail)}.` : `It has ended after ${seconds(detail.took_s)}: ${detail.outcome}.`);
-      if (!detail.open) return;
+      if (requests.length) this.showWhere(requests[0]);
+      if (requests.length && !requests[0].open) return;
       failures = last ? failures + 1 : 0;
     } catch (error) {
       failures += 1;
       if (!this.isOld()) setText(byId("playground-now"), `Where it is cannot be read: ${error.message}`);
     }
     if (failures < MOST_FAILURES) window.setTimeout(() => this.poll(failures), POLL_MS);
+  }
+
+  showWhere(detail) {
+    if (!this.id) this.begin(detail.id);
+    this.timeline.show(detail);
+    setHidden(byId("playground-table-box"), !detail.timeline?.length);
+    setText(byId("playground-now"), detail.open ? `Now: ${whereNow(detail)}.` : `It has ended after ${seconds(detail.took_s)}: ${detail.outcome}.`);
   }
 
   /** A newer request has taken the timeline. */

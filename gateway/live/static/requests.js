@@ -41,7 +41,7 @@ export class Requests {
       setHidden(byId(one), one !== name);
       setAttribute(byId(`show-${one}`), "aria-pressed", one === name);
     }
-    setText(byId("requests-empty"), "No request has ended yet.");
+    setText(byId("requests-empty"), "There was no request yet.");
     setHidden(byId("requests-empty"), name === "newest" || this.slowest.length > 0);
     window.clearTimeout(this.newestTimer);
     if (name === "newest") this.fetchNewest();
@@ -52,7 +52,7 @@ export class Requests {
       try {
         const { requests } = await getJson(`requests?sort=newest&most=${MOST}`);
         fillRequests(byId("newest"), requests);
-        setText(byId("requests-empty"), "No request has ended yet.");
+        setText(byId("requests-empty"), "There was no request yet.");
         setHidden(byId("requests-empty"), requests.length > 0 || byId("newest").hidden);
       } catch (error) {
         setText(byId("requests-empty"), `The list could not be read: ${error.message}`);

@@ -97,7 +97,7 @@ export function showChannels({ channels }) {
   const shown = all.slice(0, MOST_CHANNELS);
   const hidden = all.length - shown.length;
   const total = sum(all.map((one) => one.bytes_per_s));
-  setText(byId("channels-words"), all.length === 0 ? "nothing was copied yet" : `${bytes(total)}/s in all${hidden ? `; ${hidden} slower ones are not shown` : ""}`);
+  setText(byId("channels-words"), all.length === 0 ? "nothing was copied in the last ten seconds" : `${bytes(total)}/s in all${hidden ? `; ${hidden} slower ones are not shown` : ""}`);
   fillTable(byId("channels"), shown, keyOf, ["", "", "", "n", "n", "n"], (one) => [
     one.source,
     one.destination,

@@ -1,10 +1,10 @@
 // A streamed reply of the API: its server-sent events as objects.
 
 /** Yields each chunk up to [DONE]. Raises an Error with the server's message if the call fails. */
-export async function* chunks(url, body, signal) {
+export async function* chunks(url, body, signal, requestId) {
   const response = await fetch(url, {
     method: "POST",
-    headers: { "content-type": "application/json" },
+    headers: { "content-type": "application/json", "x-request-id": requestId },
     body: JSON.stringify(body),
     signal,
   });

@@ -30,7 +30,8 @@ export function showSummary(state) {
   quantiles("ttft", rates.ttft_s);
   quantiles("itl", rates.itl_s);
   figure("bubble", rates.bubble_share, percent(rates.bubble_share));
-  setText(byId("bubble-note"), rates.bubble_share === null ? "no iteration, or no cost model" : "of the iterations' time, predicted");
+  const how = rates.bubble_learned ? "as learned" : "predicted";
+  setText(byId("bubble-note"), rates.bubble_share === null ? "not known yet" : `of the iterations' time, ${how}`);
 
   const problems = [
     ...health.missing.map((role) => `A required process is missing: ${role}`),

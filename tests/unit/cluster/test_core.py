@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from alignedserve.cluster.launch.processes import Sight
@@ -12,6 +14,7 @@ from alignedserve.cluster.supervisor.plan import Node, plan_roles
 from alignedserve.cluster.supervisor.store_planner import MEMORY_GAUGE
 from alignedserve.config import ClusterConfig, Config, KvPoolConfig, SupervisorConfig
 from alignedserve.errors import ResourceError
+from alignedserve.model import ModelInfo
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.scheduler.core.pairing import pair_up
@@ -277,6 +280,24 @@ def test_the_plan_of_an_earlier_supervisor_stands() -> None:
     core.planner.adopt(MODEL.to_json(), "the earlier plan")
     bring_up(core)
     assert core.view().store_plan == "the earlier plan"
+
+
+def test_the_newest_prefill_instances_weights_are_those_of_the_view_and_others_are_named() -> None:
+    core = make_core(prefill=2)
+    bring_up(core)
+    assert not core.degraded()
+    first = core.view().model_info
+    core.broke(hello("prefill-1").process, 1.0)
+    core.ended("prefill-1", core.roster.slots["prefill-1"].generation, "killed", 1.0)
+    core.joined(hello("prefill-1", 2), 2.0)
+    newer = beat("prefill-1")
+    newer.model_info = replace(MODEL, weights="changed", layers=MODEL.layers + 1).to_json()
+    core.heard(hello("prefill-1", 2).process, newer, 2.0)
+    assert ModelInfo.from_json(core.view().model_info) == replace(ModelInfo.from_json(first), weights="changed")
+    for role_id in ("prefill-0", "decode-0"):  # they have the old ones, and go on
+        core.heard(hello(role_id).process, beat(role_id), 3.0)
+    assert ModelInfo.from_json(core.view().model_info).weights == "changed"
+    assert [line.partition(":")[0] for line in core.degraded()] == ["prefill-0", "decode-0"]
 
 
 def test_nothing_is_started_while_everything_is_being_ended() -> None:

@@ -16,7 +16,6 @@ import torch
 
 from alignedserve.cluster.cli.console import Console
 from alignedserve.config import Config, DecodeConfig
-from alignedserve.decode_worker.capture_progress import CaptureProgress
 from alignedserve.engine.decoding import DecodeItem
 from alignedserve.engine.graphs.buffers import Column, StepBuffers
 from alignedserve.engine.graphs.drawing import DrawColumns, draw
@@ -25,6 +24,7 @@ from alignedserve.engine.sampling.sampler import Sampler, SampleRow
 from alignedserve.errors import ConfigError
 from alignedserve.graph_sizes import graph_sizes, size_for
 from alignedserve.request import SamplingParams
+from alignedserve.step_progress import StepProgress
 from support.graph_twins import TwinDevice
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -188,13 +188,14 @@ def test_every_way_to_draw_reaches_its_row_and_padding_draws_nothing() -> None:
 
 def test_progress_is_a_bar_until_all_is_captured(caplog: pytest.LogCaptureFixture) -> None:
     now_s = 0.0
-    progress = CaptureProgress("decode-0", lambda: now_s)
+    starting = StepProgress("decode-0", lambda: now_s)
+    progress = starting.of("CUDA graphs", "batch sizes")
     texts = []
     with caplog.at_level("INFO"):
         for done in range(1, 9):
             now_s += 0.5
             progress(done, 8)
-            texts.append(progress.text)
+            texts.append(starting.text)
     assert texts[1] == "CUDA graphs [######------------------] 2 of 8 batch sizes"
     assert texts[-1] == ""
     assert [record.getMessage().split()[-5] for record in caplog.records] == ["4", "8"]

@@ -119,6 +119,18 @@ def test_requests_may_read_the_same_blocks(runner: ModelRunner) -> None:
     torch.testing.assert_close(shared, torch.cat(alone), rtol=0.0, atol=1e-4)
 
 
+def test_a_cached_beginning_gives_the_same_bits_where_chunks_are_cut_alike(loaded: LoadedModel) -> None:
+    tokens, kept, copied = list(range(1, 41)), [0, 1, 2], [7, 3, 9]
+    first, second = (allocate_cache(loaded.info.geometry(8), 12, "cpu") for _ in range(2))
+    computing, reusing = ModelRunner(loaded, first), ModelRunner(loaded, second)
+    computing.forward([ForwardItem(tokens[:24], 0, kept, "none")])
+    computed = computing.forward([ForwardItem(tokens[24:], 24, [*kept, 3, 4], "all")])
+    second[copied] = first[kept]
+    reused = reusing.forward([ForwardItem(tokens[24:], 24, [*copied, 1, 2], "all")])
+    assert torch.equal(computed, reused)
+    assert torch.equal(first[[3, 4]], second[[1, 2]])
+
+
 def test_warm_up_touches_block_zero_only(runner: ModelRunner) -> None:
     runner.warm_up()
     assert runner.cache[0].abs().sum() > 0

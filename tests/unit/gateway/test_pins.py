@@ -126,6 +126,28 @@ async def test_a_prompt_that_asks_again_counts_once(shard: Shard) -> None:
     assert (shard.service.queried_tokens, shard.service.hit_tokens) == (80, 64)
 
 
+async def test_kv_of_other_weights_is_not_found_and_dropped_with_the_rest(shard: Shard) -> None:
+    tokens = list(range(40))
+    shard.service.serve_weights("new")
+    for number, weights in enumerate(("old", "new")):
+        blocks = leased(shard.pool, PREFILL, 4 - number)
+        root = shard.service.root(b"", weights)
+        kv_tokens = 4 * len(blocks)
+        key = RequestKey(weights)
+        shard.pool.commit(PREFILL, key, kv_tokens, blocks, token_ids=tokens[:kv_tokens], root=root)
+
+    def found(weights: str) -> int:
+        pin = kp.Pin(key=pb.RequestKey(request_id=f"of {weights}"), prefix=cached_prefix(tokens, b"", weights))
+        return shard.service.pin(shard.pool, pin)[0].kv_tokens
+
+    assert [found(weights) for weights in ("old", "new", "", "newer")] == [16, 12, 12, 0]
+    context: Any = None
+    shard.pool.release([RequestKey(name) for name in ("old", "new", "of old", "of new", "of ", "of newer")])
+    dropped = await shard.service.Drop(kp.DropCached(prefix=cached_prefix([], b"")), context)
+    assert dropped.blocks == 7
+    assert shard.pool.counts().free == CAPACITY
+
+
 async def test_a_prefix_that_is_lost_before_it_is_held_is_computed_again(
     pinning: tuple[FakeCluster, RunningGateway], shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +304,7 @@ class Shards(PinBoard):
     def __init__(self, **pins: dict[str, kp.PinnedPrefix]) -> None:
         self.pins = pins
         self.refusing: set[str] = set()
+        self.stale: dict[str, set[str]] = {}  # names of pins, by shard
         self.asked = 0
         self.meanwhile: Callable[[], None] = lambda: None  # called while a pin is computed
 
@@ -294,7 +317,10 @@ class Shards(PinBoard):
 
     async def contents(self, *, prefixes: bool = False, most_sessions: int = 0) -> list[kp.CacheContents]:
         return [
-            kp.CacheContents(pool_id=pool_id, pins=[kp.CachedPin(pin=pin) for pin in pins.values()])
+            kp.CacheContents(
+                pool_id=pool_id,
+                pins=[kp.CachedPin(pin=pin, stale=name in self.stale.get(pool_id, ())) for name, pin in pins.items()],
+            )
             for pool_id, pins in self.pins.items()
         ]
 
@@ -305,6 +331,7 @@ class Shards(PinBoard):
         self.meanwhile()
         for pool_id in pool_ids:
             self.pins[pool_id][pin.name] = pin
+            self.stale.get(pool_id, set()).discard(pin.name)
         return [Pinned(pool_id, 4, 1, 1) for pool_id in pool_ids]
 
     async def drop(self, order: kp.DropCached) -> dict[str, kp.Dropped]:
@@ -356,6 +383,21 @@ async def test_new_shards_get_the_pins_of_others_and_the_files_and_a_dropped_one
     board.pins["two"], memory["two"] = {}, "m3"  # its memory was lost
     await keeper.look()
     assert sorted(board.pins["two"]) == ["all", "file"]
+
+
+async def test_pins_of_weights_that_are_no_longer_served_are_computed_again() -> None:
+    everywhere = kp.PinnedPrefix(name="all", prefix=cached_prefix([1, 2], b""), everywhere=True)
+    here = kp.PinnedPrefix(name="here", prefix=cached_prefix([3, 4], b""))
+    board = Shards(one={"all": everywhere, "here": here}, two={"all": everywhere})
+    board.stale = {"one": {"all", "here"}, "two": {"all"}}
+    view = view_of({"one": "m1", "two": "m2"})
+    keeper = PinKeeper("gateway-0", board, ServedModel("tiny", None, None), lambda: view)
+    await keeper.look()
+    assert board.stale == {"one": set(), "two": set()}
+    assert {name: sorted(pins) for name, pins in board.pins.items()} == {"one": ["all", "here"], "two": ["all"]}
+    asked = board.asked
+    await keeper.look()
+    assert board.asked == asked
 
 
 @pytest.mark.parametrize("by_order", [True, False])

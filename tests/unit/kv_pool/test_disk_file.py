@@ -120,6 +120,25 @@ def test_what_cannot_be_used_is_refused_at_a_start_and_tried_again_in_a_running_
         make(slots=1).start()
 
 
+def test_a_broken_disk_or_one_that_others_have_filled_keeps_no_cluster_from_starting(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = opened(make())
+    cache(rig, A)
+    rig.demote()
+    rig.kill()
+    full = make()
+    full.calls.free = 0
+    full.start()
+    assert full.tier.count().cached == 5
+    full.kill()
+    broken = make()
+    broken.calls.read_faults = ["eio"]
+    broken.start()
+    assert metric(broken, "disk_tier_on", doing="read") == 0
+    assert "the disk tier is off" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

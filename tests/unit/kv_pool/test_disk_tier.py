@@ -17,6 +17,7 @@ from alignedserve.kv_pool.disk.breaker import FIRST_PAUSE_S, MOST_FAULTS
 from alignedserve.kv_pool.disk.layout import PAGE_BYTES
 from alignedserve.kv_pool.disk.shard import DISK
 from alignedserve.kv_pool.disk.threads import DiskThreads
+from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.load import load_step_cost
 from support.disk_cases import (
     CAPACITY,
@@ -110,6 +111,32 @@ def test_only_what_goes_next_is_written_and_only_while_few_blocks_are_free(make:
     assert rig.opened.demotion._is_due()
     rig.demote()
     assert (on_disk(rig, A), on_disk(rig, B)) == (5, 0)  # two blocks go next: the last ones of the oldest prefix
+
+
+def test_what_several_conversations_have_used_outlives_a_kill(make: Make) -> None:
+    first = opened(make())
+    pinned = RequestKey("holds")
+    cache(first, A)
+    cache(first, [*A[:12], 1, 2, 3, 4])
+    cache(first, B)
+    first.pool.pin(pinned, ROOT, A[:13], 13)  # in use, so it is not written ahead of its eviction
+    assert first.run(first.opened.demotion.keep_hot()) == 3
+    assert first.run(first.opened.demotion.keep_hot()) == 0
+    first.pool.release([pinned])
+    first.kill()
+    second = opened(make())
+    assert (on_disk(second, A), on_disk(second, B)) == (3, 0)
+    assert promote(second, A) == 3
+
+
+def test_what_is_hot_takes_only_room_that_the_disk_has(make: Make) -> None:
+    rig = opened(make(slots=6))
+    cache(rig, B)
+    rig.demote()
+    cache(rig, A)
+    cache(rig, [*A[:16], 1, 2, 3, 4])
+    assert rig.run(rig.opened.demotion.keep_hot()) == 1
+    assert (on_disk(rig, A), on_disk(rig, B)) == (1, 5)
 
 
 def test_what_is_cached_is_written_when_the_cluster_ends(make: Make) -> None:
@@ -385,24 +412,22 @@ def test_a_damaged_entry_is_dropped_with_what_continues_it(make: Make, tmp_path:
 
 
 def test_the_file_of_other_weights_or_another_geometry_is_discarded(
-    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    weights = tmp_path / "model"
-    weights.mkdir()
-    (weights / "model.safetensors").write_bytes(b"one")
+    weights = "one"
     for change in ("nothing", "weights", "geometry"):
         if change == "weights":
-            (weights / "model.safetensors").write_bytes(b"another")
+            weights = "another"
         geometry = PAGES if change == "geometry" else GEOMETRY
         caplog.clear()
-        rig = opened(make(model_folder=str(weights), geometry=geometry))
+        rig = opened(make(weights=weights, geometry=geometry))
         assert rig.tier.count().cached == 0
         assert any("begins empty" in record.message for record in caplog.records)
         cache(rig, A)
         rig.demote()
         rig.kill()
-        same = opened(make(model_folder=str(weights), geometry=geometry))
+        same = opened(make(weights=weights, geometry=geometry))
         assert same.tier.count().cached == 5
         same.kill()
 

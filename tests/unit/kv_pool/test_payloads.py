@@ -24,7 +24,7 @@ def pages(count: int) -> PayloadPages:
 def stored(prompt: Sequence[int], output: Sequence[int], **spec: object) -> bytes:
     key = pb.RequestKey(request_id="a")
     values: dict[str, object] = {"prompt_token_ids": prompt, "output_token_ids": output, **spec}
-    return pack(pb.RequestSpec(key=key, **values), "prefill-0", 7, 2)  # type: ignore[arg-type]
+    return pack(pb.RequestSpec(key=key, **values), "prefill-0", "", 7, 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("length", [1, PAGE_BYTES, PAGE_BYTES + 1, 3 * PAGE_BYTES])

@@ -18,6 +18,7 @@ from support.prefix_pool import GEOMETRY, index_memory, open_indexed
 
 CAPACITY = 40
 ROOT, SALTED = root_digest("model"), root_digest("model", "salt")
+OTHER_WEIGHTS = root_digest("model", "other weights")
 SYSTEM, OTHER = list(range(100, 116)), list(range(300, 312))
 
 
@@ -33,7 +34,7 @@ class Shard:
 
     def compute(self, tokens: list[int], root: bytes = ROOT) -> None:
         """Cache these tokens by a request that has ended."""
-        key = RequestKey(f"r{tokens[0]}-{len(tokens)}")
+        key = RequestKey(f"r{tokens[0]}-{len(tokens)}-{root.hex()}")
         blocks = leased(self.pool, PREFILL, len(tokens) // 4)
         self.pool.commit(PREFILL, key, len(tokens), blocks, token_ids=tokens, root=root)
         self.pool.give_back(PREFILL, self.pool._blocks.leased_to(PREFILL))
@@ -57,6 +58,26 @@ def shard() -> Shard:
     return Shard()
 
 
+def test_a_pin_of_other_weights_is_stale_until_it_is_computed_again(shard: Shard) -> None:
+    shard.compute(SYSTEM)
+    pin = kp.PinnedPrefix(name="system", prefix=cached_prefix(SYSTEM, b"", "old"))
+    before, _ = shard.pins.keep(pin, ROOT)
+    assert before is not None
+    assert [one.stale for one in shard.pins.listed("old", prefixes=False)] == [False]
+    (listed,) = shard.pins.listed("new", prefixes=True)
+    assert listed.stale
+    assert listed.pin.prefix == cached_prefix(SYSTEM, b"")
+    renewed = kp.PinnedPrefix(name="system", prefix=cached_prefix(SYSTEM, b"", "new"))
+    assert shard.pins.keep(renewed, OTHER_WEIGHTS)[0] is None
+    shard.compute(SYSTEM, OTHER_WEIGHTS)
+    after, _ = shard.pins.keep(renewed, OTHER_WEIGHTS)
+    assert after is not None
+    assert not set(after.block_ids) & set(before.block_ids)
+    assert [one.stale for one in shard.pins.listed("new", prefixes=False)] == [False]
+    assert len(shard.pins.blocks) == 4
+    shard.pool.check_integrity()
+
+
 def test_a_pin_outlives_all_who_need_room_and_its_shards_process(shard: Shard) -> None:
     assert not shard.keep("system", SYSTEM), "nothing is cached yet"
     shard.compute(SYSTEM)
@@ -65,7 +86,7 @@ def test_a_pin_outlives_all_who_need_room_and_its_shards_process(shard: Shard) -
     shard.crowd()
     assert [shard.pool.match(ROOT, tokens) for tokens in (SYSTEM, OTHER)] == [4, 0]
     shard.open()
-    (listed,) = shard.pins.listed(prefixes=True)
+    (listed,) = shard.pins.listed("", prefixes=True)
     assert (listed.pin.name, listed.pin.everywhere, listed.tokens, listed.blocks) == ("system", True, 16, 4)
     assert listed.pin.prefix == cached_prefix(SYSTEM, b"")
     assert len(shard.pins.blocks) == 4
@@ -149,7 +170,7 @@ def test_hits_and_last_use_are_those_of_prompts_that_begin_with_it(shard: Shard)
         held, _ = shard.pool.pin(RequestKey(f"q{number}"), ROOT, tokens, len(tokens))
         shard.pins.used(held.block_ids)
     shard.now_s = 25.0
-    (listed,) = shard.pins.listed(prefixes=False)
+    (listed,) = shard.pins.listed("", prefixes=False)
     assert (listed.hits, listed.idle_s) == (2, 5.0)
     assert not listed.pin.prefix.token_ids
 

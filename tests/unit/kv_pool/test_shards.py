@@ -30,7 +30,7 @@ from alignedserve.kv_pool.stored import pack
 from alignedserve.kv_pool.writeback import write_back
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.metrics import Page
-from alignedserve.prefill_worker.loop import Base, PrefilledJob
+from alignedserve.prefill_worker.jobs import Base, PrefilledJob
 from alignedserve.prefill_worker.offload import Offloader
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import paired_copies_pb2 as pc
@@ -418,7 +418,7 @@ async def store(cell: Cell, request_id: str = "r") -> pb.StoredRequest:
     """A request of 20 tokens, in the shard of the worker's own node."""
     blocks = await asyncio.wait_for(cell.writer.take(2), 10.0)
     spec = spec_to_proto(RequestSpec(RequestKey(request_id), list(range(20)), SamplingParams(), [1]))
-    await cell.writer.commit(RequestKey(request_id), 20, blocks, payload=pack(spec, "prefill-0"))
+    await cell.writer.commit(RequestKey(request_id), 20, blocks, payload=pack(spec, "prefill-0", ""))
     return pb.StoredRequest(spec=spec, prefill_id="prefill-0", kv_tokens=20, block_ids=blocks, pool_id="kv_pool-0")
 
 

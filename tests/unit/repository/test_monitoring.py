@@ -161,6 +161,14 @@ def test_each_alert_has_a_runbook_with_its_severity() -> None:
     assert [alert.runbook for alert in ALERTS] == [f"{RUNBOOKS}#{name.lower()}" for _, name in sections()]
 
 
+def test_alerts_link_to_the_runbooks_of_ones_own_site() -> None:
+    page = "https://docs.example.com/operations/runbooks/"
+    made = files(Target.of(URL, INTERVAL_S, runbooks=page))
+    for name in ("alerts.yml", "kubernetes.yaml", "values-kube-prometheus-stack.yaml"):
+        links = re.findall(r"runbook_url: (\S+)", made[name])
+        assert links == [f"{page}#{alert.name.lower()}" for alert in ALERTS], name
+
+
 # ---- the other files
 
 

@@ -52,6 +52,17 @@ def test_a_stay_tells_what_was_sent_meanwhile() -> None:
     assert not list(stays.of("nobody"))
 
 
+def test_a_stay_up_to_now_tells_what_was_sent_so_far() -> None:
+    stays = PoolStays()
+    mine = stays.arrive(3)
+    for number, tokens in enumerate((50, 500)):
+        stays.leave(RequestKey(f"b{number}", 0), stays.arrive(1), tokens, 1.0, "decode-1")
+    (found,) = stays.of("mine", (2, mine, 100, 4.0))
+    assert (found.epoch, found.ahead, found.sent_first, found.shorter, found.longer) == (2, 3, 2, 1, 1)
+    assert (found.waited_s, found.decode_id, found.joined, found.over) == (4.0, "", False, False)
+    assert not list(stays.of("mine"))
+
+
 def test_memory_is_bounded() -> None:
     stays = PoolStays()
     for number in range(3 * MOST_STAYS):

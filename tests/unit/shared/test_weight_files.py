@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from alignedserve.errors import ModelError
-from alignedserve.weights.files import read_header
+from alignedserve.weights import files
+from alignedserve.weights.files import read_header, weights_identity
 from support.broken_models import write_file
 
 ENTRY: dict[str, Any] = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -140,3 +142,32 @@ def test_weights_are_not_read(tmp_path: Path) -> None:
     with file.open("r+b") as stream:
         stream.truncate(stream.seek(0, 2) + size)
     assert read_header(file)["a"].shape == (size,)
+
+
+def test_weights_have_another_name_once_a_file_that_kv_depends_on_changes(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = file.parent
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    name = weights_identity(folder, {})
+    assert len(name) == 32
+    (folder / "tokenizer.json").write_text("{ }")
+    (folder / "README.md").write_text("notes")
+    assert weights_identity(folder, {}) == name
+    os.utime(file)  # as on another node
+    assert weights_identity(folder, {}) == name
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    changed = weights_identity(folder, {})
+    (folder / "modeling.py").write_text("")
+    assert len({name, changed, weights_identity(folder, {})}) == 3
+    (folder / "config.json").unlink()
+    assert weights_identity(folder, {}) != weights_identity(folder, {})
+    (folder / "config.json").write_text("{}")
+    file.write_bytes(bytes(100 * 4096))
+    monkeypatch.setattr(files, "SAMPLES", 10)  # so that large files have pages that are not read
+    name = weights_identity(folder, {})
+    file.write_bytes(bytes(49 * 4096) + b"a layer" * 6000 + bytes(51 * 4096 - 42000))
+    assert weights_identity(folder, {}) != name

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from alignedserve.control.convert import spec_to_proto
+from alignedserve.control.prefixes import joint_weights
 from alignedserve.decode_worker.endings import Ending, Endings
 from alignedserve.decode_worker.handover import Handover
 from alignedserve.engine.live import LiveRequest
+from alignedserve.metrics import Page
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, RequestSpec, SamplingParams
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
@@ -61,11 +64,48 @@ async def test_so_much_is_copied_as_there_are_blocks_at_hand(at_hand: int, cache
     writer: Any = shard
     none: Any = None
     handover = Handover(Copier(verify=True, timeout_s=10.0), none, shard.channel(), none, 4, writer)
-    await handover.cache(Ending(KEY, tokens, b"", 2, [7, 4]))
+    assert await handover.cache(Ending(KEY, tokens, b"", 2, [7, 4])) == 4 - cached
     found = shard.pool.indexed(ROOT, tokens)
     assert len(found) == cached
     assert shard.store.checksums(found) == shard.source.checksums([5, 6, 7, 4][:cached])
     shard.pool.check_integrity()
+
+
+async def test_an_answer_is_copied_in_parts_as_the_shard_grants_blocks() -> None:
+    """As when several end in one iteration: they share one lease."""
+    shard, tokens = DirectShard(), [*PROMPT, 11, 12, 13, 14, 15]
+    later, shard.at_hand = shard.at_hand[:2], []
+    writer: Any = shard
+    none: Any = None
+    handover = Handover(Copier(verify=True, timeout_s=10.0), none, shard.channel(), none, 4, writer)
+    caching = asyncio.ensure_future(handover.cache(Ending(KEY, tokens, b"", 2, [7, 4])))
+    for number, block in enumerate(later):
+        shard.give([block])
+        async with asyncio.timeout(5.0):
+            while len(shard.pool.indexed(ROOT, tokens)) < 3 + number:  # noqa: ASYNC110  # there is no event for this
+                await asyncio.sleep(0.001)
+    assert await caching == 0
+    found = shard.pool.indexed(ROOT, tokens)
+    assert shard.store.checksums(found) == shard.source.checksums([5, 6, 7, 4])
+    shard.pool.check_integrity()
+
+
+def test_kv_that_several_weights_have_computed_is_found_by_no_other_request() -> None:
+    cases = {("a", "a"): "a", ("a", "b"): "a+b", ("a+b", "a"): "a+b", ("", ""): ""}
+    assert {both: joint_weights(*both) for both in cases} == cases
+
+
+def test_what_there_was_no_room_for_is_counted() -> None:
+    allocator = BlockAllocator(48, "cache")
+    endings = Endings(allocator, 4, "kv_pool-0")
+    stored = pb.StoredRequest(pool_id="kv_pool-0", pool_tokens=9)
+    block_ids = allocator.allocate(8, KEY)
+    assert block_ids is not None
+    endings.hold(KEY, stored, 28, block_ids)
+    endings.copied(KEY, missed=1)
+    page = Page(instance="decode-0")
+    endings.show_metrics(page)
+    assert 'alignedserve_decode_uncached_answer_blocks_total{instance="decode-0"} 3' in page.text()
 
 
 @pytest.mark.parametrize(("capacity", "held"), [(64, 0), (160, 7)])

@@ -14,9 +14,9 @@ from alignedserve.errors import TransferError
 from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.writer import Committed
 from alignedserve.prefill_worker import layerwise as layerwise_module
+from alignedserve.prefill_worker.jobs import PrefilledJob
 from alignedserve.prefill_worker.layerwise import Ahead, Layerwise
 from alignedserve.prefill_worker.layerwise_choice import LONGEST_TOKENS, OffloadCosts
-from alignedserve.prefill_worker.loop import PrefilledJob
 from alignedserve.prefill_worker.offload import Offloader
 from alignedserve.request import RequestKey, RequestSpec, SamplingParams
 from alignedserve.transfer.block_store import HostBlockStore
@@ -153,6 +153,8 @@ async def test_parts_count_together_and_a_wrong_byte_or_a_failed_part_has_all_co
 
 class Pool:
     """A writer's lease of a few blocks."""
+
+    weights = ""
 
     def __init__(self, blocks: int) -> None:
         self.free = list(range(blocks))

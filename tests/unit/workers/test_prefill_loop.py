@@ -12,7 +12,8 @@ import torch
 
 from alignedserve.config import PrefillConfig
 from alignedserve.engine.batch import ForwardItem
-from alignedserve.prefill_worker.loop import Base, Computed, PrefilledJob, PrefillLoop
+from alignedserve.prefill_worker.jobs import Base, Computed, PrefilledJob
+from alignedserve.prefill_worker.loop import PrefillLoop
 from alignedserve.request import RequestKey, RequestSpec, SamplingParams
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.transfer.completion import Completion
@@ -124,3 +125,31 @@ def test_prompts_with_one_cached_beginning_hold_its_blocks_once() -> None:
     assert len({tuple(item.block_ids[:2]) for item in runner.items}) == 1
     assert allocator.owned_blocks == 3 + 2 + 1
     assert sorted(job.lead.request_id for job in jobs) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_what_is_computed_of_a_cancelled_prompt_is_to_be_cached(*, caches: bool) -> None:
+    posted: queue.Queue[Computed] = queue.Queue()
+    runner: Any = NotingRunner()
+    allocator = BlockAllocator(16, "cache")
+    config = PrefillConfig(token_budget=8)
+    loop = PrefillLoop("prefill-0", runner, allocator, config, None, NotingFetch(), posted.put, caches=caches)
+    begun, not_begun = RequestKey("begun"), RequestKey("not begun")
+    for key in (begun, not_begun):
+        loop.submit([RequestSpec(key, [*range(30)], SamplingParams(), [], "gateway", cache_salt=b"salt")])
+    loop.turn()
+    loop.cancel([begun, not_begun])
+    loop.turn()
+    results = [posted.get_nowait() for _ in range(posted.qsize())]
+    assert [key for one in results for key in one.finished] == [begun, not_begun]
+    assert loop.pending_tokens == 0
+    assert loop.idle
+    jobs = [job for one in results for job in one.prefilled]
+    if caches:
+        (job,) = jobs
+        assert (job.lead, job.members, job.tokens, job.salt) == (begun, [], [*range(8)], b"salt")
+        assert job.block_ids[:2] == runner.items[0].block_ids
+        assert [key for one in results for key in one.unpinned] == [not_begun]
+        loop.release(begun)
+        loop.turn()
+    assert allocator.owned_blocks == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from alignedserve.errors import StaleError, TransferError
-from alignedserve.prefill_worker.loop import PrefilledJob
+from alignedserve.prefill_worker.jobs import PrefilledJob
 from alignedserve.prefill_worker.offload import Offloader
 from alignedserve.request import RequestKey, RequestSpec, SamplingParams
 from alignedserve.transfer.copier import Copier

@@ -10,8 +10,8 @@ import pytest
 
 from alignedserve.control.convert import key_to_proto
 from alignedserve.control.prefixes import prefix_tokens
+from alignedserve.prefill_worker.jobs import Base
 from alignedserve.prefill_worker.loans import Loans
-from alignedserve.prefill_worker.loop import Base
 from alignedserve.prefill_worker.prefixes import LEAST_SHARED_BLOCKS, Prefixes
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import RequestKey
@@ -22,6 +22,8 @@ SYSTEM = list(range(LEAST_SHARED_BLOCKS * SIZE))
 
 class Shard:
     """A writer's side of a shard that caches what a test says."""
+
+    weights = ""
 
     def __init__(self) -> None:
         self.cached = 0  # blocks of SYSTEM

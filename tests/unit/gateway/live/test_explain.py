@@ -41,7 +41,7 @@ def request(**changes: Any) -> dict[str, Any]:
 
 def stay(**changes: Any) -> dict[str, Any]:
     usual = {"epoch": 0, "decode_id": "decode-0", "kv_tokens": 121, "waited_s": 2.2, "ahead": 40, "sent_first": 45}
-    return {**usual, "shorter": 4, "longer": 41, "joined": True, **changes}
+    return {**usual, "shorter": 4, "longer": 41, "joined": True, "over": True, **changes}
 
 
 def told(stays: list[dict[str, Any]], **changes: Any) -> Told:
@@ -90,8 +90,18 @@ def test_a_short_request_needs_no_advice() -> None:
 def test_a_request_without_any_stage_is_summed_up() -> None:
     refused = request(stages={}, steps=[], outcome="overloaded", prefill_id="", decode_id="", output_tokens=0)
     words, advice = explain(Told(refused, [], 1, 1, prefix_cache=True))
-    assert words == ["It took 6.0 s and ended with overloaded."]
-    assert not advice
+    assert words[0] == "It took 6.0 s and ended with overloaded."
+    assert "refused" in words[1]
+    assert "Retry-After" in advice[0]
+
+
+def test_a_wait_that_is_not_over_says_what_went_first() -> None:
+    waits = stay(over=False, joined=False, waited_s=30.0, decode_id="")
+    words, _ = explain(told([waits], outcome="open", took_s=31.0, stages={"pool": 30.0}))
+    assert any(one.startswith("It has waited 30.0 s in the pool: 40 requests waited there already") for one in words)
+    words, _ = explain(told([stay(), {**waits, "sent_first": 0}], outcome="open", stages={"pool": 30.0}))
+    assert "It has waited 30.0 s in the pool again; no other request has gone first." in words
+    assert any(one.startswith("It was evicted once") for one in words)
 
 
 def test_the_timeline_says_where_each_stage_was() -> None:
@@ -131,9 +141,37 @@ def test_the_timeline_of_an_open_request_ends_now() -> None:
         "prefill_id": "prefill-1",
         "decode_id": "",
     }
-    bars = open_timeline(request(took_s=2.0, prefill_id="", decode_id="", outcome="open"), now)
+    bars = open_timeline(request(took_s=2.0, prefill_id="", decode_id="", outcome="open", steps=[]), now, [])
     assert [(bar["stage"], bar["where"], bar["begin_s"], bar["end_s"]) for bar in bars] == [
         ("queue", "scheduler", 0.0, 0.5),
         ("prefill", "prefill-1", 0.5, 1.0),
         ("pool", "kv_pool", 1.0, 2.0),
+    ]
+
+
+def test_the_timeline_of_an_open_request_has_what_was_before_an_eviction() -> None:
+    """Workers have told of its steps until it decoded; the scheduler knows when it entered each state last."""
+    steps = request()["steps"][:6]
+    ages_s = {"queued": 6.0, "prefilling": 5.89, "prefetched": 3.49, "decoding": 3.19, "waiting": 2.2}
+    now = {"state": "waiting", "ages_s": ages_s, "prefill_id": "", "decode_id": ""}
+    bars = open_timeline(request(took_s=6.0, outcome="open", steps=steps), now, ["decode-0"])
+    assert [(bar["stage"], bar["where"], round(bar["begin_s"], 3), round(bar["end_s"], 3)) for bar in bars] == [
+        ("queue", "scheduler", 0.0, 0.1),
+        ("prefill", "prefill-0", 0.1, 0.3),
+        ("pool", "kv_pool", 0.3, 2.5),
+        ("prefetch", "decode-0", 2.5, 2.6),
+        ("handover", "decode-0", 2.6, 2.8),
+        ("decode", "decode-0", 2.8, 3.8),
+        ("pool", "kv_pool", 3.8, 6.0),
+    ]
+
+
+def test_the_timeline_of_an_open_request_that_was_lost_begins_with_that() -> None:
+    ages_s = {"queued": 2.0, "prefilling": 1.0}
+    now = {"state": "prefilling", "ages_s": ages_s, "prefill_id": "prefill-1", "decode_id": ""}
+    bars = open_timeline(request(took_s=6.0, outcome="open", steps=[], losses=1), now, [])
+    assert [(bar["stage"], bar["begin_s"], bar["end_s"]) for bar in bars] == [
+        ("lost", 0.0, 4.0),
+        ("queue", 4.0, 5.0),
+        ("prefill", 5.0, 6.0),
     ]

@@ -18,6 +18,9 @@ from alignedserve.cluster.cli.explain_command import described
 from alignedserve.cluster.cli.top_command import feed, screen
 from alignedserve.errors import OverloadedError, UnavailableError
 from alignedserve.gateway.live import endpoints
+from alignedserve.gateway.live.feed import LiveFeed
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
 from support.fake_cluster import FakeCluster, counting_script
 from support.gateway import RunningGateway, running_gateway
 
@@ -123,6 +126,17 @@ def render(state: dict[str, Any]) -> list[str]:
     return str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]
 
 
+async def test_a_switch_of_batches_between_two_states_is_marked() -> None:
+    numbers = iter((3, 4, 4))
+
+    async def read() -> sv.LiveState:
+        status = sv.ClusterStatus(peers=[sv.Peer(process=pb.ProcessKey(role="decode", id="decode-0"))])
+        return sv.LiveState(status=status, lives={"decode-0": json.dumps({"batch": next(numbers), "switching": False})})
+
+    live = LiveFeed(read)
+    assert [(await live._next())["decode"][0]["switching"] for _ in range(3)] == [False, True, False]
+
+
 async def test_a_feed_without_a_supervisor_says_so(cluster: FakeCluster, http: httpx.AsyncClient) -> None:
     cluster.no_live = True
     (state,) = await states(http, 1)
@@ -139,15 +153,19 @@ async def test_a_request_is_explained_while_it_runs_and_afterwards(
         await counting_script(fake, spec)
 
     cluster.script = slowly
-    asking = asyncio.ensure_future(http.post("/v1/completions", json=BODY))
+    asking = asyncio.ensure_future(http.post("/v1/completions", json=BODY, headers={"x-request-id": "mine"}))
     while not cluster.submitted:  # noqa: ASYNC110  # there is no event for this
         await asyncio.sleep(0.01)
+    for order in ("newest", "slowest"):
+        (listed,) = (await http.get(f"/dashboard/requests?sort={order}")).json()["requests"]
+        assert (listed["outcome"], listed["request_id"]) == ("open", cluster.submitted[0].key.request_id)
     cluster.told = {cluster.submitted[0].key.request_id: "waiting"}
     call_id = cluster.submitted[0].key.request_id.rpartition("-")[0]
     found = (await http.get(f"/dashboard/requests/{call_id}")).json()
     assert found["open"]
     assert [bar["stage"] for bar in found["timeline"]] == ["queue", "prefill", "pool"]
     assert found["outcome"] == "open"
+    assert (await http.get("/dashboard/requests/mine")).json()["request_id"] == found["request_id"]
     going.set()
     answer = (await asking).json()
     assert answer["choices"][0]["finish_reason"] == "length"
@@ -156,10 +174,13 @@ async def test_a_request_is_explained_while_it_runs_and_afterwards(
     assert (found["outcome"], found["input_tokens"], found["output_tokens"]) == ("length", 3, 3)
     assert found["explanation"][0].startswith("It took ")
     assert found["others"] == []
+    assert (await http.get("/dashboard/requests/mine")).json()["request_id"] == found["request_id"]
     assert described(found)[0].endswith("3 + 3 tokens")
     listed = (await http.get("/dashboard/requests?sort=newest&most=1")).json()["requests"]
     assert [one["request_id"] for one in listed] == [found["request_id"]]
     assert (await http.get("/dashboard/requests/nobody")).status_code == 404
+    assert (await http.get("/dashboard/requests?id=nobody")).json() == {"requests": []}
+    assert (await http.get("/dashboard/requests?id=mine")).json()["requests"][0]["id"] == found["id"]
     assert (await http.get("/dashboard/requests?sort=odd")).status_code == 400
 
 
@@ -187,6 +208,7 @@ async def test_with_keys_the_page_asks_for_one_and_a_cookie_opens_the_rest(guard
             assert (await browser.post("/dashboard/login", json=odd)).status_code == 400
         entered = await browser.post("/dashboard/login", json={"api_key": KEYS[0]})
         assert entered.status_code == 204
+        assert "Secure" not in entered.headers["set-cookie"]
         attributes = entered.headers["set-cookie"]
         assert all(part in attributes for part in ("HttpOnly", "SameSite=Strict", "Path=/"))
         assert KEYS[0] not in attributes
@@ -201,6 +223,13 @@ async def test_with_keys_the_page_asks_for_one_and_a_cookie_opens_the_rest(guard
         await browser.post("/dashboard/logout", json={})
         assert not browser.cookies
         assert (await browser.get("/dashboard/requests")).status_code == 401
+
+
+async def test_behind_a_proxy_with_tls_the_cookie_is_sent_over_tls_only(guarded: RunningGateway) -> None:
+    async with httpx.AsyncClient(base_url=guarded.url, timeout=10.0) as browser:
+        proxied = {"x-forwarded-proto": "https"}
+        entered = await browser.post("/dashboard/login", json={"api_key": KEYS[0]}, headers=proxied)
+        assert entered.headers["set-cookie"].endswith("; Secure")
 
 
 async def test_with_the_admin_key_the_requests_of_all_keys_are_shown(guarded: RunningGateway) -> None:

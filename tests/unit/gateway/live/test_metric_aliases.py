@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from alignedserve.gateway.metric_aliases import vllm_metrics
+from alignedserve.gateway.metric_aliases import COUNTERS, HISTOGRAMS, WAITING, vllm_metrics
 from alignedserve.metrics import Histogram, Page
+from support.metrics_page import described
 
 
 def page() -> str:
@@ -30,28 +31,37 @@ def page() -> str:
 def test_each_alias_is_of_the_whole_cluster_and_readable() -> None:
     text = vllm_metrics(page(), 'a "model"')
     found = {family.name: family for family in text_string_to_metric_families(text)}
-    single = {
-        sample.name: sample.value
-        for family in found.values()
-        for sample in family.samples
-        if sample.labels == {"model_name": 'a "model"'}
-    }
+    samples = [sample for family in found.values() for sample in family.samples]
+    assert {sample.labels["model_name"] for sample in samples} == {'a "model"'}
+    single = {sample.name: sample.value for sample in samples if sample.labels.keys() == {"model_name"}}
     assert single["vllm:num_requests_running"] == 8
     assert single["vllm:num_requests_waiting"] == 37
     assert single["vllm:kv_cache_usage_perc"] == 0.5
-    assert single["vllm:prompt_tokens_total"] == 200
-    assert single["vllm:time_to_first_token_seconds_count"] == 4
-    assert single["vllm:time_to_first_token_seconds_sum"] == 1.1
-    buckets = {
-        sample.labels["le"]: sample.value
+    counted: dict[str, list[tuple[str, float]]] = {}
+    for sample in samples:
+        if "engine" in sample.labels and "le" not in sample.labels:
+            counted.setdefault(sample.name, []).append((sample.labels["engine"], sample.value))
+    assert counted["vllm:prompt_tokens_total"] == [("gateway-0", 100), ("gateway-1", 100)]
+    assert counted["vllm:time_to_first_token_seconds_count"] == [("gateway-0", 2), ("gateway-1", 2)]
+    assert counted["vllm:time_to_first_token_seconds_sum"] == [("gateway-0", 0.55), ("gateway-1", 0.55)]
+    buckets = [
+        (sample.labels["engine"], sample.labels["le"], sample.value)
         for sample in found["vllm:time_to_first_token_seconds"].samples
         if sample.name.endswith("_bucket")
-    }
-    assert buckets == {"0.1": 2, "1.0": 4, "+Inf": 4}
+    ]
+    bounds = (("0.1", 1), ("1.0", 2), ("+Inf", 2))
+    assert buckets == [(f"gateway-{number}", *each) for number in range(2) for each in bounds]
     kinds = {name: family.type for name, family in found.items()}
     assert kinds["vllm:kv_cache_usage_perc"] == "gauge"
     assert kinds["vllm:prompt_tokens"] == "counter"
     assert kinds["vllm:request_queue_time_seconds"] == "histogram"
+
+
+def test_names_are_those_of_metrics_that_there_are() -> None:
+    """A wrong one would give zeros."""
+    ours = {*COUNTERS.values(), *(name for name, _ in HISTOGRAMS.values())}
+    ours |= {*(f"requests_{state}" for state in (*WAITING, "decoding")), "kv_capacity_blocks", "kv_blocks"}
+    assert ours <= {name.removeprefix("alignedserve_") for name in described()}
 
 
 def test_an_empty_page_gives_zeros() -> None:

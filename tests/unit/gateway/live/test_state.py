@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
+
 from alignedserve.gateway.live.samples import Change, Samples
 from alignedserve.gateway.live.state import live_state
 from alignedserve.metrics import Page
@@ -48,6 +52,29 @@ def test_rates_shares_and_channels_are_of_what_changed() -> None:
             "disk": None,
         }
     ]
+
+
+def test_the_bubble_is_as_learned_where_no_cost_model_predicts_it() -> None:
+    scheduler = Page(instance="scheduler-0")
+    for name, share in (("decode-0", 0.2), ("decode-1", 0.4), ("decode-2", math.nan)):
+        scheduler.gauge("decode_unequal_lengths_share", "share", share, decode=name)
+    status = sv.ClusterStatus(
+        peers=[sv.Peer(process=pb.ProcessKey(role="decode", id=f"decode-{number}")) for number in (0, 2)]
+    )
+
+    def bubbles(before: str, now: str) -> list[tuple[float | None, bool]]:
+        state = live_state(sv.LiveState(status=status), Change(Samples(before, 0.0), Samples(now, 2.0)))
+        return [(one["bubble_share"], one["bubble_learned"]) for one in (state["rates"], *state["decode"])]
+
+    learned = scheduler.text()
+    assert bubbles(learned, learned) == [(pytest.approx(0.3), True), (0.2, True), (None, False)]
+    pages = []
+    for bubble_s, predicted_s in ((0.0, 1.0), (0.5, 2.0)):
+        decode = Page(instance="decode-0")
+        decode.gauge("iteration_bubble_seconds_sum", "seconds", bubble_s)  # a histogram's
+        decode.counter("iteration_predicted_seconds_total", "seconds", predicted_s)
+        pages.append(decode.text())
+    assert bubbles(*pages) == [(0.5, False), (0.5, False), (None, False)]
 
 
 def test_nothing_is_known_of_a_single_moment() -> None:

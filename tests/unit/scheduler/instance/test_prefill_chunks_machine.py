@@ -176,6 +176,16 @@ class ChunksMachine(RuleBasedStateMachine):
             del self.model.prompts[key]
 
     @rule(key=KEYS)
+    def cut(self, key: RequestKey) -> None:
+        """A prompt with computed tokens and no work in flight counts as completed with these."""
+        prompt = self.model.prompts.get(key)
+        quiet = prompt is not None and prompt.started and not (prompt.to_fetch or prompt.done or prompt.cancelled)
+        ends = prompt is not None and quiet and prompt.planned == prompt.computed
+        assert self.chunks.cut(key) == (prompt.computed if prompt is not None and ends else 0)
+        if prompt is not None and ends and prompt.computed:
+            prompt.done = True
+
+    @rule(key=KEYS)
     def release(self, key: RequestKey) -> None:
         if self.model.waiting(key):
             with pytest.raises(AccountingError):
@@ -189,7 +199,8 @@ class ChunksMachine(RuleBasedStateMachine):
         self.chunks.check_integrity()
         prompts = self.model.prompts
         assert self.chunks.pending_prompts == sum(not p.done for p in prompts.values())
-        assert self.chunks.pending_tokens == sum(p.tokens - p.computed for p in prompts.values() if not p.cancelled)
+        pending = [p.tokens - p.computed for p in prompts.values() if not (p.cancelled or p.done)]
+        assert self.chunks.pending_tokens == sum(pending)
         held = {key: -(-p.tokens // BLOCK) for key, p in prompts.items() if p.started}
         assert {key: len(self.chunks.blocks_of(key)) for key in held} == held
         assert self.allocator.owned_blocks == len({block for key in held for block in self.chunks.blocks_of(key)})
