@@ -31,7 +31,7 @@ from alignedserve.kv_pool.paired_service import PairedCopiesService
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.prefix_cache import open_index
 from alignedserve.kv_pool.records import Holding, WriterKey, check_writer
-from alignedserve.kv_pool.stored import holding_to_proto, renewed, stored_in
+from alignedserve.kv_pool.stored import holding_to_proto, renewed, stored_in, weights_of
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
 from alignedserve.kv_pool.writer import MODEST_S
 from alignedserve.metrics import Page
@@ -419,7 +419,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         def renew(payload: bytes) -> bytes:
             return renewed(payload, head, time.time_ns())
 
-        weights = self._weights_of(self._pool, key.request_id)
+        weights = weights_of(self._pool, key.request_id)
         try:  # a request without an output token cannot be decoded from its KV, so it needs no payload
             (adopted,), grants = self._pool.adopt([(key, most_tokens)], renew if head.output_tokens else None)
         except AlignedServeError as error:
@@ -431,15 +431,6 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         message.weights = weights
         message.whole = adopted.payload is not None and adopted.kv_tokens == most_tokens
         return message
-
-    def _weights_of(self, pool: KvPool, request_id: str) -> str:
-        """Those that computed what the request holds; "" if that is not known."""
-        held = pool.holding(request_id)
-        try:
-            read = pool.read(held.key) if held is not None else None
-        except AlignedServeError:  # `adopt` reports it
-            return ""
-        return stored_tokens(read[1])[2] if read is not None else ""
 
     # ---- readers of stored requests
 

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from alignedserve.control.convert import enter_stage, key_from_proto, key_to_proto
+from alignedserve.control.prefixes import stored_tokens
 from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.records import Holding
@@ -62,6 +63,17 @@ def holding_to_proto(held: Holding, pool_id: str, *, ids: bool = True) -> kp.Hol
         message.block_ids.extend(held.block_ids)
         message.checksums.extend(held.checksums)
     return message
+
+
+def weights_of(pool: KvPool, request_id: str) -> str:
+    """Those that computed what the request holds in the shard; "" if that is not known."""
+    held = pool.holding(request_id)
+    try:
+        read = pool.read(held.key) if held is not None else None
+    except TransferError as error:
+        logger.error("%s", error, extra={"request_id": request_id})
+        return ""
+    return stored_tokens(read[1])[2] if read is not None else ""
 
 
 def location(pool_id: str, kv_tokens: int, blocks: Sequence[int], checksums: Sequence[int]) -> pb.StoredRequest:

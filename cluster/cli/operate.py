@@ -83,9 +83,13 @@ def admin_headers(url: str) -> dict[str, str]:
 
 
 def _pids_here(roles: Sequence[Mapping[str, Any]], supervisor_pid: int) -> frozenset[int]:
-    """The processes on the supervisor's node, which is this machine. Another node's pid is of another process here."""
-    nodes = {role["node"] for role in roles if role["role"] == "supervisor" and int(role["pid"]) == supervisor_pid}
-    return frozenset(int(role["pid"]) for role in roles if role["node"] in nodes)
+    """The processes on the supervisor's node, which is this machine. Another node's pid is of another process here.
+
+    None while the cluster starts: until a gateway answers, the command that started it does, and names no nodes.
+    """
+    known = [role for role in roles if "node" in role]
+    nodes = {role["node"] for role in known if role["role"] == "supervisor" and int(role["pid"]) == supervisor_pid}
+    return frozenset(int(role["pid"]) for role in known if role["node"] in nodes)
 
 
 # ---- scale

@@ -68,7 +68,7 @@ class StorePlanner:
             info = member.beat.model_info
             if info and ModelInfo.from_json(info).weights != newest:
                 yield (
-                    f"{member.key.id}: it has other weights than the newest prefill instance, because the model's files "
+                    f"{member.key.id}: it has other weights than the newest prefill instance, since the model's files "
                     "have changed: `alignedserve restart` makes all instances load them"
                 )
 

@@ -80,6 +80,8 @@ def test_processes_of_other_nodes_are_not_looked_for_here() -> None:
     ]
     assert _pids_here(roles, 10) == {10, 11}
     assert _pids_here(roles, 99) == frozenset()
+    starting = [{key: value for key, value in role.items() if key != "node"} for role in roles]
+    assert _pids_here(starting, 10) == frozenset()
 
 
 async def test_what_cannot_be_had_is_named() -> None:

@@ -17,7 +17,6 @@ from alignedserve.kv_pool.disk.breaker import FIRST_PAUSE_S, MOST_FAULTS
 from alignedserve.kv_pool.disk.layout import PAGE_BYTES
 from alignedserve.kv_pool.disk.shard import DISK
 from alignedserve.kv_pool.disk.threads import DiskThreads
-from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.load import load_step_cost
 from support.disk_cases import (
     CAPACITY,
@@ -111,32 +110,6 @@ def test_only_what_goes_next_is_written_and_only_while_few_blocks_are_free(make:
     assert rig.opened.demotion._is_due()
     rig.demote()
     assert (on_disk(rig, A), on_disk(rig, B)) == (5, 0)  # two blocks go next: the last ones of the oldest prefix
-
-
-def test_what_several_conversations_have_used_outlives_a_kill(make: Make) -> None:
-    first = opened(make())
-    pinned = RequestKey("holds")
-    cache(first, A)
-    cache(first, [*A[:12], 1, 2, 3, 4])
-    cache(first, B)
-    first.pool.pin(pinned, ROOT, A[:13], 13)  # in use, so it is not written ahead of its eviction
-    assert first.run(first.opened.demotion.keep_hot()) == 3
-    assert first.run(first.opened.demotion.keep_hot()) == 0
-    first.pool.release([pinned])
-    first.kill()
-    second = opened(make())
-    assert (on_disk(second, A), on_disk(second, B)) == (3, 0)
-    assert promote(second, A) == 3
-
-
-def test_what_is_hot_takes_only_room_that_the_disk_has(make: Make) -> None:
-    rig = opened(make(slots=6))
-    cache(rig, B)
-    rig.demote()
-    cache(rig, A)
-    cache(rig, [*A[:16], 1, 2, 3, 4])
-    assert rig.run(rig.opened.demotion.keep_hot()) == 1
-    assert (on_disk(rig, A), on_disk(rig, B)) == (1, 5)
 
 
 def test_what_is_cached_is_written_when_the_cluster_ends(make: Make) -> None:
