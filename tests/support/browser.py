@@ -118,7 +118,9 @@ class Page:
         """Press a key that writes nothing: Tab, Enter, ArrowRight."""
         codes = {"Tab": 9, "Enter": 13, "ArrowRight": 39}
         event = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key], "modifiers": 2 if control else 0}
-        await self.call("Input.dispatchKeyEvent", type="rawKeyDown", **event)
+        submits = {"type": "keyDown", "text": "\r"}  # with its character a form is submitted
+        kind = submits if key == "Enter" and not control else {"type": "rawKeyDown"}
+        await self.call("Input.dispatchKeyEvent", **kind, **event)
         await self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
     async def write(self, text: str) -> None:

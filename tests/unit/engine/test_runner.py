@@ -32,6 +32,14 @@ def runner(loaded: LoadedModel) -> ModelRunner:
     return ModelRunner(loaded, allocate_cache(loaded.info.geometry(8), 12, "cpu"))
 
 
+def test_loading_tells_how_many_tensors_are_there(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    folder = make_model("llama", tmp_path / "model", seed=1)
+    load_model(inspect_model("test", folder, "float32", "cpu"), "cpu", progress=lambda *both: told.append(both))
+    assert len(told) > 10
+    assert told == [(number, len(told)) for number in range(1, len(told) + 1)]
+
+
 def test_store_has_the_designs_layout() -> None:
     cache = allocate_cache(GEOMETRY, 5, "cpu")
     assert cache.shape == (5, 3, 2, 2, 8, 16)
