@@ -24,6 +24,7 @@ from alignedserve.engine.decoding import DecodeEngine
 from alignedserve.engine.model import host
 from alignedserve.engine.model.instance_memory import InstanceMemory
 from alignedserve.engine.runner import ModelRunner
+from alignedserve.engine.step_progress import StepProgress
 from alignedserve.errors import AlignedServeError
 from alignedserve.grammar.compiled import Grammars
 from alignedserve.kv_pool.attachment import PoolAttachment
@@ -37,7 +38,6 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.instance.pace import LearningPace
 from alignedserve.sizing import StorePlan
-from alignedserve.step_progress import StepProgress
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.copier import Copier

@@ -14,6 +14,7 @@ from alignedserve.control.runtime import RoleSettings
 from alignedserve.engine.model import host
 from alignedserve.engine.model.instance_memory import InstanceMemory
 from alignedserve.engine.runner import ModelRunner
+from alignedserve.engine.step_progress import StepProgress
 from alignedserve.errors import AlignedServeError, ChecksumError, TransferError
 from alignedserve.geometry import KvGeometry
 from alignedserve.grammar.compiled import Grammars
@@ -39,7 +40,6 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.scheduler.priorities import rank_of
 from alignedserve.sizing import StorePlan
-from alignedserve.step_progress import StepProgress
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.completion import Completion

@@ -63,10 +63,11 @@ class StorePlanner:
 
     def degraded(self) -> Iterator[str]:
         """Instances that have other weights than the newest prefill instance: the model's files have changed."""
-        newest = ModelInfo.from_json(self.model_info).weights if self.model_info else ""
         for member, _ in self._roster.members():
             info = member.beat.model_info
-            if info and ModelInfo.from_json(info).weights != newest:
+            if not info or info == self.model_info:  # this is called often
+                continue
+            if ModelInfo.from_json(info).weights != ModelInfo.from_json(self.model_info).weights:
                 yield (
                     f"{member.key.id}: it has other weights than the newest prefill instance, since the model's files "
                     "have changed: `alignedserve restart` makes all instances load them"

@@ -14,10 +14,10 @@ from alignedserve.config import Config
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.model.loader import LoadedModel, load_model
 from alignedserve.engine.runner import allocate_cache
+from alignedserve.engine.step_progress import StepProgress
 from alignedserve.geometry import KvGeometry
 from alignedserve.memory import describe_bytes, usable_cores
 from alignedserve.model import ModelInfo, resolve_model
-from alignedserve.step_progress import StepProgress
 from alignedserve.text import Tokenizer
 from alignedserve.transfer.block_store import BlockStore, HostBlockStore
 from alignedserve.transfer.device import DeviceBlockStore

@@ -18,9 +18,9 @@ from alignedserve.engine import attention
 from alignedserve.engine.backends.base import AttentionNeeds
 from alignedserve.engine.model.cpu_linear import pack_linears
 from alignedserve.engine.model.probe import probe
+from alignedserve.engine.step_progress import Progress
 from alignedserve.errors import ModelError, ResourceError, UnsupportedModelError
 from alignedserve.model import ModelInfo, check_model_folder
-from alignedserve.step_progress import Progress
 from alignedserve.weights.files import read_tensors, weight_files
 
 log = logging.getLogger(__name__)

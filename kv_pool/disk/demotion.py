@@ -4,8 +4,8 @@ While fewer than `LOW_SHARE` of the shard's blocks are free, the cached blocks t
 written, each after what it continues. No request waits for that: a block whose place is wanted meanwhile is given up,
 and its copy is not indexed, since its entry in host memory has gone.
 
-What several conversations have used is written too, a batch every `HOT_EVERY_S`, while the disk has room: so a machine
-that loses its power finds it again.
+What several conversations have used is written too, a batch every `HOT_EVERY_S`, while the disk has room: so it
+outlives a kill of all processes.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ from alignedserve.engine.graphs.buffers import Column, StepBuffers
 from alignedserve.engine.graphs.drawing import DrawColumns, draw
 from alignedserve.engine.sampling.noise import row_keys
 from alignedserve.engine.sampling.sampler import Sampler, SampleRow
+from alignedserve.engine.step_progress import StepProgress
 from alignedserve.errors import ConfigError
 from alignedserve.graph_sizes import graph_sizes, size_for
 from alignedserve.request import SamplingParams
-from alignedserve.step_progress import StepProgress
 from support.graph_twins import TwinDevice
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -179,7 +179,7 @@ async def test_a_request_is_explained_while_it_runs_and_afterwards(
     listed = (await http.get("/dashboard/requests?sort=newest&most=1")).json()["requests"]
     assert [one["request_id"] for one in listed] == [found["request_id"]]
     assert (await http.get("/dashboard/requests/nobody")).status_code == 404
-    assert (await http.get("/dashboard/requests?id=nobody")).json() == {"requests": []}
+    assert (await http.get("/dashboard/requests?id=unknown")).json() == {"requests": []}
     assert (await http.get("/dashboard/requests?id=mine")).json()["requests"][0]["id"] == found["id"]
     assert (await http.get("/dashboard/requests?sort=odd")).status_code == 400
 
