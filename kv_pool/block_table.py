@@ -1,6 +1,7 @@
 """A hash table of blocks by the first 8 bytes of their digests, in lists of blocks whose digests share a slot.
 
-Lists need no tombstones, so no insertion ever pauses for a rebuild. They take 4 bytes a slot and 4 a block.
+Lists need no tombstones, so no insertion ever pauses for a rebuild. They take 4 bytes a slot and 4 a block, which are
+in the block's entry of the index: whoever follows a list reads it anyway.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ NONE = -1
 class BlockTable:
     """Links blocks `0 .. capacity - 1`. The caller compares what a list holds with what it looks for."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, nexts: Ids) -> None:
+        """`nexts`: memory for the next block in each block's list, int32 `[capacity]`."""
+        capacity = len(nexts)
         slots = 1 << max(1, (capacity - 1).bit_length())
         self.mask = slots - 1
         self._word_mask = np.uint64(self.mask)
         self.firsts = np.full(slots, NONE, np.int32)
-        self.nexts = np.full(capacity, NONE, np.int32)
+        self.nexts = nexts
         # Single items are read faster through a memoryview.
         self.first_of, self.next_of = self.firsts.data, self.nexts.data
 

@@ -5,7 +5,8 @@ An entry is as long as whole cache lines; numbers are little-endian and aligned 
     0   generation: the number of the entry, given once; 0: the block is not indexed
     8   depth of the block in its chain (4 bytes), and flags (4 bytes)
     16  checksum of the block, if its flag is set
-    24  parent: number of the block before it; only valid if the depth is not 0
+    24  parent: number of the block before it, 4 bytes; only valid if the depth is not 0
+    28  next block in its list of the hash table, 4 bytes; only valid for the process that has the table
     32  what comes before the block, 16 bytes: the parent's generation and 0, or the chain's root
     48  digest, 16 bytes
     64  token ids, 4 bytes each
@@ -27,7 +28,8 @@ Ids = npt.NDArray[np.int32]
 Words = npt.NDArray[np.uint64]
 
 LINE_BYTES = 64
-GENERATION, META, CHECKSUM, PARENT, BEFORE, DIGEST, TOKENS = 0, 1, 2, 3, 4, 6, 8  # first words of the fields
+GENERATION, META, CHECKSUM, BEFORE, DIGEST, TOKENS = 0, 1, 2, 4, 6, 8  # first words of the fields
+PARENT, NEXT = 6, 7  # the halves of a word
 HAS_CHECKSUM = 1 << 32
 
 
@@ -45,10 +47,14 @@ class IndexEntries:
         self.memory = memory.cast("B")
         self.words: Words = np.frombuffer(self.memory, np.uint64).reshape(-1, self.bytes // 8)
         self.generations = self.words[:, GENERATION]
+        halves = self.words.view(np.int32)
+        self.parents, self.nexts = halves[:, PARENT], halves[:, NEXT]
         self.one_word = self.memory.cast("Q")  # single words are read and written faster than through NumPy
         self.stride = self.bytes // 8
         self._layout = struct.Struct(f"<6Q16s{block_size * 4}s")
-        self.only_tokens = struct.Struct(f"{block_size * 4}s")
+        self.seen = struct.Struct(f"<Q24x2Q16x{block_size * 4}s")
+        """Generation, what comes before (2 words) and tokens of an entry."""
+        self._token_bytes = block_size * 4
 
     def fill(self, ids: Ids, rows: Words) -> None:
         """Write whole entries, whose generations must be 0."""
@@ -75,7 +81,7 @@ class IndexEntries:
     ) -> None:
         """`fill` with few blocks of a chain, each the parent of the next; `meta` and `generation` count up."""
         first, second = before
-        memory, size, pack, step = self.memory, self.bytes, self._layout.pack_into, self.only_tokens.size
+        memory, size, pack, step = self.memory, self.bytes, self._layout.pack_into, self._token_bytes
         for number, block in enumerate(block_ids):
             own = digests[number * 16 : number * 16 + 16]
             checksum = checksums[number] if checksums else 0

@@ -1,7 +1,7 @@
 """The prefix index of a shard: which blocks hold the KV of a prompt's first tokens.
 
-Entries are in the segment (`entries.py`). In the process are a hash table of them, flags, and the order of eviction: at
-most 75 bytes a block. A successor rebuilds that by one scan.
+Entries are in the segment (`entries.py`). In the process are a hash table of them, flags, and the order of eviction. A
+successor rebuilds that by one scan.
 
 A match compares more than digests: the tokens of each block, and by its parent's generation that the entry continues
 the block matched before it. Two prefixes whose digests are equal are two entries of one list.
@@ -64,7 +64,7 @@ class PrefixIndex:
         self.evicted_blocks = 0
         self._digest = digest
         self._flags = np.frombuffer(self.indexed, np.uint8)
-        self._table = BlockTable(capacity)
+        self._table = BlockTable(entries.nexts)
         self._words, self._stride = entries.one_word, entries.stride
         self._following = 1  # generation of the next entry
 
@@ -104,8 +104,8 @@ class PrefixIndex:
         """Extend `found` up to `end` blocks, one by one. Returns False at a miss."""
         begin = len(found)
         first_of, next_of, mask = self._table.first_of, self._table.next_of, self._table.mask
-        words, stride, memory = self._words, self._stride, self.entries.memory
-        read_tokens, tokens, step = self.entries.only_tokens.unpack_from, chain.tokens, chain.block_bytes
+        read, memory, size = self.entries.seen.unpack_from, self.entries.memory, self.entries.bytes
+        tokens, step = chain.tokens, chain.block_bytes
         before, more = self._before(chain, found[-1] if found else NONE)
         digests, read_hash, start = chain.digests(end), _HASH.unpack_from, begin * step
         for place in range(begin, end):
@@ -113,19 +113,14 @@ class PrefixIndex:
             own = tokens[start : start + step]
             block = first_of[hashed & mask]
             while block != NONE:
-                at = block * stride
-                if (
-                    words[at + DIGEST] == hashed
-                    and words[at + BEFORE] == before
-                    and words[at + BEFORE + 1] == more
-                    and read_tokens(memory, (at + TOKENS) * 8)[0] == own
-                ):
+                seen = read(memory, block * size)
+                if seen[3] == own and seen[1] == before and seen[2] == more:
                     break
                 block = next_of[block]
             else:
                 return False
             found.append(block)
-            before, more = words[at], 0
+            before, more = seen[0], 0
             start += step
         return True
 
@@ -188,11 +183,10 @@ class PrefixIndex:
 
     def chain_to(self, block: int) -> list[int]:
         """The indexed blocks of a chain, from its first block to `block`."""
-        words, stride = self._words, self._stride
-        depth = words[block * stride + META] & 0xFFFFFFFF
-        found = [block]
+        depth = self._words[block * self._stride + META] & 0xFFFFFFFF
+        found, parents = [block], self.entries.parents.data
         for _ in range(depth):
-            found.append(words[found[-1] * stride + PARENT])
+            found.append(parents[found[-1]])
         return found[::-1]
 
     def checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
@@ -247,8 +241,8 @@ class PrefixIndex:
         if checksums:
             rows[:, META] |= np.uint64(HAS_CHECKSUM)
             rows[:, CHECKSUM] = checksums
-        rows[1:, PARENT] = ids[:-1]
-        rows[0, PARENT] = max(parent, 0)
+        its_parents = rows.view(np.int32)[:, PARENT]
+        its_parents[1:], its_parents[0] = ids[:-1], max(parent, 0)
         rows[1:, BEFORE] = generations[:-1]
         rows[0, BEFORE : BEFORE + 2] = self._before(chain, parent)
         own = self._pairs(chain.digests(first + count), first, first + count)
@@ -411,7 +405,7 @@ class PrefixIndex:
 
     def parents(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """The blocks that these indexed blocks continue; -1 for a chain's first block."""
-        parents: npt.NDArray[np.int64] = self.entries.words[:, PARENT][ids].astype(np.int64)
+        parents: npt.NDArray[np.int64] = self.entries.parents[ids].astype(np.int64)
         parents[self.depths(ids) == 0] = NONE
         return parents
 

@@ -122,8 +122,8 @@ class DiskFile:
         self._calls.truncate(self._fd, 0)
         self._calls.truncate(self._fd, size)
 
-    def extend(self, size: int) -> None:
-        """Make the file `size` bytes long, as it was before it was truncated."""
+    def resize(self, size: int) -> None:
+        """Cut the file after `size` bytes, or lengthen it by zeros, which take up no space."""
         self._calls.truncate(self._fd, size)
 
     def require_room(self, size: int) -> None:

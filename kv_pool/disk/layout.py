@@ -1,9 +1,11 @@
 """The layout of a shard's file on disk.
 
-    page 0    the header: what KV the blocks are of, and in what geometry; a file with another one is discarded
+    page 0    the header: what KV the blocks are of, in what geometry (a file of another is discarded), and the slots
+    slots     the blocks, each in whole pages
     entries   of the prefix index, one a slot, as in the segment (`kv_pool/entries.py`), but with a check of the entry
               in place of its flags; written in whole pages
-    slots     the blocks, each in whole pages
+
+The entries come last, so that a file can be made longer or shorter, and keeps the blocks of the slots that remain.
 
 An entry's checksum is of its block's bytes *and* of its digest, which names all tokens up to the block's end. A block
 is only accepted for a prompt with the same digest. So whatever the disk returns (an older block of the slot, an entry
@@ -15,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
@@ -26,9 +28,10 @@ from alignedserve.kv_pool.disk.file import PAGE_BYTES, DiskFile, padded, page_bu
 from alignedserve.kv_pool.entries import GENERATION, HAS_CHECKSUM, META, IndexEntries, Words, entry_bytes
 from alignedserve.memory import describe_bytes
 
-MAGIC = b"ASKVDSK1"
+MAGIC = b"ASKVDSK2"
 SCANNED_BYTES = 8 << 20
-_HEADER = struct.Struct("<8sQQQ32s32s")
+_CONTENT = struct.Struct("<8sQQ32s32s")
+_SLOTS = struct.Struct("<Q")
 _DEPTH = np.uint64(0xFFFFFFFF)
 _HIGH = np.uint64(32)
 
@@ -62,30 +65,55 @@ class DiskLayout:
         return entry_bytes(self.geometry.block_size)
 
     @property
-    def data_at(self) -> int:
-        return PAGE_BYTES + padded(self.slots * self.entry_bytes)
+    def entries_at(self) -> int:
+        return self.slot_at(self.slots)
 
     @property
     def size(self) -> int:
-        return self.data_at + self.slots * self.slot_bytes
+        return self.entries_at + padded(self.slots * self.entry_bytes)
 
     def slot_at(self, slot: int) -> int:
-        return self.data_at + slot * self.slot_bytes
+        return PAGE_BYTES + slot * self.slot_bytes
 
-    def header(self) -> bytes:
+    def content(self) -> bytes:
+        """The header up to the number of slots: two files with the same one have blocks of the same kind."""
         names = self.geometry.fingerprint.encode(), self.model.encode()
-        return _HEADER.pack(MAGIC, self.slots, self.geometry.block_bytes, self.geometry.block_size, *names)
+        return _CONTENT.pack(MAGIC, self.geometry.block_bytes, self.geometry.block_size, *names)
 
-    def is_of(self, file: DiskFile) -> bool:
-        """Whether the file has this layout, of this model. Raises OSError."""
-        buffer = page_buffer(PAGE_BYTES)
-        return file.read_up_to(buffer, 0) == PAGE_BYTES and bytes(buffer[: _HEADER.size]) == self.header()
+    def found_in(self, file: DiskFile) -> DiskLayout | None:
+        """The file's own layout, with its own number of slots; None if its blocks are not of this kind.
+
+        Raises OSError.
+        """
+        buffer, content = page_buffer(PAGE_BYTES), self.content()
+        if file.read_up_to(buffer, 0) < PAGE_BYTES or bytes(buffer[: len(content)]) != content:
+            return None
+        (slots,) = _SLOTS.unpack_from(buffer, len(content))
+        found, header = replace(self, slots=slots), self.header(slots)
+        return found if bytes(buffer[: len(header)]) == header else None
 
     def format(self, file: DiskFile) -> None:
         """Make the file an empty one of this layout. Raises OSError."""
         file.begin_anew(self.size)
-        buffer = page_buffer(PAGE_BYTES)
-        buffer[: _HEADER.size] = self.header()
+        self._write_header(file)
+
+    def take_place(self, file: DiskFile, entries: IndexEntries) -> None:
+        """Make the file, which has this layout but for the number of slots, one with these entries. Raises OSError.
+
+        If that is cut short, the file's layout is the old one, or this one; some of its blocks are lost.
+        """
+        for pages, offset in entry_pages(self, entries, range(self.slots)):
+            file.write([pages], offset)
+        self._write_header(file)
+        file.resize(self.size)
+
+    def header(self, slots: int) -> bytes:
+        known = self.content() + _SLOTS.pack(slots)
+        return known + xxhash.xxh3_128_digest(known)
+
+    def _write_header(self, file: DiskFile) -> None:
+        buffer, header = page_buffer(PAGE_BYTES), self.header(self.slots)
+        buffer[: len(header)] = header
         file.write([buffer], 0)
 
 
@@ -106,20 +134,22 @@ def runs(slots: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 def read_entries(file: DiskFile, layout: DiskLayout, entries: IndexEntries) -> list[int]:
     """Fill `entries` with what is valid on disk. Returns the slots of the others that are not empty.
 
-    Raises OSError.
+    If the file has more slots than there are `entries`, only the first are read; if it has fewer, the rest stays as it
+    is. Raises OSError.
     """
     wrong: list[int] = []
     step = SCANNED_BYTES // PAGE_BYTES * PAGE_BYTES
     stored = entries.memory
-    total = layout.slots * layout.entry_bytes
+    slots = min(layout.slots, len(entries.words))
+    total = slots * layout.entry_bytes
     for begin in range(0, total, step):
         buffer = page_buffer(min(step, padded(total - begin)))
-        file.read([buffer], PAGE_BYTES + begin)
+        file.read([buffer], layout.entries_at + begin)
         end = min(begin + step, total)
         stored[begin:end] = buffer[: end - begin]
     rows = max(1, SCANNED_BYTES // layout.entry_bytes)
-    for first in range(0, layout.slots, rows):
-        words = entries.words[first : first + rows]
+    for first in range(0, slots, rows):
+        words = entries.words[first : min(first + rows, slots)]
         right = (words[:, META] >> _HIGH) == _checks(words)
         right &= words[:, GENERATION] != 0
         wrong += (np.flatnonzero(~right & words.any(axis=1)) + first).tolist()
@@ -144,7 +174,7 @@ def entry_pages(layout: DiskLayout, entries: IndexEntries, slots: Iterable[int])
         buffer = page_buffer(end - begin)
         content = words.tobytes()[begin - low * size : end - low * size]
         buffer[: len(content)] = content
-        pages.append((buffer, PAGE_BYTES + begin))
+        pages.append((buffer, layout.entries_at + begin))
     return pages
 
 

@@ -122,11 +122,13 @@ class DiskTier:
         folder = Path(pool.disk_path).expanduser()
         make_folder(folder)
         layout = DiskLayout.within(int(pool.disk_gib * GIB), geometry, self._model.weights)
-        file = open_own(self._calls, folder, self._config.cluster.name, self._id, layout.header())
+        file = open_own(self._calls, folder, self._config.cluster.name, self._id, layout.content())
         try:
-            if not layout.is_of(file):  # else it has had its room, and others may have filled the disk since
+            before = layout.found_in(file)
+            if before is None or before.slots < layout.slots:  # else it has its room, though others may fill the disk
                 file.require_room(layout.size)
-            disk, stale = self._take_over(file, layout) or (self._empty(file, layout), [])
+            taken = None if before is None else self._take_over(file, before, layout)
+            disk, stale = taken or (self._empty(file, layout), [])
         except BaseException:
             file.close()
             raise
@@ -139,23 +141,27 @@ class DiskTier:
         )
         return file, layout, disk, stale
 
-    def _take_over(self, file: DiskFile, layout: DiskLayout) -> tuple[DiskSlots, list[int]] | None:
-        """What is in the file, and the slots that have an entry on disk but not here; None if it is of no use here."""
-        if not layout.is_of(file):
-            logger.info("the disk tier begins empty: %s holds no blocks of %s", file.path, layout.geometry.describe())
-            return None
-        file.extend(layout.size)
+    def _take_over(self, file: DiskFile, before: DiskLayout, layout: DiskLayout) -> tuple[DiskSlots, list[int]] | None:
+        """What is in the file, and the slots that have an entry on disk but not here; None if it contradicts itself.
+
+        The file had the layout `before`, and has `layout` then. A smaller one keeps what is in its slots.
+        """
+        file.resize(before.size)  # it may have been truncated
         entries = empty_entries(layout)
-        stale = read_entries(file, layout, entries)
+        stale = read_entries(file, before, entries)
         try:
             disk = self._slots(entries)
             disk.index.check_integrity(disk.blocks.cached)
         except (AlignedServeError, IndexError) as error:
             logger.error("the disk tier begins empty: %s contradicts itself: %s", file.path, error)
             return None
-        return disk, [*stale, *disk.dropped]
+        if before == layout:
+            return disk, [*stale, *disk.dropped]
+        layout.take_place(file, entries)
+        return disk, []
 
     def _empty(self, file: DiskFile, layout: DiskLayout) -> DiskSlots:
+        logger.info("the disk tier begins empty: %s holds no blocks of %s", file.path, layout.geometry.describe())
         layout.format(file)
         return self._slots(empty_entries(layout))
 

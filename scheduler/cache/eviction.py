@@ -13,9 +13,10 @@ for each block of the store.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,34 +39,68 @@ MOST_USES = int(np.iinfo(np.uint16).max)
 
 
 class _Chunk:
-    """Entries of a class in order of rank: block, touch and rank. Those before `at` have been taken."""
+    """Entries of a class in order of rank: blocks, in runs of one touch and one rank.
 
-    __slots__ = ("at", "blocks", "ranks", "touches")
+    Run `n` ends before entry `ends[n]`. The entries before `at` have been taken; the first one left is of run `run`.
+    """
+
+    __slots__ = ("at", "blocks", "ends", "ranks", "run", "touches")
 
     def __init__(self) -> None:
-        self.blocks, self.touches, self.ranks = array("i"), array("q"), array("d")
-        self.at = 0
+        self.blocks, self.ends = array("i"), array("i")
+        self.touches, self.ranks = array("q"), array("d")
+        self.at = self.run = 0
 
     def __len__(self) -> int:
         return len(self.blocks) - self.at
 
+    def push(self, blocks: array[int], touch: int, rank: float) -> None:
+        self.blocks += blocks
+        if self.run < len(self.ends) and self.touches[-1] == touch:
+            self.ends[-1] = len(self.blocks)
+        else:
+            self.ends.append(len(self.blocks))
+            self.touches.append(touch)
+            self.ranks.append(rank)
+
+    def take(self, most: int, below: float, blocks: array[int], touches: array[int], counts: array[int]) -> float:
+        """See `_Class.take`."""
+        begin, run = self.at, self.run
+        last = max(bisect_left(self.ranks, below, run) - 1, run)
+        end = min(begin + most, self.ends[last])
+        blocks += self.blocks[begin:end]
+        while self.at < end:
+            run = self.run
+            count = min(end, self.ends[run]) - self.at
+            touches.append(self.touches[run])
+            counts.append(count)
+            self.at += count
+            self.run += self.at == self.ends[run]
+        return self.ranks[run]
+
     def clean(self, touched: Touches) -> None:
-        """Drop the entries of blocks that were touched later."""
-        at = self.at
-        blocks = np.frombuffer(self.blocks[at:], np.int32)
-        touches = np.frombuffer(self.touches[at:], np.int64)
-        live = touched[blocks] == touches
-        if at or not live.all():
-            ranks = np.frombuffer(self.ranks[at:], np.float64)
-            self.blocks, self.touches = array("i", blocks[live].tobytes()), array("q", touches[live].tobytes())
-            self.ranks = array("d", ranks[live].tobytes())
-            self.at = 0
+        """Drop the entries of blocks that were touched later. There must be entries."""
+        blocks = np.frombuffer(self.blocks[self.at :], np.int32)
+        touches = np.frombuffer(self.touches[self.run :], np.int64)
+        ends = np.frombuffer(self.ends[self.run :], np.int32)
+        counts = ends - np.append(self.at, ends[:-1])
+        live = touched[blocks] == np.repeat(touches, counts)
+        if self.at or not live.all():
+            counts = np.add.reduceat(live, ends - counts - self.at, dtype=np.int64)
+            kept = counts > 0
+            ranks = np.frombuffer(self.ranks[self.run :], np.float64)[kept]
+            self.blocks, self.touches = array("i", blocks[live].tobytes()), array("q", touches[kept].tobytes())
+            self.ranks = array("d", ranks.tobytes())
+            self.ends = array("i", np.cumsum(counts[kept], dtype=np.int32).tobytes())
+            self.at = self.run = 0
 
     def append(self, later: _Chunk) -> None:
         """Take over the entries of the chunk that follows."""
+        shift = len(self.blocks) - later.at
         self.blocks += later.blocks[later.at :]
-        self.touches += later.touches[later.at :]
-        self.ranks += later.ranks[later.at :]
+        self.ends.extend(end + shift for end in later.ends[later.run :])
+        self.touches += later.touches[later.run :]
+        self.ranks += later.ranks[later.run :]
 
 
 class _Class:
@@ -81,10 +116,7 @@ class _Class:
         for begin in range(0, len(blocks), CHUNK_ENTRIES):
             if not self.chunks or len(self.chunks[-1].blocks) >= CHUNK_ENTRIES:
                 self.chunks.append(_Chunk())
-            last, piece = self.chunks[-1], blocks[begin : begin + CHUNK_ENTRIES]
-            last.blocks += piece
-            last.touches.extend((touch,) * len(piece))
-            last.ranks.extend((rank,) * len(piece))
+            self.chunks[-1].push(blocks[begin : begin + CHUNK_ENTRIES], touch, rank)
 
     def head(self) -> tuple[float, int] | None:
         """Rank and touch of the first entry; None if there are no entries."""
@@ -94,21 +126,14 @@ class _Class:
         if not chunks:
             return None
         first = chunks[0]
-        return first.ranks[first.at], first.touches[first.at]
+        return first.ranks[first.run], first.touches[first.run]
 
-    def take(self, most: int, below: float, blocks: array[int], touches: array[int]) -> float:
-        """Move first entries to `blocks` and `touches`: at most `most` of the first touch, or of a rank under `below`.
+    def take(self, most: int, below: float, blocks: array[int], touches: array[int], counts: array[int]) -> float:
+        """Move first entries to `blocks`: at most `most`, of the first touch or of a rank under `below`.
 
-        Returns the rank of the last one.
+        `touches` and `counts` get the touch of each run of them and its length. Returns the rank of the last one.
         """
-        first = self.chunks[0]
-        begin, end = first.at, min(first.at + most, len(first.blocks))
-        of_first_touch = bisect_right(first.touches, first.touches[begin], begin, end)
-        end = max(bisect_left(first.ranks, below, begin, end), of_first_touch)
-        blocks += first.blocks[begin:end]
-        touches += first.touches[begin:end]
-        first.at = end
-        return first.ranks[end - 1]
+        return self.chunks[0].take(most, below, blocks, touches, counts)
 
 
 class EvictionQueue:
@@ -233,20 +258,24 @@ class EvictionQueue:
         """
         taken: list[int] = []
         while count > 0:
-            found, touches = array("i"), array("q")
+            found, touches, counts = array("i"), array("q"), array("i")
             while (room := count - len(found)) > 0 and (first := self._first()) is not None:
                 following = min(self._heads[1:3], default=NO_HEAD)[0]
-                rank = self._classes[first[2]].take(room, following, found, touches)
+                rank = self._classes[first[2]].take(room, following, found, touches, counts)
                 self.inflation = max(self.inflation, rank)
             if not found:
                 break
             self.entries -= len(found)
             if len(found) <= FEW:
                 touched = self._touched_of
-                live = [b for b, touch in zip(found, touches, strict=True) if touched[b] == touch and cached[b]]
+                runs = map(itertools.repeat, touches, counts)
+                entered = zip(found, itertools.chain.from_iterable(runs), strict=True)
+                live = [block for block, touch in entered if touched[block] == touch and cached[block]]
             else:
                 ids = np.frombuffer(found, np.int32)
-                right = self._touched[ids] == np.frombuffer(touches, np.int64)
+                right = self._touched[ids] == np.repeat(
+                    np.frombuffer(touches, np.int64), np.frombuffer(counts, np.int32)
+                )
                 right &= np.frombuffer(cached, np.uint8)[ids] != 0
                 live = ids[right].tolist()
             taken += live

@@ -141,13 +141,20 @@ class Overload:
             page.gauge("predicted_tpot_seconds", "predicted TPOT of such a request", outlook.tpot_s)
 
     def predict(
-        self, tokens: int, requests: int, now_s: float, *, age_s: float = 0.0, prompt: QueuedGroup | None = None
+        self,
+        tokens: int,
+        requests: int,
+        now_s: float,
+        *,
+        age_s: float = 0.0,
+        prompt: QueuedGroup | None = None,
+        alike: int = 1,
     ) -> Outlook:
         """For a group of `requests` answers to a prompt of `tokens` that its gateway has had for `age_s` already.
 
-        `prompt`: what is known of it; None: all of it must be computed.
+        `prompt`: what is known of it; None: all of it must be computed. `alike`: so many such prompts are computed.
         """
-        first_s, pool_s = self._first_s(tokens, requests, prompt)
+        first_s, pool_s = self._first_s(tokens, requests, prompt, alike)
         iteration_s, wait_s, per_request_s = self._decode(requests, tokens, now_s, first_s)
         gaps = max(1.0, self._times.mean_tokens)
         ttft_s = age_s + first_s + min(self._late.value, MOST_MARGIN * self._config.ttft_objective_s)
@@ -162,10 +169,12 @@ class Overload:
 
     # parts of a prediction
 
-    def _first_s(self, tokens: int, requests: int, prompt: QueuedGroup | None = None) -> tuple[float, float]:
+    def _first_s(
+        self, tokens: int, requests: int, prompt: QueuedGroup | None = None, alike: int = 1
+    ) -> tuple[float, float]:
         """Time until the first token, and the part of it that is the wait for room in the pool."""
         pool_s = self._pool_wait_s(tokens, requests)
-        return self._prefill_s(prompt or QueuedGroup([], tokens)) + pool_s, pool_s
+        return self._prefill_s(prompt or QueuedGroup([], tokens), alike) + pool_s, pool_s
 
     @property
     def _predictable(self) -> bool:
@@ -193,18 +202,27 @@ class Overload:
 
     def _typical(self, requests: int, now_s: float) -> Outlook:
         """For the last of `requests` typical requests that arrive together."""
-        tokens, work = int(requests * self._typical_tokens), int(requests * self._typical_work)
-        return self.predict(tokens, requests, now_s, prompt=QueuedGroup([], tokens, coming=tokens - work))
+        tokens, work = int(self._typical_tokens), int(self._typical_work)
+        prompt = QueuedGroup([], tokens, coming=tokens - work)
+        return self.predict(int(requests * self._typical_tokens), requests, now_s, prompt=prompt, alike=requests)
 
-    def _prefill_s(self, prompt: QueuedGroup) -> float:
-        """Time until the first token of a prompt, after all queued and dispatched prompts.
+    def _prefill_s(self, prompt: QueuedGroup, alike: int) -> float:
+        """Time until the first tokens of so many prompts, after all queued and dispatched ones.
 
-        What a queued one will leave of it is computed wherever this one goes.
+        What a queued one will leave of it is computed wherever this one goes. Queued ones read as much as typical ones.
         """
         loads = [view.load for view in self._state.instances.prefill.values()]
         share = -(-self._state.queue.ahead()[1] // len(loads))
-        most = prompt.tokens - prompt.coming
-        return min(load.predicted_ttft_s(share + min(most, load.work(prompt))) for load in loads)
+        queued = share / self._typical_work if self._typical_work else 0.0
+        typical, work = int(self._typical_tokens), int(self._typical_work)
+        found = math.inf
+        for load in loads:
+            left = min(prompt.tokens - prompt.coming, load.work(prompt))
+            reading_s = alike * load.cost.predict_reading_s(left, prompt.tokens - left)
+            if queued:
+                reading_s += queued * load.cost.predict_reading_s(work, typical - work)
+            found = min(found, load.predicted_ttft_s(share + alike * left) + reading_s)
+        return found
 
     def _pool_wait_s(self, tokens: int, requests: int) -> float:
         """Time until the pool has room for it and all queued before it, at the rate at which requests end."""

@@ -107,7 +107,8 @@ class PrefillDispatch:
             blocks[0] -= first.blocks
         for record, needed in zip(self._state.open(group.keys), blocks, strict=True):
             self._state.begin_prefill(record, load.prefill_id, needed, now_s)
-        first.prefill_tokens, first.prefill_s = route.tokens, route.seconds
-        load.begin(route.tokens, first.background, route.seconds)
+        first.prefill_tokens = route.tokens
+        first.reading_s = load.cost.predict_reading_s(route.tokens, group.tokens - route.tokens)
+        load.begin(route.tokens, first.background, first.reading_s)
         self._state.recent.sent(first.key, first.meta.marks, load.prefill_id, load.pool_id)
         self._state.actions.append(StartPrefill(load.prefill_id, tuple(group.keys), first.kv_tokens, route.copy_from))

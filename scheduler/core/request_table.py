@@ -55,7 +55,7 @@ class Record:
     shard: PoolShard | None = None  # the shard that holds its KV, or held it last; None: not known
     pool_tokens: int = 0  # of its copy in the pool, if there is one
     prefill_tokens: int = 0  # cost of its prefill; 0 for all but the first of a group
-    prefill_s: float = 0.0  # the predicted time of its prefill, where the routing predicts it
+    reading_s: float = 0.0  # of its prefill: predicted time for attention to cached and earlier tokens
     prefill_id: str = ""  # the instance that prefills it, or whose buffer holds it
     decode_id: str = ""  # the decode instance that decides about it
     buffer: BufferKind = BufferKind.BATCH

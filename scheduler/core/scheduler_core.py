@@ -272,7 +272,7 @@ class SchedulerCore:
             return  # if it is not open any more, its next epoch adopts the copy in the pool, or the audit finds it
         prefill = self._state.instances.prefill.get(record.prefill_id)
         if prefill is not None and record.prefill_tokens:
-            prefill.load.drop(record.prefill_tokens, record.background, record.prefill_s)
+            prefill.load.drop(record.prefill_tokens, record.background, record.reading_s)
             record.prefill_tokens = 0
         self._overload.prefilled(record, now_s)
         shard = self._state.ledger.shard(event.pool_id)

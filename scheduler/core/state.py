@@ -243,7 +243,7 @@ class CoreState:
             case RequestState.PREFILLING if prefill is not None:
                 del prefill.prefilling[key]
                 if record.prefill_tokens:
-                    prefill.load.drop(record.prefill_tokens, record.background, record.prefill_s)
+                    prefill.load.drop(record.prefill_tokens, record.background, record.reading_s)
             case RequestState.WAITING:
                 self.sharing.remove(key)
                 if record.shard is not None:

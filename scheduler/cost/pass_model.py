@@ -50,6 +50,10 @@ class CostModel(ABC):
         Each pass reads the KV of those before it, so long prompts take more than in proportion.
         """
 
+    def predict_reading_s(self, tokens: int, cached_tokens: int) -> float:
+        """The part of `predict_prompt_s` that is for attention to the KV of earlier passes."""
+        return max(0.0, self.predict_prompt_s(tokens, cached_tokens) - self.predict_prefill_s(tokens))
+
     @abstractmethod
     def predict_iteration_s(self, lengths: Sequence[int]) -> float:
         """Time of one decode iteration of requests with these prefix lengths."""
@@ -149,9 +153,12 @@ class LinearCostModel(CostModel):
         return self._chunk.predict((-(-tokens // self._chunk_tokens), tokens, cached_tokens))
 
     def predict_prompt_s(self, tokens: int, cached_tokens: int) -> float:
+        return self.predict_prefill_s(tokens) + self.predict_reading_s(tokens, cached_tokens)
+
+    def predict_reading_s(self, tokens: int, cached_tokens: int) -> float:
         passes = -(-tokens // self._chunk_tokens)
         read = passes * cached_tokens + self._chunk_tokens * passes * (passes - 1) // 2
-        return self._chunk.predict((passes, tokens, read))
+        return self._chunk.weights[2] * read
 
     def predict_iteration_s(self, lengths: Sequence[int]) -> float:
         return self._iteration.predict((1.0, len(lengths), sum(lengths)))

@@ -64,6 +64,11 @@ class PriorCostModel(CostModel):
             seconds += self._cost.step_s((ChunkShape(rest, cached_tokens + tokens - rest),), ())
         return self._chunk.value * seconds
 
+    def predict_reading_s(self, tokens: int, cached_tokens: int) -> float:
+        if not cached_tokens and tokens <= self._chunk_tokens:  # most prompts: saves the predictions
+            return 0.0
+        return super().predict_reading_s(tokens, cached_tokens)
+
     def predict_iteration_s(self, lengths: Sequence[int]) -> float:
         return self._iteration.value * self._cost.step_s((), lengths)
 

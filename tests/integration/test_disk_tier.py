@@ -16,7 +16,6 @@ from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
 from alignedserve.kv_pool.disk.breaker import MOST_FAULTS
 from alignedserve.kv_pool.disk.file import PAGE_BYTES, padded
-from alignedserve.kv_pool.entries import entry_bytes
 from alignedserve.request import SamplingParams
 from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
@@ -117,9 +116,8 @@ def test_blocks_that_were_changed_on_disk_are_computed_again(folder: Path, tmp_p
     before, _ = served(config, prompts)
     file = file_in(tmp_path)
     data = bytearray(file.read_bytes())
-    _, slots, block_bytes, block_size = struct.unpack_from("<8sQQQ", data)
-    begin = PAGE_BYTES + padded(slots * entry_bytes(block_size))
-    for place in range(begin, begin + slots * padded(block_bytes), padded(block_bytes)):
+    _, block_bytes, _, _, _, slots = struct.unpack_from("<8sQQ32s32sQ", data)
+    for place in range(PAGE_BYTES, PAGE_BYTES + slots * padded(block_bytes), padded(block_bytes)):
         data[place] ^= 1
     file.write_bytes(data)
     after, metrics = served(config, prompts)

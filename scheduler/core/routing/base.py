@@ -15,13 +15,12 @@ from alignedserve.scheduler.core.routing.load import PrefillLoad
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`tokens`: what the instance computes of the prompt. `seconds`: how long that is predicted to take; 0: not
-    predicted. `copy_from`: the shard whose cached prefix is copied to the instance's shard first; "": none is.
+    """`tokens`: what the instance computes of the prompt. `copy_from`: the shard whose cached prefix is copied to the
+    instance's shard first; "": none is.
     """
 
     load: PrefillLoad
     tokens: int
-    seconds: float = 0.0
     copy_from: str = ""
 
 

@@ -28,13 +28,18 @@ class LeastTtft(Routing):
     ) -> tuple[float, Route]:
         """The predicted time to first token there, and how."""
         (pool_id, tokens), computed = best, load.work(group)
-        ttft_s = load.predicted_ttft_s(computed, background)
+        ttft_s = self._ttft_s(load, group, computed, background)
         left = group.tokens - tokens
         if self.copies is not None and left < computed and pool_id != load.pool_id:
-            copied_s = self.copy_s(load, tokens) + load.predicted_ttft_s(left, background)
+            copied_s = self.copy_s(load, tokens) + self._ttft_s(load, group, left, background)
             if copied_s < ttft_s:
                 return copied_s, Route(load, left, copy_from=pool_id)
         return ttft_s, Route(load, computed)
+
+    def _ttft_s(self, load: PrefillLoad, group: QueuedGroup, left: int, background: bool) -> float:
+        """If it computes the last `left` tokens."""
+        reading_s = load.cost.predict_reading_s(left, group.tokens - left)
+        return load.predicted_ttft_s(left, background) + reading_s
 
 
 class LeastLoaded(Routing):

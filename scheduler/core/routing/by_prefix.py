@@ -28,8 +28,8 @@ class _ByPrefix(Routing):
             left_s = load.cost.predict_prompt_s(group.tokens - tokens, tokens)
             copied_s = self.copy_s(load, tokens - own) + left_s
             if copied_s < computed_s:
-                return copied_s, Route(load, group.tokens - tokens, left_s, pool_id)
-        return computed_s, Route(load, group.tokens - own, computed_s)
+                return copied_s, Route(load, group.tokens - tokens, pool_id)
+        return computed_s, Route(load, group.tokens - own)
 
 
 class LongestPrefix(_ByPrefix):

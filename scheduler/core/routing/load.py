@@ -18,32 +18,35 @@ class PrefillLoad:
     cache_tokens: int = 0  # the longest prompt that it can take; 0: not known yet
     pending_tokens: int = 0
     background_tokens: int = 0  # of those, of prompts that let all others go first
-    pending_s: float = 0.0  # predicted time of the pending prompts, where the routing predicts it
+    reading_s: float = 0.0  # of the pending prompts: predicted time for attention to cached and earlier tokens
     cost: CostModel = field(default_factory=LinearCostModel)
     copy_s_per_token: float = 0.0  # of cached prefixes from other shards, as measured; 0: not known
     home: PoolShard | None = None  # its shard; set by `CoreState.place`, since each prompt reads it of all instances
 
-    def begin(self, tokens: int, background: bool = False, seconds: float = 0.0) -> None:
+    def begin(self, tokens: int, background: bool = False, reading_s: float = 0.0) -> None:
         self.pending_tokens += tokens
         self.background_tokens += tokens * background
-        self.pending_s += seconds
+        self.reading_s += reading_s
 
-    def drop(self, tokens: int, background: bool = False, seconds: float = 0.0) -> None:
+    def drop(self, tokens: int, background: bool = False, reading_s: float = 0.0) -> None:
         """A prompt was computed, or removed without being computed."""
         self.pending_tokens -= tokens
         self.background_tokens -= tokens * background
-        self.pending_s = max(0.0, self.pending_s - seconds) if self.pending_tokens else 0.0
+        self.reading_s = max(0.0, self.reading_s - reading_s) if self.pending_tokens else 0.0
 
     def ahead_tokens(self, background: bool = False) -> int:
         """Tokens that are computed before a prompt that arrives now."""
         return self.pending_tokens if background else self.pending_tokens - self.background_tokens
 
     def ahead_s(self, background: bool = False) -> float:
-        """Predicted time until a prompt that arrives now is begun, where the routing predicts each prompt's."""
-        return self.pending_s * self.ahead_tokens(background) / self.pending_tokens if self.pending_tokens else 0.0
+        """Predicted time until a prompt that arrives now is begun."""
+        return self.predicted_ttft_s(0, background)
 
     def predicted_ttft_s(self, tokens: int, background: bool = False) -> float:
-        return self.cost.predict_prefill_s(self.ahead_tokens(background) + tokens)
+        """Until so many tokens that arrive now are computed, without what they read of cached and earlier tokens."""
+        ahead = self.ahead_tokens(background)
+        seconds = self.cost.predict_prefill_s(ahead + tokens)
+        return seconds + self.reading_s * ahead / self.pending_tokens if self.reading_s else seconds
 
     @property
     def pool_id(self) -> str:

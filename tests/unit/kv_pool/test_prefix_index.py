@@ -215,7 +215,7 @@ def test_a_block_is_indexed_once() -> None:
 
 
 def test_lists_of_one_slot_keep_all_their_blocks() -> None:
-    table = BlockTable(64)
+    table = BlockTable(np.zeros(64, np.int32))
     ids, hashes = np.arange(64, dtype=np.int32), np.arange(64, dtype=np.uint64) // np.uint64(8)
     table.add_all(ids, hashes)
     assert sorted(table.check().tolist()) == list(range(64))

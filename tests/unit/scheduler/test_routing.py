@@ -100,6 +100,50 @@ def test_a_cached_prefix_is_copied_to_another_shard_where_that_is_quickest():
     assert route() == ("p0", 500, ""), "KV of its own is used"
 
 
+def reading(seconds_per_token):
+    """Instances that compute a token in 0.1 ms and read a cached one in so many seconds, as they have learned."""
+    loads = [at("k0", "p0"), at("k1", "p1")]
+    for instance in loads:
+        for number in range(60):
+            tokens, cached = 50 + 40 * (number % 7), 10_000 * (number % 5)
+            seconds = 1e-4 * tokens + seconds_per_token * cached
+            instance.cost.observe_chunks(Passes(1, tokens, cached, seconds))
+        instance.cache_tokens = 100_000
+    return loads
+
+
+def test_attention_over_a_cached_prefix_is_a_part_of_its_prediction():
+    loads, routing = reading(1e-6), make_routing(SchedulerConfig())
+    long = QueuedGroup([], 50_100, cached=(("k1", 50_000),))
+    assert loads[1].cost.predict_reading_s(100, 50_000) == pytest.approx(0.05, rel=0.05)
+    assert routing.choose(loads, long).load.prefill_id == "p1"
+    loads[1].begin(100, reading_s=loads[1].cost.predict_reading_s(100, 50_000))
+    assert routing.choose(loads, QueuedGroup([], 400, cached=(("k1", 200),))).load.prefill_id == "p0"
+    assert loads[1].ahead_s() == pytest.approx(0.06, rel=0.05)
+    loads[1].drop(100, reading_s=loads[1].reading_s)
+    assert loads[1].ahead_s() == 0.0
+    routing.copies, half = PrefixCopies(1e-9), QueuedGroup([], 400, cached=(("k1", 200),))
+    slow = reading(1e-3)
+    loads[1].begin(8000)
+    slow[1].begin(8000)
+    assert routing.choose(loads, half).copy_from == "k1"
+    assert routing.choose(slow, half).copy_from == "", "reading 200 tokens takes as long as computing 2,000"
+
+
+def test_the_core_counts_what_its_prompts_read_until_they_are_computed():
+    cell = CoreCell(prefills=1, decodes=1, pool=9000, cache=3000, most_prompt=30_000)
+    (view,) = cell.core._state.instances.open_prefill()
+    cost = view.load.cost
+    for number in range(60):
+        tokens, cached = 50 + 40 * (number % 7), 1000 * (number % 5)
+        cost.observe_chunks(Passes(1, tokens, cached, 1e-4 * tokens + 1e-6 * cached))
+    meta = ev.RequestMeta(key("a"), 8100, 8120, "group-a", "gw", cached=((view.load.pool_id, 8000),))
+    assert only(cell.do(ev.Submitted((meta,))), StartPrefill)
+    assert view.load.reading_s == pytest.approx(0.008, rel=0.05)
+    cell.prefilled("a", 8100)
+    assert (view.load.pending_tokens, view.load.reading_s) == (0, 0.0)
+
+
 def test_what_is_cached_counts_as_little_ahead_of_a_busy_instance():
     loads = [at("k0", "p0", 90), at("k1", "p1", 90)]
     group = QueuedGroup([], 1000, cached=(("k1", 995),))
@@ -270,7 +314,7 @@ def prefix_loads(*ahead_s: float) -> list[PrefillLoad]:
     loads = []
     for number, seconds in enumerate(ahead_s):
         load = PrefillLoad(f"p{number}", cache_tokens=100_000, cost=LinearCostModel(1e-4), home=PoolShard(f"k{number}"))
-        load.begin(round(seconds * 1e4), seconds=seconds)
+        load.begin(round(seconds * 1e4))
         loads.append(load)
     return loads
 
