@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -84,6 +85,7 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
         self.answers: dict[str, Answer] = {}
         self.max_request_tokens = 0
         self.resubmitted = 0
+        self.lost: Counter[str] = Counter()  # requests by the reason that the scheduler gave
 
     async def __aenter__(self) -> Self:
         self._address = await self._server.start()
@@ -245,6 +247,7 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
             unknown = keys_from_proto(message.unknown)
             asyncio.get_running_loop().call_later(QUIET_S, self._submit_again, unknown)
         elif kind == "lost" and self._resubmit:
+            self.lost[message.lost.reason] += len(message.lost.keys)
             self._submit_again([key_from_proto(key) for key in message.lost.keys])
         elif kind == "lost":
             self._end(message.lost.keys, AlignedServeError(f"lost: {message.lost.reason}"))
