@@ -12,6 +12,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -127,6 +128,7 @@ class _ServeCommand:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="ray")
         self._stopping = threading.Event()
         self._signals = 0
+        self._heard: SimpleQueue[int] = SimpleQueue()  # signals that have come, to be obeyed
         self._served = False
         self._nothing_open = True
         self._drained = threading.Event()
@@ -147,6 +149,7 @@ class _ServeCommand:
         # Ray's workers import from this folder first, so it must not contain another `alignedserve`.
         os.chdir(temp_dir())
         self._handle_signals()
+        threading.Thread(target=self._obey_signals, name="signals", daemon=True).start()
         self._worker.submit(self._start)
         threading.Thread(target=self._end_stopped, name="stopped", daemon=True).start()
         self._asking.start()
@@ -353,12 +356,17 @@ class _ServeCommand:
             signal.signal(signal.SIGHUP, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals += 1
-        if self._signals == 1:
-            self._console.line("\nending" if number == signal.SIGINT else "ending")
-        elif self._signals == KILL_SIGNALS:
-            self._drained.set()
-        self._stopping.set()
+        self._heard.put(number)  # nothing that takes a lock: the main thread, which this interrupts, may hold it
+
+    def _obey_signals(self) -> None:
+        while True:
+            number = self._heard.get()
+            self._signals += 1
+            if self._signals == 1:
+                self._console.line("\nending" if number == signal.SIGINT else "ending")
+            elif self._signals == KILL_SIGNALS:
+                self._drained.set()
+            self._stopping.set()
 
     # ---- words
 

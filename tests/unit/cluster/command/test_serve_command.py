@@ -1,8 +1,11 @@
-"""What `alignedserve serve` passes to processes that run in other folders."""
+"""What `alignedserve serve` passes to processes that run in other folders, and signals at any moment."""
 
 from __future__ import annotations
 
 import shutil
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +57,29 @@ def test_relative_paths_are_absolute_for_everybody(tmp_path: Path, monkeypatch: 
         assert got.gateway.api_key_file == str(keys)
         assert got.log.dir == str(tmp_path / "logs")
     assert len(seen) == 2
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Signals have their handlers again afterwards."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("times", [1, serve_command.KILL_SIGNALS])
+def test_a_signal_takes_effect_whatever_the_main_thread_holds(
+    times: int, handlers: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = serve_command._ServeCommand(Config(), None)  # type: ignore[arg-type]
+    command._handle_signals()
+    obeying = threading.Thread(target=command._obey_signals, daemon=True)
+    obeying.start()
+    with command._console._lock:  # in the middle of a line
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+    assert (command._stopping if times == 1 else command._drained).wait(10)
+    assert command._at_once == (times == serve_command.KILL_SIGNALS)
+    assert "ending" in capsys.readouterr().out
