@@ -47,6 +47,25 @@ _HARMLESS = frozenset(
 _HARMLESS_VALUES: dict[str, Any] = {"output_attentions": False, "is_causal": True, "dropout": 0.0}
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which KV heads of a shared store a rank has: part `part` of `parts` equal parts of each layer's.
+
+    The store is seen as one of `parts` times as many layers, each with a part of the heads.
+    """
+
+    parts: int = 1
+    part: int = 0
+
+    def layer(self, layer: int) -> int:
+        return layer * self.parts + self.part
+
+    def view(self, cache: torch.Tensor) -> torch.Tensor:
+        """A contiguous store `[blocks, layers, kv_heads, ...]` as `[blocks, layers * parts, kv_heads / parts, ...]`."""
+        blocks, layers, kv_heads, *rest = cache.shape
+        return cache.view(blocks, layers * self.parts, kv_heads // self.parts, *rest)
+
+
 @dataclass(slots=True)
 class ActiveForward:
     """The current forward pass of this thread: its backend, and the layers that attended so far.
@@ -58,6 +77,7 @@ class ActiveForward:
     backend: AttentionBackend
     layers: list[int] = field(default_factory=list)
     on_layer: Callable[[int], None] | None = None
+    place: Place = field(default_factory=Place)
     heads: set[int] = field(default_factory=set)
     options: set[str] = field(default_factory=set)
 
@@ -132,7 +152,7 @@ def paged_attention(
     )
     forward.layers.append(layer)
     packed = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    attended = forward.backend.attend(layer, *packed, options).unsqueeze(0)
+    attended = forward.backend.attend(forward.place.layer(layer), *packed, options).unsqueeze(0)
     if forward.on_layer is not None:
         forward.on_layer(layer)
     return attended, None

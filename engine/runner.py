@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from alignedserve.engine import attention
-from alignedserve.engine.attention import ActiveForward
+from alignedserve.engine.attention import ActiveForward, Place
 from alignedserve.engine.backends.choice import open_backend
 from alignedserve.engine.batch import DecodeTable, ForwardItem, PackedBatch, build_batch
 from alignedserve.engine.model.loader import LoadedModel
@@ -46,10 +46,13 @@ class ModelRunner:
     """One model, one store, one attention backend. Not thread-safe: one thread calls `forward`.
 
     `backend` is the value of `engine.attention`. On a GPU it is tested, and for `auto` timed, in the store, whose
-    content is lost. Raises ConfigError and UnsupportedModelError if it cannot serve the model.
+    content is lost. `place`: the part of the store's heads that this process computes. Raises ConfigError and
+    UnsupportedModelError if it cannot serve the model.
     """
 
-    def __init__(self, loaded: LoadedModel, cache: torch.Tensor, backend: str = "torch") -> None:
+    def __init__(
+        self, loaded: LoadedModel, cache: torch.Tensor, backend: str = "torch", place: Place | None = None
+    ) -> None:
         info = loaded.info
         if cache.dim() != 6 or not cache.is_contiguous():
             raise GeometryMismatchError(
@@ -70,8 +73,9 @@ class ModelRunner:
         self.loaded = loaded
         self.cache = cache
         self.block_size = cache.shape[4]
+        self._place = place or Place()
         with self._scope():
-            self._backend = open_backend(backend, cache, loaded.needs)
+            self._backend = open_backend(backend, self._place.view(cache), loaded.needs)
         parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
         on_cpu = loaded.device.type == "cpu"
         self._threads = PassThreads(parameters, info.layers, info.kv_heads * info.head_dim) if on_cpu else None
@@ -126,7 +130,7 @@ class ModelRunner:
         **kwargs: torch.Tensor,
     ) -> torch.Tensor:
         loaded = self.loaded
-        with attention.active(ActiveForward(self._backend, on_layer=on_layer)) as forward:
+        with attention.active(ActiveForward(self._backend, on_layer=on_layer, place=self._place)) as forward:
             output = loaded.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs)
         if len(forward.layers) != loaded.info.layers:
             raise UnsupportedModelError(

@@ -252,6 +252,12 @@ class StaleError(AlignedServeError):
     code = "stale"
 
 
+class RankLostError(AlignedServeError):
+    """The ranks of an instance cannot compute together any more: it must be replaced."""
+
+    code = "rank_lost"
+
+
 class UnavailableError(AlignedServeError):
     code = "unavailable"
     http_status = 503

@@ -1,0 +1,1 @@
+"""Models that several ranks compute together: each holds a part of every layer (tensor parallel)."""

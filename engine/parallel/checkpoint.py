@@ -1,0 +1,97 @@
+"""Reads parts of a checkpoint's tensors by the names that parameters have in the model.
+
+Checkpoints of mixtures name each expert's matrices; the models stack them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import safe_open
+
+from alignedserve.engine.parallel.cuts import Cut
+from alignedserve.errors import ModelError
+from alignedserve.weights.files import read_header
+
+_EXPERTS = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)(\.experts\.)(gate_up_proj|down_proj)$")
+_ITS_NAMES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+_BLOCKS = ("mlp", "block_sparse_moe")
+_OTHER_NAMES = ((".mlp.", ".block_sparse_moe."), ("lm_head.", "embed_out."))  # in the model, in checkpoints
+
+
+class Checkpoint:
+    """The open files of a checkpoint. `prefix`: of the base model, which names in the files may lack."""
+
+    def __init__(self, files: Iterable[Path], prefix: str) -> None:
+        self._prefix = f"{prefix}."
+        self._files = ExitStack()
+        self._slices: dict[str, Callable[[], Any]] = {}
+        for file in files:
+            opened = self._files.enter_context(safe_open(file, "pt"))
+            for name in read_header(file):
+                self._slices[name] = lambda opened=opened, name=name: opened.get_slice(name)  # type: ignore[misc]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.close()
+
+    def read(self, name: str, whole: torch.Size, cut: Cut) -> torch.Tensor | None:
+        """The part of the parameter `name`, whose shape is `whole`; None if the checkpoint lacks it.
+
+        Raises ModelError for another shape.
+        """
+        for known in (name, name.removeprefix(self._prefix), *(name.replace(*other) for other in _OTHER_NAMES)):
+            if known in self._slices:
+                found = self._slices[known]()
+                self._require(known, torch.Size(found.get_shape()), whole)
+                return cut.of(found)
+        return self._read_experts(name, whole, cut)
+
+    def _read_experts(self, name: str, whole: torch.Size, cut: Cut) -> torch.Tensor | None:
+        """Of stacked experts: each expert's own part."""
+        stacked = _EXPERTS.match(name)
+        if stacked is None or cut.dim == 0:
+            return None
+        before, middle, kind = stacked.groups()
+        for block in _BLOCKS:
+            for parts in _ITS_NAMES[kind]:
+                names = [
+                    [f"{before}{block}{middle}{number}.{part}.weight" for part in parts] for number in range(whole[0])
+                ]
+                if names[0][0] in self._slices:
+                    rows = whole[1] // len(parts)
+                    return torch.stack([self._expert(own, torch.Size((rows, whole[2])), cut) for own in names])
+        return None
+
+    def _expert(self, names: list[str], whole: torch.Size, cut: Cut) -> torch.Tensor:
+        if cut.dim is None:
+            own = [cut] * len(names)
+        elif len(names) == 1:
+            own = [Cut(cut.dim - 1, cut.ranges, cut.size)]
+        else:  # a range of each of the packed matrices
+            shares = [
+                (begin - number * whole[0], end - number * whole[0]) for number, (begin, end) in enumerate(cut.ranges)
+            ]
+            own = [Cut(cut.dim - 1, (share,), share[1] - share[0]) for share in shares]
+        found = []
+        for name, part in zip(names, own, strict=True):
+            if name not in self._slices:
+                raise ModelError(f"the checkpoint lacks {name}")
+            tensor = self._slices[name]()
+            self._require(name, torch.Size(tensor.get_shape()), whole)
+            found.append(part.of(tensor))
+        return torch.cat(found)
+
+    def _require(self, name: str, found: torch.Size, whole: torch.Size) -> None:
+        if found != whole:
+            raise ModelError(f"the checkpoint has {name} in the shape {list(found)}; the model needs {list(whole)}")

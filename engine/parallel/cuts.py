@@ -1,0 +1,242 @@
+"""Which part of each parameter a rank holds, by transformers' own plan (`base_model_tp_plan`) or ours.
+
+Columns of a product's output are cut by whole heads or by units of the MLP, rows of the next product's input likewise,
+vocabularies into equal parts, the last filled up with zeros. A KV head of which there are fewer than ranks is held by
+several. Packed products (queries, keys and values in one; gate and up in one) are cut part by part.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from alignedserve.errors import ConfigError, UnsupportedModelError
+from alignedserve.model import ModelInfo
+
+# Models without a plan in transformers, in its words. Names are those below the base model.
+_OWN_PLANS: dict[str, dict[str, str]] = {
+    "opt": {
+        "decoder.layers.*.self_attn.q_proj": "colwise",
+        "decoder.layers.*.self_attn.k_proj": "colwise",
+        "decoder.layers.*.self_attn.v_proj": "colwise",
+        "decoder.layers.*.self_attn.out_proj": "rowwise",
+        "decoder.layers.*.fc1": "colwise",
+        "decoder.layers.*.fc2": "rowwise",
+    },
+    "gpt2": {
+        "h.*.attn.c_attn": "colwise",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
+    "gpt_oss": {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.self_attn.sinks": "colwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+        "layers.*.mlp.experts.gate_up_proj": "colwise",
+        "layers.*.mlp.experts.gate_up_proj_bias": "colwise",
+        "layers.*.mlp.experts.down_proj": "rowwise",
+        "layers.*.mlp.experts.down_proj_bias": "rowwise",
+    },
+}
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+class Style(Enum):
+    WHOLE = "whole"
+    COLUMNS = "columns"  # of the output
+    ROWS = "rows"  # of the input: results are summed
+    VOCABULARY = "vocabulary"
+
+
+_STYLES = {
+    "colwise": Style.COLUMNS,
+    "colwise_gather_output": Style.COLUMNS,
+    "colwise_rep": Style.COLUMNS,
+    "packed_colwise": Style.COLUMNS,
+    "rowwise": Style.ROWS,
+    "rowwise_split_input": Style.ROWS,
+    "rowwise_rep": Style.ROWS,
+    "packed_rowwise": Style.ROWS,
+    "moe_tp_experts": Style.ROWS,
+    "replicated_with_grad_allreduce": Style.WHOLE,
+    "replicate": Style.WHOLE,
+    "local_params": Style.WHOLE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of a parameter that a rank holds: `ranges` along `dim`, one after the other, then zeros up to `size`.
+
+    `dim` None: all of it. `zero`: zeros of its shape, since another rank adds it.
+    """
+
+    dim: int | None = None
+    ranges: tuple[tuple[int, int], ...] = ()
+    size: int = 0
+    zero: bool = False
+
+    def shape(self, whole: torch.Size) -> torch.Size:
+        if self.dim is None:
+            return whole
+        return torch.Size((*whole[: self.dim], self.size, *whole[self.dim + 1 :]))
+
+    def of(self, tensor: Any) -> torch.Tensor:
+        """The part of a tensor, or of a slice of a safetensors file, of which no more than that is read."""
+        if self.dim is None:
+            whole: torch.Tensor = tensor[:]
+            return torch.zeros_like(whole) if self.zero else whole
+        before = (slice(None),) * self.dim
+        parts = [tensor[(*before, slice(begin, end))] for begin, end in self.ranges]
+        missing = self.size - sum(end - begin for begin, end in self.ranges)
+        if missing:
+            first = parts[0]
+            parts.append(first.new_zeros((*first.shape[: self.dim], missing, *first.shape[self.dim + 1 :])))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+
+WHOLE = Cut()
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The share of one of `size` ranks in a model's heads, units and vocabulary."""
+
+    info: ModelInfo
+    rank: int
+    size: int
+
+    @property
+    def heads(self) -> int:
+        return self.info.heads // self.size
+
+    @property
+    def head_begin(self) -> int:
+        return self.rank * self.heads
+
+    @property
+    def kv_heads(self) -> int:
+        return max(1, self.info.kv_heads // self.size)
+
+    @property
+    def kv_begin(self) -> int:
+        return self.rank * self.info.kv_heads // self.size
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the vocabulary of each rank; the last ranks have fewer of their own."""
+        return -(-self.info.vocab_size // self.size)
+
+    def require(self) -> None:
+        """Raises ConfigError unless heads can be shared out."""
+        info, size = self.info, self.size
+        if info.heads % size or (info.kv_heads % size and size % info.kv_heads):
+            fits = [n for n in range(1, info.heads + 1) if not info.heads % n and self._shares(n)]
+            raise ConfigError(
+                f"{info.name} has {info.heads} query heads and {info.kv_heads} KV heads: {size} ranks cannot share "
+                f"them (tensor parallel degrees that fit: {', '.join(map(str, fits))})"
+            )
+
+    def _shares(self, size: int) -> bool:
+        return self.info.kv_heads % size == 0 or size % self.info.kv_heads == 0
+
+    def own(self, whole: int, what: str) -> tuple[int, int]:
+        """The range of this rank in equal parts. Raises ConfigError if there are none."""
+        if whole % self.size:
+            raise ConfigError(f"{self.info.name}: {what} has {whole} units, which {self.size} ranks cannot share")
+        share = whole // self.size
+        return self.rank * share, (self.rank + 1) * share
+
+
+class Plan:
+    """The styles of a model's modules and parameters."""
+
+    def __init__(self, config: PretrainedConfig, prefix: str) -> None:
+        """`prefix`: of the base model's names.
+
+        Raises UnsupportedModelError if there is no plan, or one with unknown words.
+        """
+        plan = _OWN_PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None)
+        if not plan:
+            raise UnsupportedModelError(f"model_type {config.model_type!r} has no plan for tensor parallel ranks")
+        unknown = sorted(set(plan.values()) - set(_STYLES))
+        if unknown:
+            raise UnsupportedModelError(
+                f"the plan of model_type {config.model_type!r} for tensor parallel ranks has {', '.join(unknown)}, "
+                "which is not supported"
+            )
+        self._styles = {f"{prefix}.{name}": _STYLES[style] for name, style in plan.items()}
+        self._prefix = prefix
+
+    def style(self, name: str) -> Style:
+        """Of a module, or of a parameter that has its own line."""
+        return self._styles.get(_NUMBER.sub("*", name), Style.WHOLE)
+
+
+def cut_of(name: str, shape: torch.Size, style: Style, ranks: Ranks, *, transposed: bool = False) -> Cut:
+    """The part of a parameter. `name`: its full name. `transposed`: a product's weight is `[in, out]`.
+
+    Raises ConfigError if it cannot be shared out.
+    """
+    parent, _, kind = name.rpartition(".")
+    module = parent.rpartition(".")[2]
+    if style is Style.WHOLE:
+        return WHOLE
+    if style is Style.VOCABULARY:
+        share, whole = ranks.vocabulary, shape[0]
+        begin = min(ranks.rank * share, whole)
+        return Cut(0, ((begin, min(begin + share, whole)),), share)
+    if style is Style.ROWS:
+        if kind == "bias" or kind.endswith("_bias"):  # added to a sum: once
+            return WHOLE if ranks.rank == 0 else Cut(zero=True)
+        dim = len(shape) - (2 if transposed else 1)
+        return _one(dim, _units(name, module if kind == "weight" else kind, shape[dim], ranks))
+    if kind in ("weight", "bias"):
+        dim = len(shape) - 1 if transposed and len(shape) > 1 else 0
+        label = module
+    else:  # a parameter of its own, such as the stacked matrices of experts
+        dim = max(0, len(shape) - (1 if transposed else 2)) if kind.endswith("_proj") else len(shape) - 1
+        label = kind
+    return _packed(dim, label, name, shape[dim], ranks, interleaved=transposed and kind not in ("weight", "bias"))
+
+
+def _packed(dim: int, label: str, name: str, whole: int, ranks: Ranks, *, interleaved: bool) -> Cut:
+    info = ranks.info
+    if label in ("qkv_proj", "c_attn"):
+        q = (ranks.head_begin * info.head_dim, (ranks.head_begin + ranks.heads) * info.head_dim)
+        k = (ranks.kv_begin * info.head_dim, (ranks.kv_begin + ranks.kv_heads) * info.head_dim)
+        first, second = info.heads * info.head_dim, info.kv_heads * info.head_dim
+        ranges = (q, _shifted(k, first), _shifted(k, first + second))
+        return Cut(dim, ranges, sum(end - begin for begin, end in ranges))
+    if label == "gate_up_proj" and not interleaved:
+        own = ranks.own(whole // 2, name)
+        return Cut(dim, (own, _shifted(own, whole // 2)), 2 * (own[1] - own[0]))
+    return _one(dim, _units(name, label, whole, ranks))
+
+
+def _units(name: str, label: str, whole: int, ranks: Ranks) -> tuple[int, int]:
+    info = ranks.info
+    if label in ("k_proj", "v_proj"):
+        return ranks.kv_begin * info.head_dim, (ranks.kv_begin + ranks.kv_heads) * info.head_dim
+    if "attn" in name or "attention" in name:  # in whole heads: of keys, too, where there is one for each query head
+        begin, end = ranks.own(info.heads, name)
+        width = whole // info.heads
+        return begin * width, end * width
+    return ranks.own(whole, name)
+
+
+def _one(dim: int, own: tuple[int, int]) -> Cut:
+    return Cut(dim, (own,), own[1] - own[0])
+
+
+def _shifted(own: tuple[int, int], by: int) -> tuple[int, int]:
+    return own[0] + by, own[1] + by

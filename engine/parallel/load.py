@@ -1,0 +1,41 @@
+"""Loads a rank's part of a model, and verifies it together with the other ranks."""
+
+from __future__ import annotations
+
+import inspect as python_inspect
+from dataclasses import replace
+
+import torch
+
+from alignedserve.engine.backends.base import AttentionNeeds
+from alignedserve.engine.model.cpu_linear import pack_linears
+from alignedserve.engine.model.loader import LoadedModel
+from alignedserve.engine.model.probe import probe
+from alignedserve.engine.parallel.group import RankGroup
+from alignedserve.engine.parallel.sharded import ShardedModel
+from alignedserve.engine.step_progress import Progress
+from alignedserve.model import ModelInfo
+
+
+def load_part(
+    info: ModelInfo,
+    group: RankGroup,
+    device: str | torch.device,
+    trust_remote_code: bool = False,
+    progress: Progress = lambda done, count: None,
+) -> LoadedModel:
+    """This rank's part of the model of `info`, which computes with the others of `group`. All ranks call it.
+
+    Raises what `ShardedModel` and `load_model` raise.
+    """
+    target = torch.device(device)
+    part = ShardedModel(info, group.rank, group.size, target, trust_remote_code, progress)
+    model = part.model
+    if target.type == "cpu":
+        pack_linears(model)
+    part.install(group)
+    parameters = python_inspect.signature(model.forward).parameters
+    needs = AttentionNeeds(target.type, info.dtype, 0, part.ranks.kv_heads, info.head_dim, 0)
+    loaded = LoadedModel(info, model, target, "logits_to_keep" in parameters, needs)
+    own = replace(loaded, info=replace(info, kv_heads=part.ranks.kv_heads, heads=part.ranks.heads))
+    return replace(loaded, needs=probe(own))

@@ -1,0 +1,217 @@
+"""A model of which a rank holds its part: built without weights, cut by the plan, filled from a checkpoint's slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from alignedserve.engine import attention
+from alignedserve.engine.parallel.checkpoint import Checkpoint
+from alignedserve.engine.parallel.cuts import WHOLE, Cut, Plan, Ranks, Style, cut_of
+from alignedserve.engine.parallel.group import RankGroup
+from alignedserve.engine.step_progress import Progress
+from alignedserve.errors import ModelError, UnsupportedModelError
+from alignedserve.model import ModelInfo, check_model_folder
+from alignedserve.weights.files import weight_files
+
+
+class ShardedModel:
+    """One rank's part of a model. `install` lets it compute with the others; before that it has only its weights."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        rank: int,
+        size: int,
+        device: torch.device,
+        trust_remote_code: bool = False,
+        progress: Progress = lambda done, count: None,
+    ) -> None:
+        """Reads the rank's part of each tensor, and no more.
+
+        Raises ConfigError if the ranks cannot share the model, UnsupportedModelError if there is no plan for it, and
+        ModelError for a checkpoint that lacks something.
+        """
+        attention.register()
+        self.info = info
+        self.ranks = Ranks(info, rank, size)
+        self.ranks.require()
+        config = AutoConfig.from_pretrained(info.path, local_files_only=True, trust_remote_code=trust_remote_code)
+        dtype = getattr(torch, info.dtype)
+        with torch.device("meta"):
+            self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention.SERVING, trust_remote_code=trust_remote_code
+            )
+        text = config.get_text_config(decoder=True)
+        self._text: PretrainedConfig = text
+        self._plan = Plan(text, self.model.base_model_prefix)
+        self._reduced: list[str] = []
+        self._normed: list[tuple[Any, int]] = []
+        self._fill_buffers(device)
+        wanted = self._cut()
+        self._load(wanted, device, dtype, progress)
+        self._localise_attention()
+        self.model.eval()
+
+    def _fill_buffers(self, device: torch.device) -> None:
+        """Compute the buffers that no checkpoint has, such as rotary frequencies, as transformers does at a load."""
+        for module in self.model.modules():
+            empty = {name: each for name, each in module._buffers.items() if each is not None and each.is_meta}
+            if empty:
+                filled = {name: torch.full_like(each, torch.nan, device=device) for name, each in empty.items()}
+                module._buffers.update(filled)
+                with torch.no_grad():
+                    self.model._init_weights(module)
+                if any(bool(each.isnan().any()) for each in filled.values()):
+                    raise UnsupportedModelError(
+                        f"{type(module).__name__} keeps {', '.join(empty)}, which cannot be computed for a rank"
+                    )
+
+    def _cut(self) -> dict[nn.Parameter, tuple[str, torch.Size, Cut]]:
+        """Give each parameter the shape of the rank's part; returns what to read for each."""
+        model, ranks = self.model, self.ranks
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        done: dict[nn.Parameter, nn.Parameter] = {}
+        wanted: dict[nn.Parameter, tuple[str, torch.Size, Cut]] = {}
+        for module_name, module in model.named_modules():
+            style = Style.VOCABULARY if module in ends else self._plan.style(module_name)
+            transposed = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if parameter not in done:
+                    full = f"{module_name}.{name}"
+                    own = self._plan.style(full)
+                    cut = cut_of(
+                        full, parameter.shape, own if own is not Style.WHOLE else style, ranks, transposed=transposed
+                    )
+                    if cut is WHOLE:
+                        cut = self._cut_of_norm(module_name, module, parameter.shape)
+                    part = torch.empty(cut.shape(parameter.shape), dtype=parameter.dtype, device="meta")
+                    done[parameter] = nn.Parameter(part, requires_grad=False)
+                    wanted[done[parameter]] = full, parameter.shape, cut
+                module._parameters[name] = done[parameter]
+            if style is Style.ROWS:
+                self._reduced.append(module_name)
+            _tell_shape(module)
+        return wanted
+
+    def _cut_of_norm(self, name: str, module: nn.Module, shape: torch.Size) -> Cut:
+        """Norms over all heads of queries or keys are computed together: each rank holds the weights of its heads."""
+        label = name.rpartition(".")[2]
+        if label not in ("q_norm", "k_norm") or not hasattr(module, "variance_epsilon"):
+            return WHOLE
+        info, ranks = self.info, self.ranks
+        heads, begin, own = (
+            (info.heads, ranks.head_begin, ranks.heads)
+            if label == "q_norm"
+            else (info.kv_heads, ranks.kv_begin, ranks.kv_heads)
+        )
+        if shape != (heads * info.head_dim,) or heads == 1:
+            return WHOLE
+        self._normed.append((module, own * ranks.size * info.head_dim))
+        return Cut(0, ((begin * info.head_dim, (begin + own) * info.head_dim),), own * info.head_dim)
+
+    def _load(
+        self,
+        wanted: dict[nn.Parameter, tuple[str, torch.Size, Cut]],
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Progress,
+    ) -> None:
+        folder = Path(self.info.path)
+        loaded: dict[nn.Parameter, nn.Parameter] = {}
+        lacking = []
+        with Checkpoint(weight_files(folder, check_model_folder(folder)), self.model.base_model_prefix) as checkpoint:
+            for number, (empty, (name, whole, cut)) in enumerate(wanted.items(), 1):
+                found = checkpoint.read(name, whole, cut)
+                if found is None:
+                    lacking.append(name)
+                    continue
+                loaded[empty] = nn.Parameter(found.to(device=device, dtype=dtype).contiguous(), requires_grad=False)
+                progress(number, len(wanted))
+        if lacking:
+            raise ModelError(f"the checkpoint {folder} lacks {len(lacking)} tensors: {', '.join(lacking[:5])}")
+        for module in self.model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = loaded[parameter]
+
+    def _localise_attention(self) -> None:
+        """Attention modules count their rank's heads."""
+        ranks = self.ranks
+        counts = {
+            "num_heads": ranks.heads,
+            "num_attention_heads": ranks.heads,
+            "num_key_value_heads": ranks.kv_heads,
+            "num_key_value_groups": ranks.heads // ranks.kv_heads,
+            "split_size": ranks.heads * self.info.head_dim,
+        }
+        modules: Iterable[Any] = self.model.modules()
+        for module in modules:
+            if hasattr(module, "layer_idx") and (hasattr(module, "head_dim") or hasattr(module, "head_size")):
+                for name, count in counts.items():
+                    if hasattr(module, name):
+                        setattr(module, name, count)
+                if hasattr(module, "qkv_proj"):
+                    module.config = _OwnHeads(module.config, ranks)
+
+    def install(self, group: RankGroup) -> None:
+        """From now on the model computes with the other ranks. Its head gives the logits of the rank's vocabulary."""
+        for name in self._reduced:
+            self.model.get_submodule(name).register_forward_hook(
+                lambda _module, _inputs, output: group.sum(output.contiguous())
+            )
+        for norm, elements in self._normed:
+            norm.forward = _norm_over_ranks(norm, elements, group)
+        embedding: Any = self.model.get_input_embeddings()
+        begin, share = self.ranks.rank * self.ranks.vocabulary, self.ranks.vocabulary
+        plain = embedding.forward
+
+        def embed(ids: torch.Tensor) -> torch.Tensor:
+            own = ids - begin
+            foreign = (own < 0) | (own >= share)
+            found = plain(own.masked_fill(foreign, 0)).masked_fill(foreign.unsqueeze(-1), 0)
+            return group.sum(found.contiguous())
+
+        embedding.forward = embed
+
+
+class _OwnHeads:
+    """A configuration with the number of a rank's query heads."""
+
+    def __init__(self, config: PretrainedConfig, ranks: Ranks) -> None:
+        self._config, self.num_attention_heads = config, ranks.heads
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def _norm_over_ranks(norm: Any, elements: int, group: RankGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    """An RMS norm over `elements` values, of which each rank has a part."""
+
+    def forward(states: torch.Tensor) -> torch.Tensor:
+        wide = states.float()
+        total = group.sum(wide.pow(2).sum(-1, keepdim=True))
+        scaled: torch.Tensor = norm.weight * (wide * torch.rsqrt(total / elements + norm.variance_epsilon))
+        return scaled.to(states.dtype)
+
+    return forward
+
+
+def _tell_shape(module: nn.Module) -> None:
+    """Let a product say what it is now, for whatever packs or prints it."""
+    weight = module._parameters.get("weight")
+    if isinstance(module, nn.Linear) and weight is not None:
+        module.out_features, module.in_features = weight.shape
+    elif isinstance(module, Conv1D) and weight is not None:
+        module.nx, module.nf = weight.shape
+    elif isinstance(module, nn.Embedding) and weight is not None:
+        module.num_embeddings = weight.shape[0]
+        module.padding_idx = None
