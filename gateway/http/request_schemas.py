@@ -48,7 +48,7 @@ class _Generate(GenerateJsonSchema):
 
 def _or_null(schema: Schema) -> Schema:
     kind = schema.get("type")
-    if isinstance(kind, str):
+    if isinstance(kind, str) and "enum" not in schema and "const" not in schema:
         return {**schema, "type": [kind, "null"]}
     about = {name: value for name, value in schema.items() if name in ("description", "default")}
     kinds = schema["anyOf"] if "anyOf" in schema else [{k: v for k, v in schema.items() if k not in about}]

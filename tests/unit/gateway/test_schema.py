@@ -22,6 +22,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from alignedserve.gateway.http.request_schemas import request_schemas
 from support.fake_cluster import FakeCluster
 from support.gateway import running_gateway
 from support.machines import FACTOR
@@ -138,3 +139,15 @@ def test_bodies_that_are_not_as_described_are_refused(description: Any) -> None:
             # A caller without an admin key is refused before its body is read.
             refusal = 403 if "403" in operation.definition.raw["responses"] else 400
             assert ask_everything(operation, GenerationMode.NEGATIVE)[refusal] > 0, operation.label
+
+
+def test_an_optional_field_may_be_null_whatever_its_kind() -> None:
+    """As its description says: a list of choices that lacks null would exclude it."""
+    bodies = request_schemas()
+    for name in ("CompletionRequest", "ChatRequest", "TokenizeRequest"):
+        for field, schema in bodies[name]["properties"].items():
+            if field not in bodies[name].get("required", []):
+                kinds = schema.get("anyOf", [schema])
+                assert any("null" in kind.get("type", ()) and "enum" not in kind for kind in kinds), (name, field)
+    (choice, null) = bodies["ChatRequest"]["properties"]["reasoning_effort"]["anyOf"]
+    assert (choice["enum"][0], null) == ("none", {"type": "null"})
