@@ -175,7 +175,6 @@ class Plan:
                 "which is not supported"
             )
         self._styles = {f"{prefix}.{name}": _STYLES[style] for name, style in plan.items()}
-        self._prefix = prefix
 
     def style(self, name: str) -> Style:
         """Of a module, or of a parameter that has its own line."""
