@@ -1,7 +1,7 @@
 """A hash table of blocks by the first 8 bytes of their digests, in lists of blocks whose digests share a slot.
 
 Lists need no tombstones, so no insertion ever pauses for a rebuild. They take 4 bytes a slot and 4 a block, which are
-in the block's entry of the index: whoever follows a list reads it anyway.
+in the block's entry of the index, since a search along a list reads that anyway.
 """
 
 from __future__ import annotations

@@ -63,13 +63,18 @@ def load_model(
         raise ResourceError(
             f"{info.name} ({info.weight_bytes / 2**30:.1f} GiB of weights) does not fit on {target}"
         ) from error
-    parameters = python_inspect.signature(model.forward).parameters
-    needs = AttentionNeeds(target.type, info.dtype, 0, info.kv_heads, info.head_dim, 0)  # known before the probe
-    loaded = LoadedModel(info, model, target, "logits_to_keep" in parameters, needs)
+    loaded = before_probe(info, model, target)
     loaded = replace(loaded, needs=probe(loaded))
     if target.type == "cpu":
         pack_linears(model)
     return loaded
+
+
+def before_probe(info: ModelInfo, model: PreTrainedModel, device: torch.device) -> LoadedModel:
+    """A model of which is known what `info` says."""
+    parameters = python_inspect.signature(model.forward).parameters
+    needs = AttentionNeeds(device.type, info.dtype, 0, info.kv_heads, info.head_dim, 0)
+    return LoadedModel(info, model, device, "logits_to_keep" in parameters, needs)
 
 
 @contextlib.contextmanager

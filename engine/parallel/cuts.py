@@ -91,7 +91,7 @@ class Cut:
         return torch.Size((*whole[: self.dim], self.size, *whole[self.dim + 1 :]))
 
     def of(self, tensor: Any) -> torch.Tensor:
-        """The part of a tensor, or of a slice of a safetensors file, of which no more than that is read."""
+        """The part of a tensor, or of a slice of a safetensors file."""
         if self.dim is None:
             whole: torch.Tensor = tensor[:]
             return torch.zeros_like(whole) if self.zero else whole

@@ -1,4 +1,4 @@
-"""The ranks of an instance and what they compute together: sums and concatenations over all of them."""
+"""The ranks of an instance on one machine's CPUs (Gloo), and what they compute over all of them."""
 
 from __future__ import annotations
 
@@ -20,24 +20,19 @@ class RankGroup:
     A collective whose peer is gone, or silent for `silent_s`, raises RankLostError: the group is of no use then.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, silent_s: float, device: str = "cpu") -> None:
+    def __init__(self, store: Store, rank: int, size: int, silent_s: float) -> None:
         """`store`: one that all ranks share; it is only used here. Waits for all ranks."""
         self.rank, self.size = rank, size
         try:
-            if device == "cpu":
-                options = _dist.ProcessGroupGloo._Options()
-                options._timeout, options._threads = timedelta(seconds=silent_s), 1
-                options._devices = [_dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-                self._group: Any = _dist.ProcessGroupGloo(store, rank, size, options)
-            else:
-                options = _dist.ProcessGroupNCCL.Options()
-                options._timeout = timedelta(seconds=silent_s)
-                self._group = _dist.ProcessGroupNCCL(store, rank, size, options)
+            options = _dist.ProcessGroupGloo._Options()
+            options._timeout, options._threads = timedelta(seconds=silent_s), 1
+            options._devices = [_dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            self._group: Any = _dist.ProcessGroupGloo(store, rank, size, options)
         except RuntimeError as error:
             raise RankLostError(f"rank {rank} of {size} could not connect to the others: {error}") from error
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace a contiguous tensor by its sum over all ranks, the same bits on each."""
+        """Replace a contiguous tensor by its sum over all ranks."""
         self._wait(self._group.allreduce([tensor]))
         return tensor
 

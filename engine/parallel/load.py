@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect as python_inspect
 from dataclasses import replace
 
 import torch
 
-from alignedserve.engine.backends.base import AttentionNeeds
 from alignedserve.engine.model.cpu_linear import pack_linears
-from alignedserve.engine.model.loader import LoadedModel
+from alignedserve.engine.model.loader import LoadedModel, before_probe
 from alignedserve.engine.model.probe import probe
 from alignedserve.engine.parallel.group import RankGroup
 from alignedserve.engine.parallel.sharded import ShardedModel
@@ -34,8 +32,5 @@ def load_part(
     if target.type == "cpu":
         pack_linears(model)
     part.install(group)
-    parameters = python_inspect.signature(model.forward).parameters
-    needs = AttentionNeeds(target.type, info.dtype, 0, part.ranks.kv_heads, info.head_dim, 0)
-    loaded = LoadedModel(info, model, target, "logits_to_keep" in parameters, needs)
-    own = replace(loaded, info=replace(info, kv_heads=part.ranks.kv_heads, heads=part.ranks.heads))
-    return replace(loaded, needs=probe(own))
+    own = before_probe(replace(info, kv_heads=part.ranks.kv_heads, heads=part.ranks.heads), model, target)
+    return replace(own, info=info, needs=probe(own))

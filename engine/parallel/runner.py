@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,12 +84,6 @@ class RankRunner(ModelRunner):
         self._waits.from_first(torch.tensor([len(words)]))
         self._waits.from_first(torch.from_numpy(words))
 
-    def _logits(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        on_layer: Callable[[int], None] | None = None,
-        **kwargs: torch.Tensor,
-    ) -> torch.Tensor:
-        own = super()._logits(input_ids, position_ids, on_layer, **kwargs)
+    def _logits(self, *inputs: Any, **kwargs: Any) -> torch.Tensor:
+        own = super()._logits(*inputs, **kwargs)
         return self._sums.concatenated(own)[..., : self.loaded.info.vocab_size]

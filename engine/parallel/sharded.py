@@ -33,7 +33,7 @@ class ShardedModel:
         trust_remote_code: bool = False,
         progress: Progress = lambda done, count: None,
     ) -> None:
-        """Reads the rank's part of each tensor, and no more.
+        """Asks the files for the rank's slice of each tensor.
 
         Raises ConfigError if the ranks cannot share the model, UnsupportedModelError if there is no plan for it, and
         ModelError for a checkpoint that lacks something.
@@ -48,9 +48,7 @@ class ShardedModel:
             self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention.SERVING, trust_remote_code=trust_remote_code
             )
-        text = config.get_text_config(decoder=True)
-        self._text: PretrainedConfig = text
-        self._plan = Plan(text, self.model.base_model_prefix)
+        self._plan = Plan(config.get_text_config(decoder=True), self.model.base_model_prefix)
         self._reduced: list[str] = []
         self._normed: list[tuple[Any, int]] = []
         self._fill_buffers(device)
