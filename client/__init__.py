@@ -15,6 +15,7 @@ need httpx. Errors form one hierarchy:
     AlignedServeError           base class: `code`, `request_id`, `retry_after_s` (None if unknown), `details`
     ├── RequestError            the server refuses this request; `param` names the invalid argument
     │   ├── InvalidRequestError     malformed or out of range
+    │   │   └── GrammarError            a schema or grammar cannot be followed
     │   ├── AuthenticationError     the API key is missing or unknown to the server
     │   ├── NotFoundError           the model does not exist
     │   ├── TooLargeError           the request exceeds the server's limit
@@ -63,6 +64,7 @@ from alignedserve.errors import (
     CancelledError,
     ConfigError,
     DeadlineError,
+    GrammarError,
     IncompleteAnswerError,
     InvalidRequestError,
     NotFoundError,
@@ -101,6 +103,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "DeadlineError",
+    "GrammarError",
     "IncompleteAnswerError",
     "InvalidRequestError",
     "LineProblem",

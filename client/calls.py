@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from numbers import Real
 from typing import Any, Generic, TypeVar, cast
 
@@ -167,6 +169,7 @@ class CallPlanner:
         metadata = [("application", self.application)] if self.application else []
         if self.api_key:
             metadata.append(("authorization", f"Bearer {self.api_key}"))
+        metadata += _trace()
         retries = self.max_retries if max_retries is None else max_retries
         return Call(method, message, parse, limit_s, tuple(metadata), retries)
 
@@ -195,3 +198,11 @@ def _format_field(options: Options) -> str:
 def _sent(options: Options) -> Options:
     """The options that are sent to the server."""
     return cast(Options, {name: value for name, value in options.items() if name not in _OF_THE_CLIENT})
+
+
+def _trace() -> list[tuple[str, str]]:
+    """The caller's trace, if the program uses OpenTelemetry: the server's is a part of it."""
+    carrier: dict[str, str] = {}
+    if "opentelemetry.trace" in sys.modules:
+        import_module("opentelemetry.propagate").inject(carrier)
+    return [(name, carrier[name]) for name in ("traceparent", "tracestate") if name in carrier]

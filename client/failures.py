@@ -47,6 +47,9 @@ _TOO_LARGE = re.compile(r"(Sent|Received|Decompressed) message larger than max")
 # A proxy whose server has died ends the stream with codes that have other meanings if a server sends them.
 _BROKEN = re.compile(r"RST_STREAM|http2 header with status: 50\d")
 
+# What answers is no gRPC server.
+_NOT_GRPC = re.compile(r"http2 header with status: 4\d\d|Trying to connect an http1\.x server")
+
 # No server has received such a call.
 _UNREACHED = re.compile(r"failed to connect|Connection refused|DNS resolution failed|resolver")
 
@@ -66,6 +69,8 @@ def error_from_status(error: grpc.RpcError, timeout_s: float | None, **details: 
     if unknown := _NO_APPLICATION.match(message):
         message = _application_hint(unknown[1])
         words.setdefault("param", "application")
+    if _NOT_GRPC.search(message):
+        message = f"this address does not speak gRPC (is it the port of the HTTP API?): {message}"
     if status is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
         message = f"{message} (the limit was {timeout_s:g} s)"
     details["status"] = status.name

@@ -116,11 +116,13 @@ class ToolLoop:
     def take(self, answer: Completion) -> list[_Prepared]:
         """The calls that the answer asks for; [] if it is the last one.
 
-        Raises IncompleteAnswerError, ToolRoundsError, and with "raise" UnknownToolError and ToolArgumentsError.
+        Raises IncompleteAnswerError if it ends in a call, or before the one that was asked for; ToolRoundsError; with
+        "raise" UnknownToolError and ToolArgumentsError.
         """
         self._answers.append(answer)
         self.messages.append(answer.message)
-        if not answer.tool_calls:
+        forced = len(self._answers) == 1 and self._options.get("tool_choice") not in (None, "none", "auto")
+        if not answer.tool_calls and not forced:
             return []
         if answer.choices[0].finish_reason != "tool_calls":
             message = f"{answer.choices[0].finish_reason!r} ended the answer in a call: raise max_tokens, or stop later"

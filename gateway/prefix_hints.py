@@ -65,14 +65,16 @@ class PrefixHints:
         prefix = cached_prefix(prompt.token_ids, salt)
         shards = list(self._shards.items())
         found = await asyncio.gather(*(self._match(channel, prefix) for _, (_, channel) in shards))
-        cached = tuple((pool_id, tokens) for (pool_id, _), tokens in zip(shards, found, strict=True) if tokens)
-        return replace(prompt, cached=cached, marks=prefix_marks(prefix.token_ids, salt))
+        answers = {pool_id: one for (pool_id, _), one in zip(shards, found, strict=True) if one.tokens}
+        cached = tuple((pool_id, one.tokens) for pool_id, one in answers.items())
+        reads = tuple((pool_id, one.ready_s) for pool_id, one in answers.items() if one.ready_s)
+        return replace(prompt, cached=cached, reads=reads, marks=prefix_marks(prefix.token_ids, salt))
 
-    async def _match(self, channel: TokenChannel, prefix: kp.CachedPrefix) -> int:
+    async def _match(self, channel: TokenChannel, prefix: kp.CachedPrefix) -> kp.PrefixFound:
         try:
             asked = kp_grpc.KvPoolStub(channel).Match(prefix, timeout=ANSWER_WITHIN_S)
             found: kp.PrefixFound = await one_answer(asked)
         except UnavailableError as error:
             logger.debug("a shard did not say what it has of a prompt: %s", error.message)
-            return 0
-        return int(found.tokens)
+            return kp.PrefixFound()
+        return found

@@ -66,7 +66,8 @@ def run_batch(options: argparse.Namespace, given: Sequence[str]) -> int:
     counts = batch["request_counts"]
     print(f"{counts['completed']} of {counts['total']} lines answered: {target}")
     if counts["failed"]:
-        print(f"{counts['failed']} lines failed: {errors}", file=sys.stderr)
+        lines = "1 line" if counts["failed"] == 1 else f"{counts['failed']} lines"
+        print(f"{lines} failed: {errors}", file=sys.stderr)
     return int(counts["completed"] != counts["total"])
 
 
@@ -162,11 +163,12 @@ class Server:
     def __init__(self, url: str, api_key: str) -> None:
         self.url = url.rstrip("/")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._told = False  # of a server that does not answer
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
 
     def ask(self, method: str, path: str) -> dict[str, Any]:
         """The JSON answer to what may be asked again. While no server answers it is, then raises UnavailableError."""
-        until_s = time.monotonic() + PATIENCE_S
+        until_s = self._patient()
         while True:
             try:
                 return self._once(method, path)
@@ -175,7 +177,7 @@ class Server:
 
     def create(self, run: str, body: dict[str, Any]) -> dict[str, Any]:
         """The batch of a run. If the answer was lost, looks whether there is one before it is asked for again."""
-        until_s = time.monotonic() + PATIENCE_S
+        until_s = self._patient()
         while True:
             try:
                 return self._once("POST", "/v1/batches", json=body)
@@ -194,9 +196,17 @@ class Server:
         found: dict[str, Any] = _parsed(answer)
         return found
 
+    def _patient(self) -> float:
+        self._told = False
+        return time.monotonic() + PATIENCE_S
+
     def _pause(self, until_s: float, error: LostError) -> None:
         if time.monotonic() > until_s:
             raise UnavailableError(f"{self.url} does not answer ({error}); the same command goes on later")
+        if not self._told:
+            self._told = True
+            text = f"{self.url} does not answer ({error}); trying again for {PATIENCE_S:g} s"
+            tqdm.write(text, file=sys.stderr)
         time.sleep(POLL_S)
 
     def upload(self, source: Path) -> str:
@@ -300,8 +310,9 @@ def _endpoint(source: Path) -> str:
         first = next((line for line in file if line.removeprefix(BOM_UTF8).strip()), b"")
     try:
         return str(json.loads(first)["url"])
-    except (ValueError, KeyError, TypeError):
-        message = f'{source}: the first line has no url: lines are {{"custom_id", "method", "url", "body"}}'
+    except (ValueError, KeyError, TypeError) as error:
+        fault = f"is not JSON ({error})" if isinstance(error, ValueError) else "has no url"
+        message = f'{source}: the first line {fault}: lines are {{"custom_id", "method", "url", "body"}}'
         raise ConfigError(message) from None
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from alignedserve.cluster.cli.operate import add_url
@@ -41,7 +42,7 @@ def run(given: argparse.Namespace) -> int:
     if given.once:
         states = iter([second(states)])
     if given.json:
-        for state in states:
+        for state in states if given.once else lasting(url, api_key, states, _warn):
             print(json.dumps(state), flush=True)
         return 0
     from rich.console import Console
@@ -53,14 +54,9 @@ def run(given: argparse.Namespace) -> int:
         console.print(screen(url, next(states)))
         return 0
     with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
-        while True:
-            try:
-                for state in states:
-                    live.update(screen(url, state), refresh=True)
-            except UnavailableError as error:  # a gateway may end; HAProxy leads to another
-                live.update(Text(f"{url}: {error.message}; trying again"), refresh=True)
-            time.sleep(AGAIN_S)
-            states = again(url, api_key)
+        for state in lasting(url, api_key, states, lambda text: live.update(Text(text), refresh=True)):
+            live.update(screen(url, state), refresh=True)
+    return 0
 
 
 def feed(url: str, *, api_key: str = "") -> Iterator[Json]:
@@ -85,6 +81,21 @@ def second(states: Iterator[Json]) -> Json:
     """The second state: rates need two."""
     next(states)
     return next(states)
+
+
+def lasting(url: str, api_key: str, states: Iterator[Json], tell: Callable[[str], None]) -> Iterator[Json]:
+    """The states for ever: a gateway may end, and HAProxy leads to another. `tell` gets what went wrong."""
+    while True:
+        try:
+            yield from states
+        except UnavailableError as error:
+            tell(f"{url}: {error.message}; trying again")
+        time.sleep(AGAIN_S)
+        states = again(url, api_key)
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def again(url: str, api_key: str) -> Iterator[Json]:

@@ -246,9 +246,12 @@ def _adjust(logits: torch.Tensor, row: SampleRow) -> None:
 def _require_a_token(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     """Raises InvalidRequestError if the options of a row exclude every token."""
     excluding = [index for index, row in enumerate(rows) if row.exclusions is not None]
-    if excluding and bool(torch.isneginf(_take(logits, excluding).amax(dim=-1)).any()):
-        message = "no token may follow: the request's options (allowed_token_ids, bad_words, …) exclude all of them"
-        raise InvalidRequestError(message)
+    empty = torch.isneginf(_take(logits, excluding).amax(dim=-1)).tolist() if excluding else ()
+    for index, nothing in zip(excluding, empty, strict=True):
+        if nothing:
+            what = "all of them" if rows[index].grammar is None else "all that its grammar allows"
+            message = f"no token may follow: the request's options (allowed_token_ids, bad_words, …) exclude {what}"
+            raise InvalidRequestError(message)
 
 
 def _masks(rows: Sequence[SampleRow], vocab_size: int) -> Bits | None:

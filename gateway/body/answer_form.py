@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from alignedserve.gateway.dialects.composing import AnswerForm, grammar_of
 from alignedserve.gateway.dialects.machine import Tool
 from alignedserve.gateway.dialects.model_dialects import ModelDialects, Reading
 from alignedserve.gateway.failures import UnsupportedFeatureError
-from alignedserve.request import GrammarSpec
+from alignedserve.request import GrammarKind, GrammarSpec
 from alignedserve.text import Tokenizer
 from alignedserve.thinking import ThinkingLimit
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _PROMPT_END = 4096  # characters of the prompt that a reading keeps
 _LARGE_TOOLS = 1024  # bytes of schemas; the grammar of larger ones is written outside the event loop's thread
 _SPACES = ("\n", "\n\n", " ")  # what models write before reasoning
+_MOST_TRIED = 16  # tools, for the one that a grammar fails for
+_OF_JSON = frozenset('{["-0123456789tfn')  # characters that JSON begins with
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +56,24 @@ async def chat_form(model: ServedModel, request: ChatRequest, use: ToolUse, prom
     if use.any or (dialects.reads_reasoning and (separate or dialects.template is None)):
         include = request.include_reasoning is not False
         reading = Reading(
-            dialects, prompt[-_PROMPT_END:], use.tools, use.most, bound, free=grammar is None,
+            dialects, prompt[-_PROMPT_END:], use.tools, use.most, bound,
+            None if grammar is None else _begins(dialects, request, use), use.forced, free=grammar is None,
             include_reasoning=include, separate_reasoning=separate,
         )  # fmt: skip
     return ChatForm(grammar, reading, _limit(dialects, request, model.tokenizer, begun=begun))
+
+
+def _begins(dialects: ModelDialects, request: ChatRequest, use: ToolUse) -> tuple[str, ...] | None:
+    """Texts that only a call begins with; None if no call is possible. Without a marker, a call begins like JSON."""
+    if not use.any or dialects.tools is None:
+        return None
+    asked, own = None if use.forced else request.grammar_spec(), dialects.tools.begins
+    if asked is None:
+        return own
+    markers = [text for text in own if len(text) > 1]
+    if asked[0].kind is GrammarKind.JSON:
+        return tuple(text[: 2 if text[0] in _OF_JSON else 1] for text in markers)
+    return tuple(markers)
 
 
 def _check_tools(dialects: ModelDialects, use: ToolUse) -> None:
@@ -89,14 +106,29 @@ async def _grammar(
         if asked is not None and not use.forced:
             await model.grammar_of(request)  # raises if this is what cannot be followed
         loose = [tool if tool.strict else _loosened(tool) for tool in tools]
-        if not tools or all(tool.strict for tool in tools):
-            error.param = "tools" if tools else error.param
+        if not tools:
             raise
+        if all(tool.strict for tool in tools):
+            raise await _of_a_tool(model, tools, error) from None
     try:
         return await _compiled(model, replace(form, tools=loose))
     except GrammarError as error:
-        error.param = "tools"
-        raise
+        raise await _of_a_tool(model, loose, error) from None
+
+
+async def _of_a_tool(model: ServedModel, tools: Sequence[Tool], error: GrammarError) -> GrammarError:
+    """The error with the tool whose schema has it by itself, and the place there, if that can be found."""
+    found = error
+    if not any(error.message.startswith(f"tool {tool.name}") for tool in tools):
+        for tool in tools[:_MOST_TRIED]:
+            text = orjson.dumps({"type": "object", **tool.parameters}).decode()
+            try:
+                await model.compile(GrammarSpec(GrammarKind.JSON, text), f"tool {tool.name}")
+            except GrammarError as own:
+                found = own
+                break
+    found.param = "tools"
+    return found
 
 
 async def _compiled(model: ServedModel, form: AnswerForm) -> GrammarSpec:

@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal, NotRequired, cast
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict  # pydantic needs this class before Python 3.12
 
+from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body import refused
 from alignedserve.gateway.body.nested import check_depth
+from alignedserve.gateway.body.validation_errors import shown
 from alignedserve.gateway.body.values import LIST, STRICT, TEXT, Sent, Unsupported, text_or_list
 from alignedserve.gateway.failures import MissingFieldError
 from alignedserve.text import CallArguments
@@ -111,6 +113,25 @@ class Message(BaseModel):
         if (thought := self.reasoning_content or self.reasoning) is not None:
             turn["reasoning_content"] = thought
         return turn
+
+
+class EarlierCalls:
+    """The calls of a conversation so far, which results may name."""
+
+    def __init__(self) -> None:
+        self._ids: set[str] = set()
+        self._nameless = False
+
+    def add(self, call_id: str | None) -> None:
+        """A call. Without an id, results may have any: they belong to the calls in their order."""
+        self._nameless = self._nameless or call_id is None
+        self._ids.add(call_id or "")
+
+    def check(self, call_id: str, where: str) -> None:
+        """Raises InvalidRequestError for the result of a call that was not made."""
+        if call_id not in self._ids and not self._nameless:
+            message = f"{where}: no call before it has the id {shown(call_id)}; send the answer that made the call, too"
+            raise InvalidRequestError(message, param=where)
 
 
 def _call(call: EarlierCall) -> dict[str, Any]:

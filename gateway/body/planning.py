@@ -45,6 +45,7 @@ class PromptPlan:
     sampling: SamplingParams
     text: str | None = None
     cached: tuple[tuple[str, int], ...] = ()  # (shard, tokens) that prefix caches have of it
+    reads: tuple[tuple[str, float], ...] = ()  # (shard, predicted seconds) until what is on disk of it is in memory
     marks: bytes = b""  # of its beginnings (`prefix_marks.py`)
 
 
@@ -148,7 +149,8 @@ class ServedModel:
             assert self.grammars is not None
             await self.grammars.ready(spec, info.eos_token_ids)
         except GrammarError as error:  # others may wait for the same error
-            raise GrammarError(error.message, param=param) from None
+            message = error.message.removeprefix(f"{spec.kind}: ")
+            raise GrammarError(f"{param}: {message}", param=param) from None
 
     @property
     def beginning(self) -> int | None:

@@ -17,7 +17,7 @@ from alignedserve.gateway.body import refused
 from alignedserve.gateway.body.aliases import Aliases
 from alignedserve.gateway.body.conversation import ConversationFields
 from alignedserve.gateway.body.exclusions import ExclusionFields
-from alignedserve.gateway.body.messages import MAX_MESSAGES, Message
+from alignedserve.gateway.body.messages import MAX_MESSAGES, EarlierCalls, Message
 from alignedserve.gateway.body.structured import StructuredFields
 from alignedserve.gateway.body.validation_errors import TOKEN_LIMIT, as_request_error, shown
 from alignedserve.gateway.body.values import INT64, Between, Body, LogitBias, Prompt, StopStrings, StopTokens
@@ -289,9 +289,15 @@ class ChatRequest(GenerationRequest, ConversationFields):
     def _possible(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs requires logprobs to be true", param="top_logprobs")
+        calls = EarlierCalls()
         for number, message in enumerate(self.messages):
             if not message.plain:
                 message.check(f"messages[{number}]")
+            if message.role == "tool" and message.tool_call_id is not None:
+                calls.check(message.tool_call_id, f"messages[{number}].tool_call_id")
+            elif message.role == "assistant":
+                for call in message.calls:
+                    calls.add(call.get("id"))
         return self
 
     @property

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body.refused import Refusal
-from alignedserve.gateway.body.validation_errors import shown
+from alignedserve.gateway.body.validation_errors import shown, wrong_type
 from alignedserve.gateway.body.values import STRICT, Body
 from alignedserve.request import GrammarKind, GrammarSpec
 
@@ -110,15 +110,11 @@ class StructuredFields(Body):
                 (outputs + "grammar", GrammarKind.GRAMMAR, own.grammar),
                 (outputs + "structural_tag", GrammarKind.STRUCTURAL_TAG, own.structural_tag),
             ]
-        specs = [
-            (name, None if _absent(kind, value) else _spec(kind, value, space, name)) for name, kind, value in fields
-        ]
+            if within is None and not any(value is not None for _, _, value in fields[-6:]):
+                kinds = "json, json_object, regex, choice, grammar or structural_tag"
+                raise InvalidRequestError(f"{_OUTPUTS} asks for nothing: it needs one of {kinds}", param=_OUTPUTS)
+        specs = [(name, None if value is None else _spec(kind, value, space, name)) for name, kind, value in fields]
         return [("response_format", _of_format(self.response_format, space)), *specs]
-
-
-def _absent(kind: GrammarKind, value: Any) -> bool:
-    """Whether it asks for nothing: clients of other servers send empty values. As a schema, {} is JSON of any kind."""
-    return value is None or value in ("", []) or (value == {} and kind is not GrammarKind.JSON)
 
 
 def _of_format(wanted: dict[str, Any] | None, whitespace: str | None) -> GrammarSpec | None:
@@ -130,9 +126,11 @@ def _of_format(wanted: dict[str, Any] | None, whitespace: str | None) -> Grammar
         return _spec(GrammarKind.JSON, wanted.get("schema", _JSON_OBJECT), whitespace, param)
     if kind == "json_schema":
         inner = wanted.get("json_schema")
-        if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
-            raise InvalidRequestError("response_format.json_schema must be an object with a schema", param=param)
-        return _spec(GrammarKind.JSON, inner["schema"], whitespace, param)
+        if not isinstance(inner, dict):
+            raise wrong_type(f"{param}.json_schema", "an object with a schema", inner, param)
+        if not isinstance(schema := inner.get("schema"), dict):
+            raise wrong_type(f"{param}.json_schema.schema", "a JSON schema as an object", schema, param)
+        return _spec(GrammarKind.JSON, schema, whitespace, param)
     if kind == "structural_tag":
         return _spec(GrammarKind.STRUCTURAL_TAG, wanted, whitespace, param)
     names = "text, json_object, json_schema or structural_tag"
@@ -140,6 +138,11 @@ def _of_format(wanted: dict[str, Any] | None, whitespace: str | None) -> Grammar
 
 
 def _spec(kind: GrammarKind, value: Any, whitespace: str | None, param: str) -> GrammarSpec:
+    """Raises InvalidRequestError for an empty value. As a schema, {} is JSON of any kind."""
+    if value in ("", []) or (value == {} and kind is not GrammarKind.JSON):
+        raise InvalidRequestError(
+            f"{param} is empty, so no answer can follow it; leave it out for any text", param=param
+        )
     try:
         text = value if isinstance(value, str) and kind is not GrammarKind.CHOICE else orjson.dumps(value).decode()
     except TypeError as error:  # nested too deeply

@@ -15,12 +15,14 @@ from alignedserve.gateway.dialects.pieces import MakeId, Parser
 class ToolDialect(ABC):
     """How models of a family write tool calls.
 
-    `markers`: tokens that its parser must see, special or not. `ends_reasoning`: beginnings of a call that its models
-    write within reasoning, without closing it.
+    `markers`: tokens that its parser must see, special or not. `begins`: texts that begin a call, and no text of an
+    answer under a grammar. `ends_reasoning`: beginnings of a call that its models write within reasoning, without
+    closing it.
     """
 
     name: ClassVar[str]
     markers: ClassVar[tuple[str, ...]] = ()
+    begins: ClassVar[tuple[str, ...]]
     ends_reasoning: ClassVar[tuple[str, ...]] = ()
     id_length: ClassVar[int] = 0  # of ids that we make; 0: any
 

@@ -39,6 +39,7 @@ class _Parser(CallMachine):
 class DeepseekV3(ToolDialect):
     name = "deepseek_v3"
     markers = (BEGIN, END, CALL, SEPARATOR, CALL_END)
+    begins = (BEGIN,)
 
     def parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:
         return _Parser(tools, make_id, most)

@@ -131,6 +131,7 @@ class Gemma4(ToolDialect):
     name = "gemma4"
     marks: ClassVar[tuple[str, str, str]] = ("<|tool_call>", "<tool_call|>", '<|"|>')
     markers = marks
+    begins = marks[:1]
 
     def parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:
         return _Parser(self.marks, tools, make_id, most)
@@ -151,6 +152,7 @@ class FunctionGemma(Gemma4):
     name = "functiongemma"
     marks = ("<start_function_call>", "<end_function_call>", "<escape>")
     markers = marks
+    begins = marks[:1]
 
 
 def _writing(tool: Tool, quote: str) -> Writing:

@@ -66,6 +66,7 @@ class _Parser(CallMachine):
 class Glm45(ToolDialect):
     name = "glm45"
     markers = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
+    begins = (OPEN,)
     line: ClassVar[str] = "\n"
 
     def parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:

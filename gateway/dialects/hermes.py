@@ -31,6 +31,7 @@ class _Parser(CallMachine):
 class Hermes(ToolDialect):
     name = "hermes"
     markers = (OPEN, CLOSE)
+    begins = (OPEN,)
 
     def parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:
         return _Parser(tools, make_id, most)
@@ -56,4 +57,4 @@ def arguments_rule(lark: Lark, tool: Tool) -> str:
     named = schema.get("properties")
     if isinstance(named, dict) and not _OF_OTHERS & schema.keys() and named.keys() >= set(schema.get("required", ())):
         schema["additionalProperties"] = False
-    return lark.json(schema)
+    return lark.json(schema, f"tool {tool.name}")

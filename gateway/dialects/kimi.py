@@ -41,6 +41,7 @@ class _Parser(CallMachine):
 class KimiK2(ToolDialect):
     name = "kimi_k2"
     markers = (BEGIN, END, CALL, ARGUMENTS, CALL_END)
+    begins = (BEGIN,)
     ends_reasoning = (BEGIN,)
 
     def parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:

@@ -76,9 +76,15 @@ class Lark:
     def is_special(self, text: str) -> bool:
         return text in self._special
 
-    def json(self, schema: Mapping[str, Any]) -> str:
-        """The name of a rule for JSON that satisfies the schema. Raises GrammarError for what cannot be followed."""
-        return self.rule("%json " + json_text(deepcopy(schema)))  # a response repeats it as it was sent
+    def json(self, schema: Mapping[str, Any], of: str) -> str:
+        """The name of a rule for JSON that satisfies the schema.
+
+        Raises GrammarError for what cannot be followed, with what the schema is `of`.
+        """
+        try:
+            return self.rule("%json " + json_text(deepcopy(schema)))  # a response repeats it as it was sent
+        except GrammarError as error:
+            raise GrammarError(f"{of}: {error.message}") from None
 
     def text_until(self, end: str) -> str:
         """An expression for any text up to and including the first `end`."""

@@ -28,6 +28,7 @@ class _Parser(CallMachine):
 class Llama3Json(ToolDialect):
     name = "llama3_json"
     markers = (TAG,)
+    begins = ("{", TAG)
 
     def parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:
         return _Parser(tools, make_id, most)

@@ -60,6 +60,7 @@ class _Parser(CallMachine):
 class Mistral(ToolDialect):
     name = "mistral"
     markers = (MARK, ARGUMENTS, ID)
+    begins = (MARK,)
     id_length = ID_LENGTH
 
     def parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:

@@ -13,7 +13,7 @@ from alignedserve.gateway.dialects.detection import reasoning_dialect_of, tool_d
 from alignedserve.gateway.dialects.families import AUTO, NONE, OTHER_NAMES, REASONING, TEMPLATE, TOOLS
 from alignedserve.gateway.dialects.harmony import HarmonyParser
 from alignedserve.gateway.dialects.machine import Tool
-from alignedserve.gateway.dialects.pieces import Chain, Parser
+from alignedserve.gateway.dialects.pieces import Bound, Chain, MakeId, Parser
 from alignedserve.gateway.dialects.response_template import TemplateParser, check_template, markers_of
 from alignedserve.gateway.dialects.thinking import ThinkingParser
 from alignedserve.text import Tokenizer
@@ -56,8 +56,9 @@ NO_DIALECTS = ModelDialects()
 class Reading:
     """How the answers of a call are read. `prompt`: the text before them, or its end.
 
-    `from_grammar`: a grammar makes the calls, so its dialect reads them, not the tokenizer's template. `free`: without
-    any grammar, so that calls may begin within reasoning.
+    `from_grammar`: a grammar makes the calls, so its dialect reads them, not the tokenizer's template. `begins`: texts
+    that begin a call, and no other answer of that grammar; None: no grammar has calls. `forced`: it has nothing else.
+    `free`: without any grammar, so that calls may begin within reasoning.
     `include_reasoning`: the reply has reasoning. `separate_reasoning`: apart from the content.
     """
 
@@ -66,6 +67,8 @@ class Reading:
     tools: Sequence[Tool] = ()
     most: int | None = None
     from_grammar: bool = False
+    begins: tuple[str, ...] | None = None
+    forced: bool = False
     free: bool = True
     include_reasoning: bool = True
     separate_reasoning: bool = True
@@ -81,7 +84,11 @@ class Reading:
 
         if own.template is not None and not self.from_grammar:
             return TemplateParser(own.template, self.prompt, self.tools, make_id, self.most)
-        thoughts = own.reasoning
+        parser = self._by_dialects(make_id)
+        return parser if self.begins is None else Bound(parser, self.begins, forced=self.forced)
+
+    def _by_dialects(self, make_id: MakeId) -> Parser:
+        dialect, thoughts = self.dialects.tools, self.dialects.reasoning
         if _HARMONY in (thoughts and thoughts.name, dialect and self.tools and dialect.name):
             return HarmonyParser(self.tools, make_id, self.most)
         calls = dialect.parser(self.tools, make_id, self.most) if dialect is not None and self.tools else None

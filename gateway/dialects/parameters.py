@@ -146,7 +146,8 @@ def parameter_rules(
             body = f"{lark.literal(written(name))} {_text_rule(lark, tool, name, end)}"
         else:
             shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-            value = lark.json({**shared, **(inner if isinstance(inner, dict) else {})})
+            own = inner if isinstance(inner, dict) else {}
+            value = lark.json({**shared, **own}, f"tool {tool.name}, {name}")
             body = f"{lark.literal(written(name))} {value} {lark.literal(json_end or end)}"
         rules.append((lark.rule(body), name in required))
     return rules

@@ -80,6 +80,35 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
     return found
 
 
+class Bound(Parser):
+    """Reads an answer under a grammar with calls: the beginning of a call, where the answer is cut, is no content.
+
+    `forced`: the answer is nothing but calls. `begins`: texts that only a call begins with.
+    """
+
+    def __init__(self, parser: Parser, begins: Iterable[str], *, forced: bool) -> None:
+        self._parser = parser
+        self._begins = tuple(begins)
+        self._calls = forced  # whether nothing but calls can follow
+
+    def feed(self, text: str) -> list[Piece]:
+        pieces = self._parser.feed(text)
+        self._calls = self._calls or any(isinstance(piece, CallStart) for piece in pieces)
+        return pieces
+
+    def end(self) -> list[Piece]:
+        pieces = self._parser.end()
+        held = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+        calls = self._calls or any(isinstance(piece, CallStart) for piece in pieces)
+        if not calls and not held.lstrip().startswith(self._begins):
+            return pieces
+        return [piece for piece in pieces if not isinstance(piece, Content)]
+
+    @property
+    def reasoning(self) -> bool:
+        return self._parser.reasoning
+
+
 class Chain(Parser):
     """A parser of reasoning, and one of tool calls for the content that the first one finds."""
 

@@ -141,6 +141,7 @@ class _Parser(CallMachine):
 class Pythonic(ToolDialect):
     name = "pythonic"
     markers = (START, END)
+    begins = ("[", START)
 
     def parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:
         return _Parser(tools, make_id, most)

@@ -61,6 +61,7 @@ class _Parser(CallMachine):
 class Qwen3Coder(ToolDialect):
     name = "qwen3_coder"
     markers = (OPEN, CLOSE)
+    begins = (OPEN,)
     ends_reasoning = (f"{OPEN}\n{FUNCTION}",)
 
     def parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:

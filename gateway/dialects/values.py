@@ -88,7 +88,8 @@ class Values:
             return self.writing.string(self.lark)
         if kind in _NUMBERS:
             limits = {key: value for key, value in schema.items() if key in _LIMITS}
-            return self.lark.json({"type": kind, **limits}) if limits else _NUMBERS[kind]
+            of = f"tool {self.tool.name}, {where.lstrip('.')}"
+            return self.lark.json({"type": kind, **limits}, of) if limits else _NUMBERS[kind]
         return self._one_of([self.lark.literal(words[one]) for one in ("true", "false", "null") if _is(one, kind)])
 
     def _list(self, schema: Mapping[str, Any], where: str, depth: int) -> str:

@@ -166,7 +166,8 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 405:
-        kind: AlignedServeError = MethodNotAllowedError(f"{where} is not allowed")
+        allowed = (error.headers or {}).get("Allow", "another method")
+        kind: AlignedServeError = MethodNotAllowedError(f"{where} is not allowed; use {allowed}")
     else:
         kind = NotFoundError(f"{where} does not exist; /openapi.json lists the endpoints of the API")
     return _json_response(request, kind, error.headers)

@@ -155,6 +155,9 @@ def _operation_schemas() -> dict[str, Schema]:
     book = _object({**named, **blocks}, named)
     role = dict.fromkeys(("role", "id", "node", "address", "state", "holds"), _STRING)
     more = {"root": _STRING, "parent": {"type": "null"}, "max_model_len": _nullable(_INTEGER)}
+    more |= {"type": {"const": "model"}, "display_name": _STRING, "created_at": {**_STRING, "format": "date-time"}}
+    listed = {"object": {"const": "list"}, "data": _array(_ref("Model"))}
+    page = {"has_more": {"const": False}, "first_id": _STRING, "last_id": _STRING}
     tokenised = {"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _array(_INTEGER)}
     return {
         "Model": _object({**model, **more, "permission": _array(_object({}))}, model),
@@ -162,7 +165,7 @@ def _operation_schemas() -> dict[str, Schema]:
         "Detokenized": _object({"prompt": _STRING}, ["prompt"]),
         "Version": _object({"version": _STRING}, ["version"]),
         "Load": _object({"server_load": _INTEGER}, ["server_load"]),
-        "ModelList": _object({"object": {"const": "list"}, "data": _array(_ref("Model"))}, ["object", "data"]),
+        "ModelList": _object({**listed, **page}, listed),
         "Cancelled": _object({"id": _STRING, "object": {"const": "request.cancelled"}}, ["id", "object"]),
         "Live": _object({"status": {"const": "ok"}}, ["status"]),
         "Targets": _array(_object({"targets": strings, "labels": _object({"role": _STRING, "instance": _STRING})})),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from alignedserve import __version__
@@ -44,7 +45,7 @@ class Operator(Protocol):
 
 
 def model_card(model: ServedModel) -> dict[str, Any]:
-    """OpenAI's fields, and those that clients of vLLM read."""
+    """OpenAI's fields, Anthropic's (`type`, `display_name`, `created_at`), and those that clients of vLLM read."""
     permission = {
         "id": f"modelperm-{model.name}",
         "object": "model_permission",
@@ -68,6 +69,9 @@ def model_card(model: ServedModel) -> dict[str, Any]:
         "parent": None,
         "max_model_len": model.limit[0] if model.info is not None else None,
         "permission": [permission],
+        "type": "model",
+        "display_name": model.name,
+        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
     }
 
 
@@ -78,7 +82,9 @@ class Operations:
         self._operator = operator
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, {"object": "list", "data": [model_card(self._operator.model)]})
+        name = self._operator.model.name
+        page = {"has_more": False, "first_id": name, "last_id": name}
+        await send_json(send, {"object": "list", "data": [model_card(self._operator.model)], **page})
 
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = scope["path_params"]["model_id"]

@@ -158,6 +158,11 @@ class Answer:
     def head(self, gateway_id: str, group_size: int) -> pb.RequestHead:
         """The submission to the scheduler. `group_size`: number of answers sent together, this one included."""
         self.group_size = group_size
+        reads = dict(self.prompt.reads)
+        cached = [
+            pb.CachedTokens(pool_id=pool_id, tokens=tokens, ready_s=reads.get(pool_id, 0.0))
+            for pool_id, tokens in self.prompt.cached
+        ]
         return pb.RequestHead(
             key=key_to_proto(self.key),
             prompt_tokens=len(self.prompt.token_ids),
@@ -170,7 +175,7 @@ class Answer:
             submitted_ns=time.time_ns(),
             wait_objective_s=self.call.plan.wait_objective_s or 0.0,
             priority=self.call.plan.priority,
-            cached=[pb.CachedTokens(pool_id=pool_id, tokens=tokens) for pool_id, tokens in self.prompt.cached],
+            cached=cached,
             prefix_marks=self.prompt.marks,
         )
 

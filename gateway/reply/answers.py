@@ -149,13 +149,13 @@ class AnswerView:
         last = len(delta.token_ids) - 1
         for number, token in enumerate(delta.token_ids):
             part.token_ids.append(token)
-            hidden, offset = self._hides, self._base + (0 if text is None else text.length)
+            hidden, offset = self.hides, self._base + (0 if text is None else text.length)
             if number < len(delta.logprobs):
                 self.logprob_sum += delta.logprobs[number].logprob
             ends_here = number == last and delta.finish is FinishReason.STOP and token in self._ends
             if text is not None and not (ends_here and not self._include_stop):
                 self._take(part, text.push(token))
-            if self.scored and not (hidden or self._hides):
+            if self.scored and not (hidden or self.hides):
                 logprob = delta.logprobs[number] if number < len(delta.logprobs) else None
                 part.scored.append(ScoredToken(token, offset, logprob))
             if text is not None and text.stopped:
@@ -168,7 +168,12 @@ class AnswerView:
             self._end(part)
 
     @property
-    def _hides(self) -> bool:
+    def reads(self) -> bool:
+        """Whether a parser divides the text."""
+        return self._reading is not None
+
+    @property
+    def hides(self) -> bool:
         """Whether the answer is within reasoning that the reply leaves out."""
         reading, parser = self._reading, self._parser
         left_out = reading is not None and reading.separate_reasoning and not reading.include_reasoning

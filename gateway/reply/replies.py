@@ -161,6 +161,8 @@ class Reply(ABC):
         for view, part in self._parts.take(deltas):
             if view.parts == 1 and (opening := self.opening_chunk(view)) is not None:
                 chunks.append(self._chunk(self._with_extensions(opening, view, Part()), view, 0))
+            if self._says_nothing(view, part):
+                continue
             choice = self._with_extensions(self.choice_chunk(view, part), view, part)
             chunk = self._chunk(choice, view, view.tokens)
             if part.finish is not None:
@@ -169,6 +171,12 @@ class Reply(ABC):
         if chunks and self._parts.ended and not self._options.include_usage:
             self._add_timings(chunks[-1])
         return chunks
+
+    def _says_nothing(self, view: AnswerView, part: Part) -> bool:
+        """Whether its text is part of a marker or held back. Reasoning that is left out has chunks: a sign of life."""
+        told = part.text or part.reasoning or part.calls or part.scored or part.finish is not None
+        asked = self._options.return_token_ids or self._options.continuous_usage
+        return view.reads and not (told or asked or view.hides)
 
     def last_chunk(self) -> dict[str, Any] | None:
         """The chunk that has only the usage; None if the client did not ask for it."""

@@ -8,6 +8,7 @@ import orjson
 from pydantic import PrivateAttr
 
 from alignedserve.errors import InvalidRequestError
+from alignedserve.gateway.body.messages import EarlierCalls
 from alignedserve.gateway.body.nested import check_depth
 from alignedserve.gateway.body.planning import CallPlan, ServedModel, counted, plan_chat
 from alignedserve.gateway.body.refused import Refusal
@@ -192,6 +193,7 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
     if system := text_of(fields, "system", _TEXT):
         messages.append({"role": "system", "content": system})
     fields.required("messages")
+    calls = EarlierCalls()
     for number, message in enumerate(fields.objects("messages")):
         role = message.text("role")
         if role not in ("user", "assistant", "system") or (role == "system" and number == 0):
@@ -204,8 +206,18 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
         elif not isinstance(content, list):
             raise wrong_type(message.place("content"), "text or an array of blocks", content)
         else:
+            _note_calls(message, calls)
             messages += _OF_ROLE[role](message)
     return messages
+
+
+def _note_calls(message: Fields, calls: EarlierCalls) -> None:
+    """Raises InvalidRequestError for the result of a call that was not made."""
+    for block in message.objects("content"):
+        if block.text("type") == "tool_use":
+            calls.add(block.text("id"))
+        elif block.text("type") == "tool_result":
+            calls.check(block.text("tool_use_id"), block.place("tool_use_id"))
 
 
 def _of_system(message: Fields) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import PrivateAttr
 
 from alignedserve.errors import InvalidRequestError
+from alignedserve.gateway.body.messages import EarlierCalls
 from alignedserve.gateway.body.nested import MOST_REPEATED_DEPTH, check_depth
 from alignedserve.gateway.body.planning import CallPlan, ServedModel, counted, plan_chat
 from alignedserve.gateway.body.refused import Refusal
@@ -190,9 +191,14 @@ def _messages(fields: Fields, earlier: Sequence[dict[str, Any]]) -> list[dict[st
     messages: list[dict[str, Any]] = []
     if instructions := fields.optional_text("instructions"):
         messages.append({"role": "system", "content": instructions})
+    calls = EarlierCalls()
     turn: dict[str, Any] | None = None  # the open turn of the assistant: its reasoning, text and calls are one message
     for item in [*(Fields(item, "previous_response_id") for item in earlier), *_items(fields)]:
         kind = item.optional_text("type") or "message"
+        if kind == "function_call":
+            calls.add(item.optional_text("call_id"))
+        elif kind == "function_call_output":
+            calls.check(item.text("call_id"), item.place("call_id"))
         of_assistant = kind in ("reasoning", "function_call") or item.raw("role") == "assistant"
         if not of_assistant:
             turn = None

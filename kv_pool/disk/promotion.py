@@ -159,6 +159,11 @@ class Promotion:
         size = self._outstanding_bytes + blocks * self._io.layout.slot_bytes
         return size / self._bytes_per_s
 
+    @property
+    def ready_s(self) -> float:
+        """Predicted time until all reads that have begun have ended; 0 while the disk's speed is not known."""
+        return self._predicted_s(0) if self._bytes_per_s else 0.0
+
     # ---- reading
 
     async def _read(self, coming: Coming, slots: list[int], block_ids: list[int]) -> None:

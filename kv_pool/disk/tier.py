@@ -198,15 +198,18 @@ class DiskTier:
         await self._shard.settled()
         then()
 
-    def begin(self, root: bytes, token_ids: Sequence[int]) -> int:
-        """Begin to read what is on disk of a prompt that is expected here. Returns the number of blocks on the way."""
+    def begin(self, root: bytes, token_ids: Sequence[int]) -> tuple[int, float]:
+        """Begin to read what is on disk of a prompt that is expected here.
+
+        Returns the number of blocks on the way, and the predicted time in seconds until they are here.
+        """
         if self._opened is None:
-            return 0
+            return 0, 0.0
         promotion = self._opened.promotion
         coming = promotion.coming(root, token_ids, len(token_ids))
-        if coming is None:
-            return 0
-        return len(coming.slots) if promotion.is_read(coming) or promotion.begin(coming) is not None else 0
+        if coming is None or not (promotion.is_read(coming) or promotion.begin(coming) is not None):
+            return 0, 0.0
+        return len(coming.slots), promotion.ready_s
 
     def used_tokens(self, block_ids: Sequence[int]) -> int:
         """Of a pinned prefix, the tokens whose KV came from disk and is used for the first time."""

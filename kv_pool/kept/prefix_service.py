@@ -115,10 +115,11 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
         pool = await self._ready(context)
         try:
             root, tokens = self._root_of(request), prefix_tokens(request)
-            blocks = pool.match(root, tokens) + (self.disk.begin(root, tokens) if self.disk is not None else 0)
+            blocks = pool.match(root, tokens)
+            coming, ready_s = self.disk.begin(root, tokens) if self.disk is not None else (0, 0.0)
         except AlignedServeError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
-        return kp.PrefixFound(tokens=blocks * pool.block_size)
+        return kp.PrefixFound(tokens=(blocks + coming) * pool.block_size, ready_s=ready_s)
 
     async def Keep(self, request: kp.PinnedPrefix, context: Context) -> kp.Kept:
         pins = await self._open_pins(context)

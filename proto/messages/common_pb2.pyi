@@ -307,12 +307,14 @@ class RequestHead(_message.Message):
     def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., gateway_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., arrival_ns: _Optional[int] = ..., submitted_ns: _Optional[int] = ..., wait_objective_s: _Optional[float] = ..., priority: _Optional[int] = ..., cached: _Optional[_Iterable[_Union[CachedTokens, _Mapping]]] = ..., prefix_marks: _Optional[bytes] = ...) -> None: ...
 
 class CachedTokens(_message.Message):
-    __slots__ = ("pool_id", "tokens")
+    __slots__ = ("pool_id", "tokens", "ready_s")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    READY_S_FIELD_NUMBER: _ClassVar[int]
     pool_id: str
     tokens: int
-    def __init__(self, pool_id: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
+    ready_s: float
+    def __init__(self, pool_id: _Optional[str] = ..., tokens: _Optional[int] = ..., ready_s: _Optional[float] = ...) -> None: ...
 
 class PooledRequest(_message.Message):
     __slots__ = ("key", "pool_id", "kv_tokens", "blocks", "group_id", "evicted_ns", "shared_blocks")

@@ -144,10 +144,12 @@ class CachedPrefix(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class PrefixFound(_message.Message):
-    __slots__ = ("tokens",)
+    __slots__ = ("tokens", "ready_s")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    READY_S_FIELD_NUMBER: _ClassVar[int]
     tokens: int
-    def __init__(self, tokens: _Optional[int] = ...) -> None: ...
+    ready_s: float
+    def __init__(self, tokens: _Optional[int] = ..., ready_s: _Optional[float] = ...) -> None: ...
 
 class Pin(_message.Message):
     __slots__ = ("key", "prefix")

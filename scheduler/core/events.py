@@ -21,7 +21,8 @@ class RequestMeta:
     `whole`: it needs no more KV to decode. `base_pool_id`: the shard that holds the base. `age_s`: how long its gateway
     has had it. `wait_objective_s`: the longest wait between its prefill (or an eviction) and its next token; 0: the
     configured default. `priority`: of what waits, a lower one goes first. `cached`: (shard, tokens) of the prompt's KV
-    that shards' prefix caches had when it was submitted. `marks`: of the prompt's beginnings (`prefix_marks.py`).
+    that shards' prefix caches had when it was submitted. `reads`: (shard, seconds) until what of it is on disk is in
+    memory, as predicted then. `marks`: of the prompt's beginnings (`prefix_marks.py`).
     """
 
     key: RequestKey
@@ -38,6 +39,7 @@ class RequestMeta:
     wait_objective_s: float = 0.0
     priority: int = 0
     cached: tuple[tuple[str, int], ...] = ()
+    reads: tuple[tuple[str, float], ...] = ()
     marks: bytes = b""
 
 

@@ -87,6 +87,7 @@ class Overload:
         recent = self._state.recent.find(first.marks)
         coming = next((tokens for tokens, place in recent if place.queued), 0)
         prompt = QueuedGroup([], first.prefix_tokens, cached=first.cached, coming=coming, recent=recent)
+        prompt.reads_s = dict(first.reads)
         outlook = self.predict(first.prefix_tokens, len(group), now_s, age_s=first.age_s, prompt=prompt)
         why = self._objection(outlook)
         if why is None:
@@ -221,7 +222,8 @@ class Overload:
             reading_s = alike * load.cost.predict_reading_s(left, prompt.tokens - left)
             if queued:
                 reading_s += queued * load.cost.predict_reading_s(work, typical - work)
-            found = min(found, load.predicted_ttft_s(share + alike * left) + reading_s)
+            late_s = load.late_s(prompt, load.pool_id, more_tokens=share)
+            found = min(found, load.predicted_ttft_s(share + alike * left) + reading_s + late_s)
         return found
 
     def _pool_wait_s(self, tokens: int, requests: int) -> float:

@@ -15,7 +15,7 @@ from alignedserve.scheduler.core.actions import StartPrefill
 from alignedserve.scheduler.core.admission import Admission
 from alignedserve.scheduler.core.pool_shard import PoolShard
 from alignedserve.scheduler.core.prefill_queue import QueuedGroup
-from alignedserve.scheduler.core.request_table import Record
+from alignedserve.scheduler.core.request_table import Record, RequestState
 from alignedserve.scheduler.core.routing.base import Route
 from alignedserve.scheduler.core.routing.load import PrefillLoad, able_to_prefill
 from alignedserve.scheduler.core.routing.names import make_routing
@@ -43,6 +43,8 @@ class PrefillDispatch:
                 state.reject(state.open(list(group.keys)), refusal, now_s)
                 continue
             group.recent = state.recent.find(first.meta.marks)
+            waited_s = now_s - first.entered_s[RequestState.QUEUED]
+            group.reads_s = {shard: ready_s - waited_s for shard, ready_s in first.meta.reads if ready_s > waited_s}
             loads = (view.load for view in state.instances.open_prefill())
             most = state.config.prefill.queued_tokens
             able = able_to_prefill(loads, group, most, first.background)

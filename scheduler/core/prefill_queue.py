@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from alignedserve.errors import AccountingError
@@ -25,7 +25,8 @@ class QueuedGroup:
 
     `kept_tokens`: the number of tokens whose KV the pool already holds. `cached`: (shard, tokens) of what prefix caches
     have, each only for instances of its own node. `coming`: how many of its first tokens were known when it was queued
-    (`scheduler/cache/recent.py`); `recent`: where they are, looked up again before it is begun.
+    (`scheduler/cache/recent.py`); `recent`: where they are, looked up again before it is begun. `reads_s`: by shard,
+    the predicted time until what is on disk of it is in memory.
     """
 
     keys: list[RequestKey]
@@ -35,6 +36,7 @@ class QueuedGroup:
     cached: tuple[tuple[str, int], ...] = ()
     coming: int = 0
     recent: Sequence[tuple[int, Place]] = ()
+    reads_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def work_tokens(self) -> int:

@@ -63,6 +63,7 @@ def request_meta(key: RequestKey, head: pb.RequestHead) -> RequestMeta:
         wait_objective_s=head.wait_objective_s,
         priority=head.priority,
         cached=tuple((sys.intern(one.pool_id), min(one.tokens, head.prompt_tokens - 1)) for one in head.cached),
+        reads=tuple((sys.intern(one.pool_id), one.ready_s) for one in head.cached if one.ready_s),
         marks=head.prefix_marks,
     )
 

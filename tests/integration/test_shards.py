@@ -135,13 +135,15 @@ async def test_what_a_decode_only_node_evicts_to_its_shard_comes_back_from_there
     async with LocalCluster(small, nodes=NODES, placed=APART) as cluster:
         await cluster.wait_ready()
         second = shard_of(cluster, "node-b")
-        async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
-            answers = await driver.generate(prompts + prompts[::-1], GREEDY)
-            assert [answer.tokens for answer in answers] == expected + expected[::-1]
-            assert driver.resubmitted == 0
-            metrics = await wait_nothing_held(cluster)
+        async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver, asyncio.timeout(90):
+            came_back = 0.0
+            while not came_back:  # what is too large for the cache's room at that moment goes through a buffer
+                answers = await driver.generate(prompts + prompts[::-1], GREEDY)
+                assert [answer.tokens for answer in answers] == expected + expected[::-1]
+                assert driver.resubmitted == 0
+                metrics = await wait_nothing_held(cluster)
+                came_back = copies(metrics, second, "decode-0/cache", "shared-memory")
         assert copies(metrics, "decode-0/cache", second, "shared-memory") > 0
-        assert copies(metrics, second, "decode-0/cache", "shared-memory") > 0
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ MEANINGS: dict[str, str] = {
     "stop_sequence": "The string that ended the answer.",
     "owned_by": "The owner.",
     "root": "What the model is called where it comes from.",
+    "display_name": "The model's name, as Anthropic's clients read it.",
     "parent": "Always null.",
     "max_model_len": "Most tokens of prompt and answer together.",
     "permission": "Permissions, for clients that read them.",

@@ -28,10 +28,11 @@ class LeastTtft(Routing):
     ) -> tuple[float, Route]:
         """The predicted time to first token there, and how."""
         (pool_id, tokens), computed = best, load.work(group)
-        ttft_s = self._ttft_s(load, group, computed, background)
+        ttft_s = self._ttft_s(load, group, computed, background) + load.late_s(group, load.pool_id, background)
         left = group.tokens - tokens
         if self.copies is not None and left < computed and pool_id != load.pool_id:
             copied_s = self.copy_s(load, tokens) + self._ttft_s(load, group, left, background)
+            copied_s += load.late_s(group, pool_id, background)
             if copied_s < ttft_s:
                 return copied_s, Route(load, left, copy_from=pool_id)
         return ttft_s, Route(load, computed)

@@ -16,17 +16,17 @@ class _ByPrefix(Routing):
     def _route(
         self, load: PrefillLoad, group: QueuedGroup, best: tuple[str, int], threshold: float = 1.0
     ) -> tuple[float, Route]:
-        """Seconds to copy and to compute the prompt there, without the wait.
+        """Seconds to read from disk, to copy and to compute the prompt there, without the wait for the instance.
 
         `best`: of the group. What the instance's own shard lacks of it is copied if it is more than `threshold` times
         as long as the own prefix, and if that is quicker than to compute it.
         """
         pool_id, tokens = best
         own = group.tokens - load.work(group)
-        computed_s = load.cost.predict_prompt_s(group.tokens - own, own)
+        computed_s = load.cost.predict_prompt_s(group.tokens - own, own) + load.late_s(group, load.pool_id)
         if self.copies is not None and tokens > own * threshold:
             left_s = load.cost.predict_prompt_s(group.tokens - tokens, tokens)
-            copied_s = self.copy_s(load, tokens - own) + left_s
+            copied_s = self.copy_s(load, tokens - own) + left_s + load.late_s(group, pool_id)
             if copied_s < computed_s:
                 return copied_s, Route(load, group.tokens - tokens, pool_id)
         return computed_s, Route(load, group.tokens - own)

@@ -48,6 +48,14 @@ class PrefillLoad:
         seconds = self.cost.predict_prefill_s(ahead + tokens)
         return seconds + self.reading_s * ahead / self.pending_tokens if self.reading_s else seconds
 
+    def late_s(self, group: QueuedGroup, pool_id: str, background: bool = False, more_tokens: int = 0) -> float:
+        """By how much the shard's disk is predicted to be later than the instance, which computes other prompts first.
+
+        `more_tokens`: that it computes before, beside those it was given.
+        """
+        ready_s = group.reads_s.get(pool_id, 0.0) if group.reads_s else 0.0
+        return max(0.0, ready_s - self.predicted_ttft_s(more_tokens, background)) if ready_s else 0.0
+
     @property
     def pool_id(self) -> str:
         """Of its shard; "" if it has none yet."""

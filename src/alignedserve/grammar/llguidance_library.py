@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any, cast
 
@@ -15,13 +15,13 @@ from alignedserve.errors import GrammarError
 from alignedserve.grammar import schema as rules
 from alignedserve.grammar.base import Bits, Grammar, GrammarLibrary, Matcher, require_pieces
 from alignedserve.grammar.client_grammars import lark_of
+from alignedserve.grammar.llguidance_errors import of_pattern, of_schema, one_line
 from alignedserve.grammar.llguidance_schema import json_text
 from alignedserve.grammar.llguidance_tags import LarkText, tags_grammar
 from alignedserve.request import GrammarKind, GrammarSpec
 from alignedserve.text import Tokenizer
 
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)  # the library's own, of each compilation and of each mask
-_SEARCHED = 200  # parts of a schema that are tried for the place of an error
 
 
 class LlguidanceMatcher(Matcher):
@@ -30,7 +30,7 @@ class LlguidanceMatcher(Matcher):
 
     def accept(self, token_ids: Sequence[int]) -> None:
         if not self.inner.consume_tokens(list(token_ids)):
-            raise GrammarError(f"the answer left its grammar: {_line(self.inner.get_error())}")
+            raise GrammarError(f"the answer left its grammar: {one_line(self.inner.get_error())}")
 
 
 class LlguidanceGrammar(Grammar):
@@ -61,7 +61,7 @@ class LlguidanceLibrary(GrammarLibrary):
         text = grammar_text(spec, self._tokenizer)
         matcher, error = _compiled(tokenizer, text)
         if error:
-            raise GrammarError(f"{spec.kind}: {_in_pattern(error) if spec.kind is GrammarKind.REGEX else error}")
+            raise GrammarError(f"{spec.kind}: {of_pattern(error) if spec.kind is GrammarKind.REGEX else error}")
         return self._begun(matcher, spec.kind)
 
     def _begun(self, first: llguidance.LLMatcher, kind: GrammarKind) -> Grammar:
@@ -69,7 +69,7 @@ class LlguidanceLibrary(GrammarLibrary):
         bits = np.zeros((1, -(-self._vocab_size // 32)), dtype=np.int32)
         matcher = first.deep_copy()
         fill_next_token_bitmask(matcher, bits)  # on this thread: a batch does not wait for it
-        error = _line(matcher.get_error()) if matcher.is_error() else ""
+        error = one_line(matcher.get_error()) if matcher.is_error() else ""
         if error or not bits.any():
             nothing = not error or error.startswith("NoExtension")  # llguidance's name for it
             reason = "nothing satisfies it, or this vocabulary cannot write it" if nothing else error
@@ -81,7 +81,7 @@ class LlguidanceLibrary(GrammarLibrary):
         fill_next_token_bitmask_par(self._executor, [(matcher, row) for row, matcher in enumerate(inner)], bits)
         for matcher in inner:
             if matcher.is_error():
-                raise GrammarError(f"the grammar cannot be followed: {_line(matcher.get_error())}")
+                raise GrammarError(f"the grammar cannot be followed: {one_line(matcher.get_error())}")
 
     def _tokenizer_of(self, eos_token_ids: tuple[int, ...]) -> llguidance.LLTokenizer:
         if not eos_token_ids:
@@ -94,7 +94,8 @@ class LlguidanceLibrary(GrammarLibrary):
                 try:
                     found = llguidance.LLTokenizer(spelling, n_vocab=self._vocab_size, eos_token=ends)
                 except ValueError as error:
-                    raise GrammarError(f"llguidance cannot use this model's tokenizer: {_line(str(error))}") from error
+                    reason = one_line(str(error))
+                    raise GrammarError(f"llguidance cannot use this model's tokenizer: {reason}") from error
                 self._tokenizers[eos_token_ids] = found
             return found
 
@@ -103,7 +104,7 @@ def _compiled(tokenizer: llguidance.LLTokenizer, text: str) -> tuple[llguidance.
     """A matcher, and why it cannot be used; "" if it can. A warning is a keyword that would not be checked."""
     matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
     error = matcher.get_error() if matcher.is_error() else "; ".join(matcher.get_grammar_warnings())
-    return matcher, _line(error)
+    return matcher, one_line(error)
 
 
 def grammar_text(spec: GrammarSpec, tokenizer: Tokenizer) -> str:
@@ -134,31 +135,9 @@ def _compiled_schema(tokenizer: llguidance.LLTokenizer, spec: GrammarSpec) -> ll
         except GrammarError as other:
             return other.message
 
-    in_space = spec.whitespace is not None and error_of({"type": "array"}) == error
-    place = " (in whitespace_pattern)" if in_space else _place(schema, error, error_of)
-    raise GrammarError(f"{spec.kind}: {_own_words(error)}{place}")
-
-
-def _own_words(error: str) -> str:
-    if error.startswith("oneOf constraints"):
-        return "oneOf: more than one of its alternatives may match a value"
-    if error.startswith("Unknown format"):
-        return f"format: llguidance cannot follow this one ({error.partition(': ')[2]})"
-    return error
-
-
-def _place(schema: Any, error: str, error_of: Callable[[Any], str]) -> str:
-    """Where the error is: the smallest part of the schema that has the same one by itself; "" if that is unknown."""
-    parts: list[tuple[str, Any]] = list(_first(rules.reachable(schema)))
-    shared = {name: schema[name] for name in ("$defs", "definitions") if isinstance(schema, dict) and name in schema}
-    for place, part in sorted(parts, key=lambda found: -found[0].count("/")):
-        if place and error_of({**shared, **part}) == error:
-            return f" (at {place})"
-    return ""
-
-
-def _first(parts: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
-    return (part for _, part in zip(range(_SEARCHED), parts, strict=False))
+    if spec.whitespace is not None and error_of({"type": "array"}) == error:
+        raise GrammarError(f"{spec.kind}: {error} (in whitespace_pattern)")
+    raise GrammarError(f"{spec.kind}: {of_schema(schema, error, error_of)}")
 
 
 # ---- other kinds
@@ -215,13 +194,3 @@ _FORMS: dict[GrammarKind, Callable[[GrammarSpec], str]] = {
     GrammarKind.GRAMMAR: _of_grammar,
     GrammarKind.COMPOSED: _of_composed,
 }
-
-
-def _in_pattern(error: str) -> str:
-    """The message about a regular expression without the grammar that we wrote around it."""
-    found = error.partition("(in regex): ")[2] or error
-    return found.partition(" 1 | start: ")[0][:300]
-
-
-def _line(message: str) -> str:
-    return " ".join(message.split())[:500]

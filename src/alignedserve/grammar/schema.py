@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from functools import lru_cache
 from itertools import chain
 from typing import Any, TypeGuard
 from urllib.parse import unquote
 
 from alignedserve.errors import GrammarError
 
+LIBRARY = "{library}"  # in a rule's reason: the library's name
 Node = dict[str, Any]
 Rule = Callable[[Node], str | None]
 """Why a keyword of this schema cannot be followed; None if it can."""
@@ -19,7 +22,12 @@ _ONE = ("additionalItems", "additionalProperties", "contains", "else", "if", "it
         "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _MAPS = ("dependentSchemas", "patternProperties", "properties")
+_ASSERTING = sorted({*_ONE, *_LISTS, *_MAPS, "$ref", "const", "dependentRequired", "dependencies", "enum",
+                     "exclusiveMaximum", "exclusiveMinimum", "format", "maxContains", "maxItems", "maxLength",
+                     "maxProperties", "maximum", "minContains", "minItems", "minLength", "minProperties", "minimum",
+                     "multipleOf", "pattern", "required", "type", "uniqueItems"})  # fmt: skip
 _IDLE: dict[str, tuple[Node, ...]] = {"propertyNames": ({}, {"type": "string"})}
+_ALIKE = 0.8  # of keywords, as difflib counts it
 MOST_DEPTH = 64  # of a schema's subschemas, references not counted
 _FORMATS = {"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6",
             "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer",
@@ -74,8 +82,19 @@ def check_schema(schema: Any, rules: Mapping[str, Rule], library: str, place: st
         _limit_numbers(node, found)
         for keyword in list(node):
             reason = rules[keyword](node) if keyword in rules and keyword in node else None
+            if reason is None and (meant := _meant(keyword)):
+                reason = f"JSON schema has no such keyword; did you mean {meant!r}?"
             if reason is not None:
-                raise GrammarError(f"{keyword} at {found or '/'}: {reason.format(library=library)}")
+                reason = reason.replace(LIBRARY, library)  # not `format`: it may show a pattern, with braces
+                raise GrammarError(f"{keyword} at {found or '/'}: {reason}")
+
+
+@lru_cache(maxsize=4096)
+def _meant(keyword: str) -> str:
+    """The keyword that this one misspells, so that nothing would be checked; "" if it misspells none."""
+    if keyword in _ASSERTING or keyword.startswith("x-"):
+        return ""
+    return next(iter(get_close_matches(keyword, _ASSERTING, 1, _ALIKE)), "")
 
 
 def reachable(schema: Any, place: str = "") -> Iterator[tuple[str, Node]]:
@@ -205,7 +224,7 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def never(node: Node) -> str:
-    return "{library} cannot follow this keyword"
+    return f"{LIBRARY} cannot follow this keyword"
 
 
 def written_exactly(keyword: str) -> Rule:

@@ -24,6 +24,7 @@ from alignedserve.client import (
     InvalidRequestError,
     Message,
     NotFoundError,
+    ToolCall,
     UnavailableError,
 )
 from alignedserve.client import job_steps as steps
@@ -271,7 +272,8 @@ def test_a_line_with_tools_asks_for_what_a_call_asks_for() -> None:
         return place
 
     options: Any = {"tools": [look], "tool_choice": look, "reasoning_effort": "low", "max_tokens": 3}
-    turns = [Message("user", "hi"), Message("tool", "x", tool_call_id="a")]
+    called = Message("assistant", tool_calls=(ToolCall("a", "look", "{}"),))
+    turns = [Message("user", "hi"), called, Message("tool", "x", tool_call_id="a")]
     message = CallPlanner().chat(turns, options).message
     found = parse_chat(body_of(message))
     assert found == parse_chat(grpc_service.body_of(message))

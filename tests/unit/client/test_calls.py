@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
 
 from alignedserve.client import (
     AlignedServeError,
@@ -80,6 +81,14 @@ def test_options_and_defaults_reach_the_server(ask: Ask, service: ScriptedInfere
     assert [(entry.token_id, entry.bias) for entry in sent.logit_bias] == [(3, -1.5)]
     assert not sent.HasField("top_p")
     assert service.metadata["application"] == "front"
+    assert "traceparent" not in service.metadata
+
+
+def test_a_call_within_a_trace_is_a_part_of_it(ask: Ask, service: ScriptedInference) -> None:
+    with TracerProvider().get_tracer("test").start_as_current_span("mine") as span:
+        ask("generate", "go")
+    context = span.get_span_context()
+    assert service.metadata["traceparent"].startswith(f"00-{context.trace_id:032x}-{context.span_id:016x}-")
 
 
 def test_a_call_may_lift_the_clients_limit_and_name_another_model(ask: Ask, service: ScriptedInference) -> None:

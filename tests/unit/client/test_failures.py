@@ -71,3 +71,9 @@ def test_a_call_for_no_application_of_several_says_what_to_give(details: str, sa
     assert "Ping" not in str(error)
     assert isinstance(error, NotFoundError)
     assert error.param == "application"
+
+
+def test_an_address_that_does_not_speak_grpc_is_told() -> None:
+    for details in ("Received http2 header with status: 404", "Trying to connect an http1.x server (HTTP status 400)"):
+        error = error_from_status(Failed(grpc.StatusCode.UNIMPLEMENTED, details), None)
+        assert error.message == f"this address does not speak gRPC (is it the port of the HTTP API?): {details}"

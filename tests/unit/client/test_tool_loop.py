@@ -328,6 +328,15 @@ def test_a_call_that_is_cut_is_not_made() -> None:
         converse(answered(("look", '{"place": "Be'), finish="length"))
 
 
+def test_a_forced_call_that_has_not_begun_is_no_answer() -> None:
+    cut = answered(finish="length")
+    assert converse(cut).rounds == 1
+    for choice in ("required", look):
+        with pytest.raises(IncompleteAnswerError, match="'length' ended the answer"):
+            converse(cut, tool_choice=choice)
+    assert converse(answered(("look", '{"place": "Bern"}')), cut, tool_choice="required").rounds == 2
+
+
 def test_what_a_function_returns_must_have_a_form_as_json() -> None:
     def thing() -> Any:
         return threading.Lock()

@@ -218,7 +218,7 @@ def test_what_nothing_satisfies_is_refused_before_an_answer_begins(schema: dict[
 
 def test_an_error_in_the_pattern_between_tokens_names_it() -> None:
     for schema in ({"type": "object"}, {"type": "array", "items": {"type": "string"}}):
-        with pytest.raises(GrammarError, match=r"unclosed character class \(in whitespace_pattern\)"):
+        with pytest.raises(GrammarError, match=r"unclosed character class, .* \(in whitespace_pattern\)"):
             tiny_grammars("llguidance").compile(GrammarSpec(JSON, json.dumps(schema), "["), (0,))
 
 

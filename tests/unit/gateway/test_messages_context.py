@@ -32,7 +32,8 @@ def thinking(text: str) -> dict[str, Any]:
 def test_thinking_of_earlier_turns_is_cleared_if_asked_for(keep: dict[str, Any], kept: list[str]) -> None:
     """A turn reaches from a user's message to the next one, over results of tools."""
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "x"}]}
-    turns = [USER, thinking("a"), USER, thinking("b"), USER, thinking("c"), result, thinking("d"), USER]
+    called = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}]}
+    turns = [USER, thinking("a"), USER, thinking("b"), USER, thinking("c"), called, result, thinking("d"), USER]
     edits = {"edits": [{"type": THINK, **keep}], "later": 1}
     request = parse_messages({"model": "tiny", "max_tokens": 5, "messages": turns, "context_management": edits})
     assert [message.reasoning_content for message in request.messages if message.reasoning_content] == kept

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 
+import anthropic
 import httpx
 import pytest
 
@@ -104,10 +105,14 @@ async def test_processes_without_a_page_of_their_own_are_no_targets(http: httpx.
     assert (answer.status_code, answer.json()) == (200, [])
 
 
-async def test_models_are_listed_and_found(http: httpx.AsyncClient) -> None:
+async def test_models_are_listed_and_found(http: httpx.AsyncClient, gateway: RunningGateway) -> None:
     (model,) = (await http.get("/v1/models")).json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 512)
     assert (await http.get("/v1/models/tiny")).json() == model
+    anthropics = anthropic.AsyncAnthropic(base_url=gateway.url, api_key="none")
+    async for found in anthropics.models.list():
+        assert (found.type, found.id, found.display_name) == ("model", "tiny", "tiny")
+        assert found.created_at.timestamp() == model["created"]
     answer = await http.get("/v1/models/org/other")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 

@@ -22,15 +22,16 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.proto import supervisor_pb2 as sv
-from alignedserve.request import SamplingParams
+from alignedserve.request import RequestKey, SamplingParams
+from alignedserve.scheduler.process.messaging import request_meta
 
 TOKEN = "secret"
 LONG = tuple(range(LEAST_TOKENS + 1))
 
 
 class Shard(kp_grpc.KvPoolServicer):
-    def __init__(self, tokens: int, delay_s: float = 0.0) -> None:
-        self.tokens, self.delay_s = tokens, delay_s
+    def __init__(self, tokens: int, delay_s: float = 0.0, ready_s: float = 0.0) -> None:
+        self.tokens, self.delay_s, self.ready_s = tokens, delay_s, ready_s
         self.asked: list[tuple[int, bytes]] = []
         self.called = asyncio.Event()
         self.server = RpcServer(TOKEN)
@@ -40,7 +41,7 @@ class Shard(kp_grpc.KvPoolServicer):
         self.asked.append((len(prefix_tokens(request)), request.salt))
         self.called.set()
         await asyncio.sleep(self.delay_s)
-        return kp.PrefixFound(tokens=self.tokens)
+        return kp.PrefixFound(tokens=self.tokens, ready_s=self.ready_s)
 
 
 def plan(*prompts: tuple[int, ...], cache: CacheUse | None = None) -> CallPlan:
@@ -65,7 +66,7 @@ def _on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_what_each_shard_has_comes_with_the_head_of_the_request() -> None:
-    shards = Shard(160), Shard(0), Shard(320)
+    shards = Shard(160), Shard(0), Shard(320, ready_s=0.25)
     hints, _ = await started(*shards)
     token = caller.set(b"key")
     try:
@@ -74,7 +75,10 @@ async def test_what_each_shard_has_comes_with_the_head_of_the_request() -> None:
     finally:
         caller.reset(token)
     long, short = (answer.head("gw", 1).cached for answer in call.answers)
-    assert [(one.pool_id, one.tokens) for one in long] == [("kv_pool-0", 160), ("kv_pool-2", 320)]
+    assert [(one.pool_id, one.tokens, one.ready_s) for one in long] == [
+        ("kv_pool-0", 160, 0.0), ("kv_pool-2", 320, 0.25)
+    ]  # fmt: skip
+    assert request_meta(RequestKey("a"), call.answers[0].head("gw", 1)).reads == (("kv_pool-2", 0.25),)
     assert not short, "a short prompt is not asked about"
     heads = [answer.head("gw", 1).prefix_marks for answer in call.answers]
     assert heads == [prefix_marks(array("I", LONG).tobytes(), b"key/salt"), b""]

@@ -70,8 +70,8 @@ def test_every_spelling(fields: dict[str, Any], kind: GrammarKind, text: Any) ->
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"regex": ""}, {"choice": []},
-     {"ebnf": ""}, {"structural_tag": ""}, {"guided_whitespace_pattern": " *"}],
+    [{}, {"response_format": {"type": "text"}}, {"guided_whitespace_pattern": " *"}, {"regex": None},
+     {"structured_outputs": {"whitespace_pattern": " *"}}],
 )  # fmt: skip
 def test_what_asks_for_nothing(fields: dict[str, Any]) -> None:
     assert asked(**fields) is None
@@ -113,6 +113,18 @@ def test_whitespace_is_that_of_json_alone() -> None:
         ),
         ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
         ({"guided_choice": "yes"}, "guided_choice"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": None}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
+        ({"regex": ""}, "regex"),
+        ({"choice": []}, "choice"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_json": ""}, "guided_json"),
+        ({"guided_json": []}, "guided_json"),
+        ({"ebnf": ""}, "ebnf"),
+        ({"structural_tag": ""}, "structural_tag"),
         ({"regex": 3}, "regex"),
     ],
 )

@@ -129,6 +129,21 @@ def test_a_forced_call_is_a_call_that_its_schema_allows(name: str, special: bool
                 jsonschema.validate(arguments, SCHEMAS[called])
 
 
+@pytest.mark.parametrize(("name", "special"), both(TOOLS))
+def test_calls_that_are_cut_anywhere_leave_no_content(name: str, special: bool) -> None:
+    dialects, known = dialects_of(name, "", special=special)
+    begins = TOOLS[name].begins
+    text = Walk(grammar_of(AnswerForm(None, (LOOK, NOW), True, 3), dialects), known, dialects).to_the_end(1)
+    for forced in (True, False):
+        reading = Reading(dialects, "", (LOOK, NOW), from_grammar=True, begins=begins, forced=forced)
+        whole = read_pieces(parse(reading.parser("a"), text))
+        for cut in range(len(text)):
+            found = read_pieces(parse(reading.parser("a"), text[:cut]))
+            if forced or text[:cut].startswith(begins):
+                assert found.content == "", text[:cut]
+            assert found.calls[:-1] == whole.calls[: max(0, len(found.calls) - 1)]
+
+
 @pytest.mark.parametrize("name", TOOLS)
 def test_with_a_strict_tool_an_answer_is_text_or_calls_that_the_schema_allows(name: str) -> None:
     strict = Tool("look", PLACE, strict=True)

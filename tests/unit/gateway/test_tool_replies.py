@@ -172,6 +172,46 @@ async def test_arguments_of_earlier_calls_reach_the_prompt_whatever_they_are(arg
         assert await Front().submit(CHAT, {"messages": [*HI, turn], "tools": [TOOL]})
 
 
+RESULT = {"role": "tool", "content": "sunny"}
+CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "look", "arguments": "{}"}}]}
+USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}]}
+USED_CALL = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "turns", "place"),
+    [
+        (CHAT, "messages", [CALLED, {**RESULT, "tool_call_id": "ID"}], "messages[2].tool_call_id"),
+        (CHAT, "messages", [{**RESULT, "tool_call_id": "ID"}, CALLED], "messages[1].tool_call_id"),
+        ("/v1/messages", "messages",
+         [USED, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "ID"}]}],
+         "messages[2].content[0].tool_use_id"),
+        ("/v1/responses", "input",
+         [USED_CALL, {"type": "function_call_output", "call_id": "ID", "output": "sunny"}], "input[2].call_id"),
+    ],
+)  # fmt: skip
+async def test_the_result_of_a_call_that_was_not_made_is_refused(
+    http: httpx.AsyncClient, cluster: FakeCluster, path: str, field: str, turns: list[dict[str, Any]], place: str
+) -> None:
+    cluster.script = playing([END])
+    limit = "max_output_tokens" if field == "input" else "max_tokens"
+    for call_id, known in (("1", turns[0] in (CALLED, USED, USED_CALL)), ("2", False)):
+        written = json.loads(json.dumps([*HI, *turns]).replace('"ID"', f'"{call_id}"'))
+        answer = await http.post(path, json={"model": "tiny", limit: 5, field: written})
+        assert answer.status_code == (200 if known else 400), answer.text
+        if not known:
+            error = answer.json()["error"]
+            assert place in error["message"]
+            assert repr(call_id) in error["message"]
+            assert error.get("param", place) == place
+
+
+async def test_results_without_an_id_belong_to_the_calls_in_their_order() -> None:
+    nameless = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}
+    for turns in ([CALLED, RESULT], [nameless, RESULT], [nameless, {**RESULT, "tool_call_id": "any"}]):
+        assert parse_chat({"messages": [*HI, *turns]})
+
+
 # ---- reasoning
 
 
@@ -213,3 +253,58 @@ async def test_calls_and_reasoning_that_is_not_apart(cluster: FakeCluster, tmp_p
         assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
         pieces = await streamed(http, tools=[TOOL], separate_reasoning=False)
         assert "".join(piece["delta"].get("content") or "" for piece in pieces) == choice["message"]["content"]
+
+
+# ---- calls that are cut
+
+
+JSON_OBJECT = {"response_format": {"type": "json_object"}}
+STRICT = {"type": "function", "function": {**LOOK, "strict": True}}
+OTHER = {"type": "function", "function": {"name": "other"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "fields"),
+    [
+        (CALL[:4], "", {"tools": [TOOL], "tool_choice": "required"}),
+        (CALL[:20], "", {"tools": [TOOL], "tool_choice": "required"}),
+        (CALL[:20], "", {"tools": [TOOL, OTHER], "tool_choice": {"type": "function", "function": {"name": "look"}}}),
+        (CALL[:4], "", {"tools": [TOOL], **JSON_OBJECT}),
+        (CALL[:20], "", {"tools": [TOOL], **JSON_OBJECT}),
+        ('{"name": "lo', '{"name": "lo', {"tools": [TOOL], **JSON_OBJECT}),
+        (f"I look.\n{CALL[:20]}", "I look.", {"tools": [STRICT]}),
+        (f"I look.\n{CALL[:4]}", f"I look.\n{CALL[:4]}", {"tools": [STRICT]}),  # a text may end like this
+        (CALL[:20], CALL[:20], {"tools": [TOOL]}),  # without a grammar, what only looks like a call is text
+    ],
+)
+async def test_the_beginning_of_a_call_is_no_content_where_a_grammar_knows_it(
+    http: httpx.AsyncClient, cluster: FakeCluster, text: str, content: str, fields: dict[str, Any]
+) -> None:
+    cluster.script = playing(*([token] for token in ids(text)), finish=FinishReason.LENGTH)
+    (whole,) = (await chat(http, **fields))["choices"]
+    pieces = await streamed(http, **fields)
+    assert "tool_calls" not in whole["message"]
+    assert "".join(piece["delta"].get("content", "") for piece in pieces) == whole["message"]["content"] == content
+    assert whole["finish_reason"] == pieces[-1]["finish_reason"] == "length"
+
+
+async def test_what_follows_a_call_under_a_grammar_is_no_content(http: httpx.AsyncClient, cluster: FakeCluster) -> None:
+    cluster.script = playing(ids(f"{CALL}\n<tool_"), finish=FinishReason.LENGTH)
+    for fields in ({"tools": [TOOL], "tool_choice": "required"}, {"tools": [STRICT]}, {"tools": [TOOL], **JSON_OBJECT}):
+        (choice,) = (await chat(http, **fields))["choices"]
+        assert choice["message"]["content"] is None
+        assert len(choice["message"]["tool_calls"]) == 1
+
+
+async def test_the_first_delta_of_a_forced_call_has_its_name(http: httpx.AsyncClient, cluster: FakeCluster) -> None:
+    cluster.script = playing(*([token] for token in ids(CALL)), [END], finish=FinishReason.STOP)
+    fields: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required"}
+    opening, first, *others, last = await streamed(http, **fields)
+    assert opening["delta"] == {"role": "assistant", "content": ""}
+    assert list(first["delta"]) == ["tool_calls"]
+    assert first["delta"]["tool_calls"][0]["function"]["name"] == "look"
+    assert (last["delta"], last["finish_reason"]) == ({}, "tool_calls")
+    assert all(list(piece["delta"]) == ["tool_calls"] for piece in others)
+    usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    for asked in ({"logprobs": True}, {"return_token_ids": True}, usage):
+        assert len(await streamed(http, **fields, **asked)) == len(ids(CALL)) + 2

@@ -405,7 +405,8 @@ def test_blocks_become_chats_messages() -> None:
 @pytest.mark.parametrize(("said", "told"), [("no city", "Error: no city"), ("", "Error"), ("error: x", "error: x")])
 def test_a_template_is_told_that_a_tool_failed(said: str, told: str) -> None:
     result = {"type": "tool_result", "tool_use_id": "1", "content": said, "is_error": True}
-    (message,) = of_messages(messages=[{"role": "user", "content": [result]}])["messages"]
+    called = {"role": "assistant", "content": [{**USE, "input": {}}]}
+    (*_, message) = of_messages(messages=[called, {"role": "user", "content": [result]}])["messages"]
     assert message == {"role": "tool", "tool_call_id": "1", "content": told}
 
 

@@ -324,6 +324,42 @@ def prompt(tokens: int, *cached: int) -> QueuedGroup:
     return QueuedGroup([], tokens, cached=found)
 
 
+@pytest.mark.parametrize("name", ["least-ttft", "conductor"])
+def test_what_is_on_disk_is_late_unless_the_instance_has_other_work_meanwhile(name: str) -> None:
+    routing = make_routing(SchedulerConfig(routing=name))
+
+    def chosen_of(ready_s: float, *ahead_s: float) -> str:
+        group = prompt(5000, 4000)
+        group.reads_s = {"k0": ready_s}
+        return routing.choose(prefix_loads(*ahead_s), group).load.prefill_id
+
+    assert chosen_of(0.3, 0.0, 0.0) == "p0"
+    assert chosen_of(0.5, 0.0, 0.0) == "p1", "reading and 1,000 tokens take longer than 5,000 tokens"
+    assert chosen_of(0.5, 0.3, 0.3) == "p0", "it is read while other prompts are computed"
+    routing.copies = PrefixCopies(1e-6)
+    assert routing.choose(prefix_loads(1.0, 0.0), prompt(5000, 4000)).copy_from == "k0"
+    late = prompt(5000, 4000)
+    late.reads_s = {"k0": 0.5}
+    assert routing.choose(prefix_loads(1.0, 0.0), late).copy_from == ""
+
+
+def test_reading_goes_on_while_a_prompt_waits_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, seen = CoreCell(queue_tokens=50), []
+    choose = cell.core.routing.choose
+
+    def noted(able, group, background=False):
+        seen.append(dict(group.reads_s))
+        return choose(able, group, background)
+
+    monkeypatch.setattr(cell.core.routing, "choose", noted)
+    for name, reads in (("a", ()), ("b", (("pool", 5.0), ("k9", 1.0)))):
+        meta = ev.RequestMeta(key(name), 100, 120, f"group-{name}", "gw", cached=(("pool", 90),), reads=reads)
+        cell.do(ev.Submitted((meta,)))
+    cell.do(ev.Tick(), after_s=2.0)
+    cell.prefilled("a", 100)
+    assert seen == [{}, {"pool": pytest.approx(3.0)}]
+
+
 def test_the_longest_prefix_wins_unless_its_instance_is_busier_than_a_prefix_is_worth() -> None:
     routing = make_routing(SchedulerConfig(routing="prefix"))
     route = routing.choose(prefix_loads(0.4, 0.0), prompt(5000, 4000, 1000))

@@ -221,11 +221,21 @@ def test_a_folder_that_is_missing_is_said_before_anything_is_computed(
     assert "there is no folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("line", "fault"), [("hello\n", "is not JSON (Expecting"), ("{}\n", "has no url")])
+async def test_a_first_line_that_is_no_request_says_why(
+    url: str, source: Path, capsys: pytest.CaptureFixture[str], line: str, fault: str
+) -> None:
+    await asyncio.to_thread(source.write_text, line)
+    assert await asyncio.to_thread(main, command(source, url)) == 2
+    assert f"the first line {fault}" in capsys.readouterr().err
+
+
 async def test_a_changed_input_does_not_go_on(
     url: str, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_batch_module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(run_batch_module, "PATIENCE_S", 0.2)
     assert await asyncio.to_thread(main, command(source, "http://127.0.0.1:9")) == 1
+    assert capsys.readouterr().err.count("trying again for 0.2 s") == 1
     append(source, row(LINES))
     assert await asyncio.to_thread(main, command(source, url)) == 2
     assert "has changed" in capsys.readouterr().err

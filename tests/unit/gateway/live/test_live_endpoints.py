@@ -14,8 +14,9 @@ import httpx
 import pytest
 
 from alignedserve.admin import ADMIN_HEADER
+from alignedserve.cluster.cli import top_command
 from alignedserve.cluster.cli.explain_command import described
-from alignedserve.cluster.cli.top_command import feed, screen
+from alignedserve.cluster.cli.top_command import feed, lasting, screen
 from alignedserve.errors import OverloadedError, UnavailableError
 from alignedserve.gateway.live import endpoints
 from alignedserve.gateway.live.feed import LiveFeed
@@ -273,7 +274,7 @@ async def test_no_key_keeps_others_from_looking(guarded: RunningGateway, monkeyp
         assert (await states(client, 1, **other))[0]["model"] == "tiny"
 
 
-async def test_top_goes_on_when_its_gateway_is_killed() -> None:
+async def test_top_goes_on_when_its_gateway_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is cut off in the middle of a chunk."""
 
     async def cut_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -287,6 +288,12 @@ async def test_top_goes_on_when_its_gateway_is_killed() -> None:
         assert await asyncio.to_thread(next, fed) == {}
         with pytest.raises(UnavailableError, match="does not answer any more"):
             await asyncio.to_thread(list, fed)
+        url, told = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", list[str]()
+        monkeypatch.setattr(top_command, "AGAIN_S", 0.0)
+        endless = lasting(url, "", iter(()), told.append)  # as with --json, too
+        assert [await asyncio.to_thread(next, endless) for _ in range(3)] == [{}, {}, {}]
+        assert len(told) == 2
+        assert all("trying again" in text for text in told)
 
 
 async def test_two_gateways_show_each_others_requests(cluster: FakeCluster, gateway: RunningGateway) -> None:
