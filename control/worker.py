@@ -37,6 +37,12 @@ class WorkerServer(RoleServer):
     def on_gateway_lost(self, address: str) -> None:
         """Events for this gateway could not be delivered: report its requests lost, so that it submits them again."""
 
+    @property
+    def ranks(self) -> str:
+        """What a status begins with."""
+        count = self.config.ranks(self.role)
+        return f"{count} ranks, " if count > 1 else ""
+
     @abstractmethod
     def trouble(self) -> AlignedServeError | None:
         """The error for which this process must be replaced, or None. It is checked at each heartbeat."""

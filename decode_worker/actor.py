@@ -83,7 +83,8 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         self.progress, self.busy, self.step_s = meter.count, instance.compute.busy, meter.longest_s
         waiting = status.batch_buffer_requests + status.requests_buffer_requests
         blocks = f"{cache.owned_blocks}/{cache.capacity} cache"
-        beat.holds = f"{status.running} running, {waiting} candidates; blocks: {blocks}{locking(instance.channels)}"
+        running = f"{self.ranks}{status.running} running, {waiting} candidates"
+        beat.holds = f"{running}; blocks: {blocks}{locking(instance.channels)}"
         page = Page(instance=self.settings.id)
         show_stores(page, [self._count()])
         instance.compute.show_metrics(page)

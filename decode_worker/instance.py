@@ -23,7 +23,7 @@ from alignedserve.engine.decode_engine import decode_engine
 from alignedserve.engine.decoding import DecodeEngine
 from alignedserve.engine.model import host
 from alignedserve.engine.model.instance_memory import InstanceMemory
-from alignedserve.engine.runner import ModelRunner
+from alignedserve.engine.parallel.processes import RankProcesses, runner_maker, start_ranks
 from alignedserve.engine.step_progress import StepProgress
 from alignedserve.errors import AlignedServeError
 from alignedserve.grammar.compiled import Grammars
@@ -86,6 +86,7 @@ class DecodeInstance:
         self.engine: DecodeEngine | None = None  # runs iterations; None until `load`
         self.compute: DecodeLoop | None = None  # the decode thread; None until `load` has warmed it up
         self.starting = StepProgress(settings.id)  # of `load`
+        self._ranks: RankProcesses | None = None  # the other ranks; None before `load`, or with one rank
         self.writer: PoolWriter | None = None  # leases blocks of this node's shard for evictions; None until `load`
         self.handover: Handover | None = None  # copies into the cache and out; has the buffer links; None until `load`
         self.draining = False  # the view removes this instance, and `compute` drains; for good
@@ -112,14 +113,16 @@ class DecodeInstance:
         self.model = await host.inspect(config, settings.device)
         self.memory.expect(self.model)
         report()
-        loaded, tokenizer = await host.load(config, self.model, settings.device, self.starting)
+        self._ranks = ranks = start_ranks(config, "decode", self.model)
+        load_part, share = (None, None) if ranks is None else (ranks.load, ranks.share)
+        loaded, tokenizer = await host.load(config, self.model, settings.device, self.starting, load_part)
         plan = await self._pool.plan
         config = replace(config, decode=config.decode.running(plan.max_running))
-        make_runner = partial(ModelRunner, loaded, backend=config.engine.attention)
+        make_runner = runner_maker(config, loaded, ranks)
         await asyncio.to_thread(self.memory.check, loaded, plan, make_runner)
         geometry = self.model.geometry(plan.block_size)
         self._cache_store, tensor = host.cache_store(
-            f"{settings.id}/cache", geometry, plan.decode_cache, settings.device, settings.node_id
+            f"{settings.id}/cache", geometry, plan.decode_cache, settings.device, settings.node_id, share
         )
         await asyncio.to_thread(compile_copies, self._cache_store)  # now, not when the first buffer is attached
         self.cache = BlockAllocator(plan.decode_cache, self._cache_store.store_id)
@@ -250,11 +253,14 @@ class DecodeInstance:
         slow = next((trouble for channel in self.channels if (trouble := channel.trouble()) is not None), None)
         links = self.handover.links.values() if self.handover is not None else ()
         unreached = next((link.trouble for link in links if link.trouble is not None), None)
-        return self.copier.stuck() or self._pool.trouble() or slow or unreached
+        lost = None if self._ranks is None else self._ranks.trouble()
+        return lost or self.copier.stuck() or self._pool.trouble() or slow or unreached
 
     async def close(self) -> None:
         if self.compute is not None:
             await asyncio.to_thread(self.compute.stop)
+        if self._ranks is not None:
+            await asyncio.to_thread(self._ranks.close)
         if self.handover is not None:
             for link in list(self.handover.links.values()):
                 await link.close()

@@ -119,7 +119,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         beat.stores.extend(buffer.store.handle().to_proto() for buffer in instance.buffers.values())
         counts = self._counts()
         held = ", ".join(f"{count.owned}/{count.capacity} {count.store.rpartition('/')[2]}" for count in counts)
-        beat.holds = f"{instance.compute.pending_tokens} tokens to prefill; blocks: {held}{locking(instance.channels)}"
+        pending = f"{self.ranks}{instance.compute.pending_tokens} tokens to prefill"
+        beat.holds = f"{pending}; blocks: {held}{locking(instance.channels)}"
         beat.metrics = self._metrics(instance.compute, counts)
         return beat
 

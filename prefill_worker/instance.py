@@ -6,13 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 
 from alignedserve.config import Config
 from alignedserve.control.convert import key_from_proto, sampling_from_proto
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.engine.model import host
 from alignedserve.engine.model.instance_memory import InstanceMemory
+from alignedserve.engine.parallel.processes import RankProcesses, runner_maker, start_ranks
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.engine.step_progress import StepProgress
 from alignedserve.errors import AlignedServeError, ChecksumError, TransferError
@@ -80,6 +80,7 @@ class PrefillInstance:
         self.copier = Copier(verify=config.kv_pool.verify, timeout_s=config.kv_pool.copy_timeout_s)
         self._channels: list[Channel] = []  # between this node's shard and the cache and buffers; empty until `load`
         self.starting = StepProgress(settings.id)  # of `load`
+        self._ranks: RankProcesses | None = None  # the other ranks; None before `load`, or with one rank
         self.model: ModelInfo | None = None  # None until `load` has inspected the model
         self.reaches: list[str] = []  # devices whose memory its device reads directly; set by `load`
         self.no_nccl = ""  # why this process cannot use NCCL; "" if it can; set by `load`
@@ -116,13 +117,15 @@ class PrefillInstance:
         self.model = await host.inspect(config, settings.device)
         self.memory.expect(self.model)
         report()
-        loaded, tokenizer = await host.load(config, self.model, settings.device, self.starting)
+        self._ranks = ranks = start_ranks(config, "prefill", self.model)
+        load_part, share = (None, None) if ranks is None else (ranks.load, ranks.share)
+        loaded, tokenizer = await host.load(config, self.model, settings.device, self.starting, load_part)
         plan = await self._pool.plan
-        make_runner = partial(ModelRunner, loaded, backend=config.engine.attention)
+        make_runner = runner_maker(config, loaded, ranks)
         await asyncio.to_thread(self.memory.check, loaded, plan, make_runner)
         geometry = self.model.geometry(plan.block_size)
         cache_store, tensor = host.cache_store(
-            f"{settings.id}/cache", geometry, plan.prefill_cache, settings.device, settings.node_id
+            f"{settings.id}/cache", geometry, plan.prefill_cache, settings.device, settings.node_id, share
         )
         self.cache = BlockAllocator(plan.prefill_cache, cache_store.store_id)
         self.buffers = await asyncio.to_thread(self._make_buffers, geometry, plan)
@@ -332,11 +335,14 @@ class PrefillInstance:
     def trouble(self) -> AlignedServeError | None:
         """The error for which this process must be replaced; None if there is none."""
         slow = next((trouble for channel in self.channels if (trouble := channel.trouble()) is not None), None)
-        return self.copier.stuck() or self._pool.trouble() or slow
+        lost = None if self._ranks is None else self._ranks.trouble()
+        return lost or self.copier.stuck() or self._pool.trouble() or slow
 
     async def close(self) -> None:
         if self.compute is not None:
             await asyncio.to_thread(self.compute.stop)
+        if self._ranks is not None:
+            await asyncio.to_thread(self._ranks.close)
         for channel in self._channels:
             await asyncio.to_thread(channel.close)
         self.copier.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -134,15 +135,21 @@ class HostBlockStore(HandleBlockStore):
         *,
         part: StoreSlice | None = None,
         node_id: str = "",
+        descriptor: int = -1,
     ) -> HostBlockStore:
         """A store in anonymous, zeroed memory of this process, which no other can attach.
 
-        Raises TransferError on failure.
+        `descriptor`: of an anonymous file (memfd) for its memory, which this process's children may map. It gets the
+        store's size. Raises TransferError on failure.
         """
         whole = part or StoreSlice.whole(geometry)
         handle = StoreHandle(store_id, HOST, geometry, whole, capacity_blocks, node_id)
         try:
-            area = mmap.mmap(-1, capacity_blocks * handle.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            size, flags = capacity_blocks * handle.block_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            if descriptor >= 0:
+                os.ftruncate(descriptor, size)
+                flags = mmap.MAP_SHARED
+            area = mmap.mmap(descriptor, size, flags=flags)
         except (OSError, ValueError) as error:
             raise TransferError(f"store {store_id}: no memory for {capacity_blocks} blocks: {error}") from error
         with contextlib.suppress(OSError):  # a kernel without huge pages uses small ones

@@ -39,6 +39,12 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "--dtype": ("model.dtype", {"metavar": "auto|bfloat16|float32|float16", "help": "data type of weights and KV"}),
     "--prefill": ("cluster.prefill", {"type": int, "metavar": "N", "help": "prefill instances (default 1)"}),
     "--decode": ("cluster.decode", {"type": int, "metavar": "N", "help": "decode instances (default 1)"}),
+    "--tensor-parallel-size": (
+        "cluster.tensor_parallel",
+        {"type": int, "metavar": "N", "help": "ranks that share the model of each instance (CPUs only so far)"},
+    ),
+    "--prefill-tp": ("prefill.tensor_parallel", {"type": int, "metavar": "N", "help": "ranks of prefill instances"}),
+    "--decode-tp": ("decode.tensor_parallel", {"type": int, "metavar": "N", "help": "ranks of decode instances"}),
     "--spares": ("supervisor.spares", {"type": int, "metavar": "N", "help": "warm spare processes"}),
     "--chat-template": (
         "model.chat_template",

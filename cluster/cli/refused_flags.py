@@ -8,7 +8,6 @@ from typing import Any
 from alignedserve.errors import ConfigError, UnknownKeyError
 
 REFUSED_FLAGS = {
-    "--tensor-parallel-size": "tensor parallelism",
     "--pipeline-parallel-size": "pipeline parallelism",
     "--data-parallel-size": "data parallelism inside an instance (use --prefill and --decode)",
     "--enable-expert-parallel": "expert parallelism",

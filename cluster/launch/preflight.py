@@ -13,17 +13,20 @@ from urllib.parse import urlsplit
 
 from alignedserve.cluster.launch.gpus import count_gpus
 from alignedserve.cluster.records import read_records
-from alignedserve.cluster.supervisor.plan import check_gpus
+from alignedserve.cluster.supervisor.plan import MODEL_ROLES, check_gpus
 from alignedserve.config import Config, GatewayConfig, SchedulerConfig
 from alignedserve.control.tls import tls_files
 from alignedserve.errors import ConfigError, ResourceError
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.dialects.model_dialects import check_names
+from alignedserve.geometry import require_degree
 from alignedserve.memory import available_memory_bytes, describe_bytes
 from alignedserve.model import resolve_model, unserved_generation_keys
 from alignedserve.model_check import check_if_here, check_model_files
 from alignedserve.scheduler.systems import unread
 from alignedserve.sizing import GIB
+from alignedserve.weights.files import read_json
+from alignedserve.weights.shapes import head_counts
 
 
 def check_model(config: Config) -> Path:
@@ -34,7 +37,17 @@ def check_model(config: Config) -> Path:
     if template and not Path(template).expanduser().is_file():
         raise ConfigError(f"model.chat_template: file {template} does not exist")
     check_names(config.model.tool_parser, config.model.reasoning_parser)
+    _check_ranks(config, folder)
     return folder
+
+
+def _check_ranks(config: Config, folder: Path) -> None:
+    """Raises ConfigError if the model's heads cannot be shared out. What is not known here, instances check."""
+    degrees = {config.ranks(role) for role in MODEL_ROLES}
+    counts = head_counts(read_json(folder / "config.json")) if max(degrees) > 1 else None
+    if counts is not None:
+        for ranks in sorted(degrees):
+            require_degree(config.served_model_name, *counts, ranks)
 
 
 def check_model_if_here(config: Config) -> None:

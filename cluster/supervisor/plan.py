@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from alignedserve.config import Config
-from alignedserve.errors import ResourceError
+from alignedserve.errors import ConfigError, ResourceError
 
 # Each must have one ready instance before a request can be served. In display order.
 REQUIRED_ROLES = ("node_agent", "kv_pool", "scheduler", "prefill", "decode")
@@ -78,9 +78,14 @@ def resolve_device(config: Config, gpus: int) -> str:
 
 
 def check_gpus(config: Config, gpus: int, shape: Shape | None = None) -> None:
-    """Raises ResourceError if the instances need more GPUs than there are. `shape` is by default the configured one."""
+    """Raises ResourceError if the instances need more GPUs than there are, ConfigError if their ranks cannot use them.
+
+    `shape` is by default the configured one.
+    """
     if resolve_device(config, gpus) == "cpu":
         return
+    if (ranks := max(map(config.ranks, MODEL_ROLES))) > 1:
+        raise ConfigError(f"instances of {ranks} ranks (tensor_parallel) run on CPUs only so far: use --device cpu")
     shape = shape or Shape.configured(config)
     instances, asked = shape.instances, str(shape)
     if gpus == 0:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ from alignedserve.config import Config
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.model.loader import LoadedModel, load_model
 from alignedserve.engine.runner import allocate_cache
-from alignedserve.engine.step_progress import StepProgress
+from alignedserve.engine.step_progress import Progress, StepProgress
 from alignedserve.geometry import KvGeometry
 from alignedserve.memory import describe_bytes, usable_cores
 from alignedserve.model import ModelInfo, resolve_model
@@ -42,20 +44,46 @@ async def inspect(config: Config, device: str) -> ModelInfo:
 
 
 async def load(
-    config: Config, info: ModelInfo, device: str, starting: StepProgress
+    config: Config,
+    info: ModelInfo,
+    device: str,
+    starting: StepProgress,
+    load_part: Callable[[Progress], LoadedModel] | None = None,
 ) -> tuple[LoadedModel, Tokenizer | None]:
-    """The weights on `device`, and the tokenizer if the folder has one. Raises ModelError."""
+    """The weights on `device`, and the tokenizer if the folder has one. Raises ModelError.
+
+    `load_part`: loads rank 0's part of them instead.
+    """
     begun, progress = time.monotonic(), starting.of(f"weights ({describe_bytes(info.weight_bytes)})", "tensors")
-    loaded = await asyncio.to_thread(load_model, info, device, config.model.trust_remote_code, progress)
+    if load_part is not None:
+        loaded = await asyncio.to_thread(load_part, progress)
+    else:
+        loaded = await asyncio.to_thread(load_model, info, device, config.model.trust_remote_code, progress)
     tokenizer = await asyncio.to_thread(Tokenizer.from_folder, Path(info.path))
     logger.info("loaded %s (%s) on %s in %.1f s", info.name, info.dtype, device, time.monotonic() - begun)
     return loaded, tokenizer
 
 
 def cache_store(
-    store_id: str, geometry: KvGeometry, blocks: int, device: str, node_id: str
+    store_id: str,
+    geometry: KvGeometry,
+    blocks: int,
+    device: str,
+    node_id: str,
+    share: Callable[[int, int, int], None] | None = None,
 ) -> tuple[BlockStore, torch.Tensor]:
-    """An instance's cache: a store for channels, and the same memory as a tensor for the engine."""
+    """An instance's cache: a store for channels, and the same memory as a tensor for the engine.
+
+    `share` gets the descriptor of this memory, its blocks and their size, for other ranks.
+    """
+    if share is not None:
+        descriptor = os.memfd_create(store_id)
+        try:
+            store = HostBlockStore.private(store_id, geometry, blocks, node_id=node_id, descriptor=descriptor)
+            share(descriptor, blocks, geometry.block_size)
+        finally:
+            os.close(descriptor)
+        return store, allocate_cache(geometry, blocks, device, store.as_memory())
     if device == "cpu":
         store = HostBlockStore.private(store_id, geometry, blocks, node_id=node_id)
         return store, allocate_cache(geometry, blocks, device, store.as_memory())

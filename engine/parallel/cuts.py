@@ -16,6 +16,7 @@ import torch
 from transformers import PretrainedConfig
 
 from alignedserve.errors import ConfigError, UnsupportedModelError
+from alignedserve.geometry import require_degree
 from alignedserve.model import ModelInfo
 
 # Models without a plan in transformers, in its words. Names are those below the base model.
@@ -138,16 +139,7 @@ class Ranks:
 
     def require(self) -> None:
         """Raises ConfigError unless heads can be shared out."""
-        info, size = self.info, self.size
-        if info.heads % size or (info.kv_heads % size and size % info.kv_heads):
-            fits = [n for n in range(1, info.heads + 1) if not info.heads % n and self._shares(n)]
-            raise ConfigError(
-                f"{info.name} has {info.heads} query heads and {info.kv_heads} KV heads: {size} ranks cannot share "
-                f"them (tensor parallel degrees that fit: {', '.join(map(str, fits))})"
-            )
-
-    def _shares(self, size: int) -> bool:
-        return self.info.kv_heads % size == 0 or size % self.info.kv_heads == 0
+        require_degree(self.info.name, self.info.heads, self.info.kv_heads, self.size)
 
     def own(self, whole: int, what: str) -> tuple[int, int]:
         """The range of this rank in equal parts. Raises ConfigError if there are none."""

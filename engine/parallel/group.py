@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,7 @@ class RankGroup:
     def __init__(self, store: Store, rank: int, size: int, silent_s: float) -> None:
         """`store`: one that all ranks share; it is only used here. Waits for all ranks."""
         self.rank, self.size = rank, size
+        self.waited_s = 0.0  # in collectives
         try:
             options = _dist.ProcessGroupGloo._Options()
             options._timeout, options._threads = timedelta(seconds=silent_s), 1
@@ -50,8 +52,10 @@ class RankGroup:
         return torch.cat(parts, dim=-1)
 
     def _wait(self, work: Any) -> None:
+        begun_s = time.perf_counter()
         try:
             work.wait()
+            self.waited_s += time.perf_counter() - begun_s
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:200]
             raise RankLostError(f"rank {self.rank} of {self.size} has lost another rank: {reason}") from error

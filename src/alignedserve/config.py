@@ -77,6 +77,7 @@ class ClusterConfig:
     decode_resources: str = _key("", "Ray resources that each decode instance takes from its node: decode_node=1")
     name: str = _key("default", "the application's name in Ray; it must be unique in a Ray cluster")
     threads: int = _key(0, "CPU threads of each worker; 0: all cores", low=0, high=1024)
+    tensor_parallel: int = _key(1, "ranks that share each instance's model (on a CPU)", low=1, high=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class KvPoolConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
+    tensor_parallel: int = _key(0, "ranks of a prefill instance; 0: cluster.tensor_parallel", low=0, high=64)
     token_budget: int = _key(
         0,
         f"maximum prompt tokens in one forward pass; 0: {CPU_PASS_TOKENS} on a CPU, {GPU_PASS_TOKENS} on a GPU",
@@ -143,6 +145,7 @@ class PrefillConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
+    tensor_parallel: int = _key(0, "ranks of a decode instance; 0: cluster.tensor_parallel", low=0, high=64)
     cache_blocks: int = _key(0, "KV blocks of an instance's decode cache; 0: from the model and free memory", low=0)
     max_running: int = _key(
         0,
@@ -398,6 +401,11 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     traces: TracesConfig = field(default_factory=TracesConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    def ranks(self, role: str) -> int:
+        """Processes of one instance of this role."""
+        own: int = getattr(self, role).tensor_parallel
+        return own or self.cluster.tensor_parallel
 
     def __post_init__(self) -> None:
         for section in fields(self):

@@ -9,9 +9,23 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from alignedserve.errors import GeometryMismatchError
+from alignedserve.errors import ConfigError, GeometryMismatchError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def require_degree(name: str, heads: int, kv_heads: int, ranks: int) -> None:
+    """Raises ConfigError unless so many ranks can share a model's heads; the message has the numbers that can."""
+
+    def fits(size: int) -> bool:
+        return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+    if not fits(ranks):
+        fitting = ", ".join(str(size) for size in range(1, heads + 1) if fits(size))
+        raise ConfigError(
+            f"{name} has {heads} query heads and {kv_heads} KV heads: {ranks} ranks cannot share them (tensor parallel "
+            f"degrees that fit: {fitting})"
+        )
 
 
 @dataclass(frozen=True, slots=True)

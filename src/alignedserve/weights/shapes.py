@@ -74,6 +74,18 @@ class _Values:
         return value if type(value) is int and value > 0 else None
 
 
+def head_counts(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Query heads and KV heads by config.json; None if they are not known without transformers."""
+    text = _text_config(config)
+    family = FAMILIES.get(str(text.get("model_type")))
+    if family is None:
+        return None
+    values = _Values(text, config_source(text["model_type"]))
+    heads = values.size("num_attention_heads")
+    kv_heads = values.size("num_key_value_heads", absent=heads)
+    return None if heads is None or kv_heads is None else (heads, kv_heads)
+
+
 def check_shapes(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Raises ModelError if a tensor is missing or its shape differs from the configuration.
 

@@ -1,0 +1,60 @@
+"""The process of a rank other than 0: loads its part of the model, and computes what rank 0 computes.
+
+`python -m alignedserve.engine.parallel.rank_main DESCRIPTOR`: of the socket to rank 0's process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+
+import torch
+
+from alignedserve.engine.parallel.load import load_part
+from alignedserve.engine.parallel.processes import MESSAGE_BYTES, RankOrder, StoreOrder
+from alignedserve.engine.parallel.runner import RankRunner
+from alignedserve.engine.runner import allocate_cache
+from alignedserve.errors import RankLostError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    written = channel.recv(MESSAGE_BYTES)
+    if not written:  # rank 0 has ended before the call above
+        return
+    order = RankOrder(**json.loads(written))
+    torch.set_num_threads(order.threads)
+    ranks = order.ranks
+    waits, sums = order.groups()
+    loaded = load_part(ranks.info, sums, "cpu", order.trust_remote_code)
+    message, descriptors, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 1)
+    if not message:
+        return
+    threading.Thread(target=_end_with, args=(channel,), name="end", daemon=True).start()
+    shape = StoreOrder(**json.loads(message))
+    memory = mmap.mmap(descriptors[0], 0)
+    cache = allocate_cache(ranks.info.geometry(shape.block_size), shape.blocks, "cpu", memoryview(memory))
+    try:
+        RankRunner(loaded, cache, ranks, waits, sums, order.backend).follow()
+    except RankLostError as error:
+        print(f"rank {order.rank} ends: {error.message}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _end_with(channel: socket.socket) -> None:
+    """Ends this process when rank 0 closes the channel, wherever this process waits then."""
+    channel.recv(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

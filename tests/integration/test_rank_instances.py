@@ -1,0 +1,117 @@
+"""Instances of several ranks in a whole cluster: the same tokens for all pairs of degrees; no rank is lost alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from alignedserve.cluster.local import LocalCluster
+from alignedserve.config import Config
+from alignedserve.config_sources import from_tree
+from alignedserve.proc_stat import is_alive
+from alignedserve.request import SamplingParams
+from alignedserve.testing.models import make_model
+from alignedserve.testing.reference import greedy, load_reference, random_prompts
+from support.driver import Driver
+from support.held import wait_nothing_held
+
+pytestmark = pytest.mark.timeout(300)
+
+VOCAB_SIZE = 203  # which no number of ranks here divides
+NEW_TOKENS = 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+LENGTHS = (24, 9, 60, 31, 12, 90)
+
+
+def config(folder: Path, prefill: int, decode: int) -> Config:
+    tree = {
+        "model": {"path": str(folder)},
+        "cluster": {"device": "cpu", "threads": 2},
+        "kv_pool": {"size_gib": 0.1, "block_size": 4, "verify": True},
+        "prefill": {"tensor_parallel": prefill, "token_budget": 32},
+        "decode": {"tensor_parallel": decode, "cache_blocks": 80},
+        "supervisor": {"heartbeat_s": 0.2},
+    }
+    return from_tree(tree)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("model"), seed=21, vocab_size=VOCAB_SIZE)
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Pids of the other ranks of the instance whose process this is."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue
+        if parent == pid and b"alignedserve.engine.parallel.rank_main" in command:
+            found.append(int(entry.name))
+    return found
+
+
+async def wait_ended(pids: list[int]) -> None:
+    async with asyncio.timeout(20.0):
+        while any(map(is_alive, pids)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow),
+     pytest.param(1, 4, marks=pytest.mark.slow), pytest.param(2, 4, marks=pytest.mark.slow),
+     pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(4, 4, marks=pytest.mark.slow)],
+)  # fmt: skip
+async def test_every_pair_of_degrees_gives_the_same_tokens(folder: Path, prefill: int, decode: int) -> None:
+    prompts, reference = random_prompts(LENGTHS, VOCAB_SIZE, seed=22), load_reference(folder)
+    async with LocalCluster(config(folder, prefill, decode)) as cluster:
+        await cluster.wait_ready()
+        pids = cluster.pids
+        others = [pid for role in ("prefill-0", "decode-0") for pid in ranks_of(pids[role])]
+        assert len(others) == prefill + decode - 2
+        async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
+            for _ in range(2):  # prompts of the second round are in the prefix cache
+                for prompt, answer in zip(prompts, await driver.generate(prompts, GREEDY), strict=True):
+                    assert answer.error is None
+                    assert answer.tokens == greedy(reference, prompt, NEW_TOKENS, answer.tokens)
+            await wait_nothing_held(cluster)
+        told = {peer.process.id: peer.holds for peer in (await cluster.status()).peers}
+        assert ("ranks" in told["decode-0"], "ranks" in told["prefill-0"]) == (decode > 1, prefill > 1)
+    await wait_ended(others)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("role_id", ["prefill-0", "decode-0"])
+async def test_the_death_of_a_rank_is_that_of_its_instance_and_costs_no_token(
+    folder: Path, role_id: str, number: int
+) -> None:
+    """A rank that is stopped is one that hangs: its instance makes no progress."""
+    prompts, reference = random_prompts(LENGTHS, VOCAB_SIZE, seed=23), load_reference(folder)
+    async with LocalCluster(config(folder, 2, 2)) as cluster:
+        await cluster.wait_ready()
+        async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
+            incarnation = cluster.peer(role_id).process.incarnation
+            (other,) = ranks_of(cluster.pids[role_id])
+            answers = [driver.submit(prompt, GREEDY)[0] for prompt in prompts]
+            async with asyncio.timeout(60.0):
+                while not any(len(answer.tokens) > 2 for answer in answers):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            os.kill(other, number)
+            answers += [driver.submit(prompt, GREEDY)[0] for prompt in prompts]  # so that both roles have work
+            await driver.wait(answers, 120)
+            for prompt, answer in zip([*prompts, *prompts], answers, strict=True):
+                assert answer.tokens == greedy(reference, prompt, NEW_TOKENS, answer.tokens)
+            await cluster.wait_restarted(role_id, incarnation, timeout_s=100)
+            await wait_nothing_held(cluster)
+            await wait_ended([other])
+            (again,) = ranks_of(cluster.pids[role_id])
+            cluster.kill(role_id)
+            await wait_ended([again])
