@@ -96,7 +96,8 @@ def _endpoint_of(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise InvalidRequestError(f"{path}: the first line is no request with a url: {error}", param="url") from error
+        fault = f"is not JSON ({error})" if isinstance(error, ValueError) else "has no url"
+        raise InvalidRequestError(f"{path}: the first line {fault}", param="url") from error
     return str(found)
 
 

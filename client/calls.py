@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import uuid
@@ -23,6 +24,8 @@ from alignedserve.errors import AlignedServeError, CancelledError, ConfigError, 
 from alignedserve.proto import inference_pb2 as pb
 from alignedserve.proto.common_pb2 import Empty
 from alignedserve.proto.inference_pb2_grpc import InferenceStub
+
+logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "ALIGNEDSERVE_API_KEY"
 _LONGEST_TIMEOUT_S = 1e9  # gRPC overflows on longer ones
@@ -204,5 +207,8 @@ def _trace() -> list[tuple[str, str]]:
     """The caller's trace, if the program uses OpenTelemetry: the server's is a part of it."""
     carrier: dict[str, str] = {}
     if "opentelemetry.trace" in sys.modules:
-        import_module("opentelemetry.propagate").inject(carrier)
+        try:
+            import_module("opentelemetry.propagate").inject(carrier)
+        except Exception:  # a propagator of the program's own: the call does not fail for it
+            logger.debug("the trace of a call is not known", exc_info=True)
     return [(name, carrier[name]) for name in ("traceparent", "tracestate") if name in carrier]

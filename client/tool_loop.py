@@ -125,7 +125,8 @@ class ToolLoop:
         if not answer.tool_calls and not forced:
             return []
         if answer.choices[0].finish_reason != "tool_calls":
-            message = f"{answer.choices[0].finish_reason!r} ended the answer in a call: raise max_tokens, or stop later"
+            where = "in a call" if answer.tool_calls else "before the call that was asked for"
+            message = f"{answer.choices[0].finish_reason!r} ended the answer {where}: raise max_tokens, or stop later"
             raise IncompleteAnswerError(message, text=answer.text)
         if len(self._answers) == self._left:
             message = f"the model still calls functions after {self._left} rounds: raise max_rounds"

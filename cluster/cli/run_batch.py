@@ -163,12 +163,12 @@ class Server:
     def __init__(self, url: str, api_key: str) -> None:
         self.url = url.rstrip("/")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._told = False  # of a server that does not answer
+        self._told_s = -LINE_EVERY_S  # when it was told last that the server does not answer
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
 
     def ask(self, method: str, path: str) -> dict[str, Any]:
         """The JSON answer to what may be asked again. While no server answers it is, then raises UnavailableError."""
-        until_s = self._patient()
+        until_s = time.monotonic() + PATIENCE_S
         while True:
             try:
                 return self._once(method, path)
@@ -177,7 +177,7 @@ class Server:
 
     def create(self, run: str, body: dict[str, Any]) -> dict[str, Any]:
         """The batch of a run. If the answer was lost, looks whether there is one before it is asked for again."""
-        until_s = self._patient()
+        until_s = time.monotonic() + PATIENCE_S
         while True:
             try:
                 return self._once("POST", "/v1/batches", json=body)
@@ -190,23 +190,19 @@ class Server:
         try:
             answer = self._http.request(method, path, **options)
         except httpx.TransportError as error:
-            raise LostError(str(error) or type(error).__name__) from error
+            raise LostError(f"does not answer ({str(error) or type(error).__name__})") from error
         if answer.status_code in (429, 502, 503, 504):
-            raise LostError(f"HTTP {answer.status_code}")
+            raise LostError(f"answers with HTTP {answer.status_code}")
         found: dict[str, Any] = _parsed(answer)
         return found
 
-    def _patient(self) -> float:
-        self._told = False
-        return time.monotonic() + PATIENCE_S
-
     def _pause(self, until_s: float, error: LostError) -> None:
-        if time.monotonic() > until_s:
-            raise UnavailableError(f"{self.url} does not answer ({error}); the same command goes on later")
-        if not self._told:
-            self._told = True
-            text = f"{self.url} does not answer ({error}); trying again for {PATIENCE_S:g} s"
-            tqdm.write(text, file=sys.stderr)
+        now_s = time.monotonic()
+        if now_s > until_s:
+            raise UnavailableError(f"{self.url} {error}; the same command goes on later")
+        if now_s - self._told_s > LINE_EVERY_S:
+            self._told_s = now_s
+            tqdm.write(f"{self.url} {error}; trying again for {PATIENCE_S:g} s", file=sys.stderr)
         time.sleep(POLL_S)
 
     def upload(self, source: Path) -> str:

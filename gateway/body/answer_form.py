@@ -28,7 +28,8 @@ _PROMPT_END = 4096  # characters of the prompt that a reading keeps
 _LARGE_TOOLS = 1024  # bytes of schemas; the grammar of larger ones is written outside the event loop's thread
 _SPACES = ("\n", "\n\n", " ")  # what models write before reasoning
 _MOST_TRIED = 16  # tools, for the one that a grammar fails for
-_OF_JSON = frozenset('{["-0123456789tfn')  # characters that JSON begins with
+_OF_JSON = '{["-0123456789tfn'  # characters that JSON begins with
+_LARGE_SCHEMA = 1 << 16  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,30 +51,47 @@ async def chat_form(model: ServedModel, request: ChatRequest, use: ToolUse, prom
         field = "reasoning_effort" if request.enable_thinking is None else "enable_thinking"
         raise UnsupportedFeatureError(f"{field}: this model's reasoning cannot be turned off", param=field)
     bound = use.forced or (dialects.tools is not None and (use.most == 1 or any(tool.strict for tool in use.tools)))
-    grammar = await _grammar(model, request, use, bound=bound, begun=begun)
+    asked = request.grammar_spec()
+    grammar = await _grammar(model, asked, use, bound=bound, begun=begun)
     reading = None
     separate = request.separate_reasoning is not False
     if use.any or (dialects.reads_reasoning and (separate or dialects.template is None)):
         include = request.include_reasoning is not False
         reading = Reading(
-            dialects, prompt[-_PROMPT_END:], use.tools, use.most, bound,
-            None if grammar is None else _begins(dialects, request, use), use.forced, free=grammar is None,
-            include_reasoning=include, separate_reasoning=separate,
+            dialects, prompt[-_PROMPT_END:], use.tools, use.most,
+            None if grammar is None else _begins(dialects, None if asked is None else asked[0], use), use.forced,
+            first=asked is not None, free=grammar is None, include_reasoning=include, separate_reasoning=separate,
         )  # fmt: skip
     return ChatForm(grammar, reading, _limit(dialects, request, model.tokenizer, begun=begun))
 
 
-def _begins(dialects: ModelDialects, request: ChatRequest, use: ToolUse) -> tuple[str, ...] | None:
-    """Texts that only a call begins with; None if no call is possible. Without a marker, a call begins like JSON."""
+def _begins(dialects: ModelDialects, asked: GrammarSpec | None, use: ToolUse) -> tuple[str, ...] | None:
+    """Texts that begin a call, and no answer that is `asked` for; None if no call is possible.
+
+    A single character is the beginning of calls that come in place of text.
+    """
     if not use.any or dialects.tools is None:
         return None
-    asked, own = None if use.forced else request.grammar_spec(), dialects.tools.begins
-    if asked is None:
+    own = dialects.tools.begins
+    if asked is None or use.forced:
         return own
-    markers = [text for text in own if len(text) > 1]
-    if asked[0].kind is GrammarKind.JSON:
-        return tuple(text[: 2 if text[0] in _OF_JSON else 1] for text in markers)
-    return tuple(markers)
+    if asked.kind is not GrammarKind.JSON:
+        return tuple(text for text in own if len(text) != 1)
+    firsts = "{" if _is_object(asked.text) else _OF_JSON
+    return tuple(
+        text[:1] if text[:1] not in firsts else text[:2] for text in own if len(text) != 1 or text not in firsts
+    )
+
+
+def _is_object(schema: str) -> bool:
+    """Whether the JSON that satisfies the schema is an object, as far as a short look tells."""
+    if len(schema) > _LARGE_SCHEMA:
+        return False
+    try:
+        value = orjson.loads(schema)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and value.get("type") == "object"
 
 
 def _check_tools(dialects: ModelDialects, use: ToolUse) -> None:
@@ -89,14 +107,13 @@ def _check_tools(dialects: ModelDialects, use: ToolUse) -> None:
 
 
 async def _grammar(
-    model: ServedModel, request: ChatRequest, use: ToolUse, *, bound: bool, begun: bool
+    model: ServedModel, asked: tuple[GrammarSpec, str] | None, use: ToolUse, *, bound: bool, begun: bool
 ) -> GrammarSpec | None:
     """The grammar of the whole answer, compiled; None if any text will do."""
-    asked = request.grammar_spec()
     dialects = model.dialects
     assert dialects is not None
     if not bound and (asked is None or (dialects.reasoning is None and not use.any)):
-        return await model.grammar_of(request)
+        return await model.compiled(asked)
     tools = use.tools if dialects.tools is not None else ()
     answer = None if asked is None else asked[0]
     form = AnswerForm(answer, tools, use.forced, use.most, begun)
@@ -104,7 +121,7 @@ async def _grammar(
         return await _compiled(model, form)
     except GrammarError as error:
         if asked is not None and not use.forced:
-            await model.grammar_of(request)  # raises if this is what cannot be followed
+            await model.compiled(asked)  # raises if this is what cannot be followed
         loose = [tool if tool.strict else _loosened(tool) for tool in tools]
         if not tools:
             raise

@@ -131,7 +131,10 @@ class ServedModel:
 
     async def grammar_of(self, request: GenerationRequest) -> GrammarSpec | None:
         """The grammar that the request asks for, compiled. Raises InvalidRequestError, which names its field."""
-        asked = request.grammar_spec()
+        return await self.compiled(request.grammar_spec())
+
+    async def compiled(self, asked: tuple[GrammarSpec, str] | None) -> GrammarSpec | None:
+        """A grammar that a field asks for, compiled. Raises InvalidRequestError, which names the field."""
         if asked is None:
             return None
         await self.compile(*asked)

@@ -81,6 +81,9 @@ class StructuredFields(Body):
         if len(found) > 1:
             names = " and ".join(name for name, _ in found)
             raise InvalidRequestError(f"{names} each ask for structured output; set only one", param=found[1][0])
+        if self.structured_outputs is not None and not found:
+            kinds = "json, json_object, regex, choice, grammar or structural_tag"
+            raise InvalidRequestError(f"{_OUTPUTS} asks for nothing: it needs one of {kinds}", param=_OUTPUTS)
         return (found[0][1], found[0][0]) if found else None
 
     def _asked(self) -> list[tuple[str, GrammarSpec | None]]:
@@ -110,9 +113,6 @@ class StructuredFields(Body):
                 (outputs + "grammar", GrammarKind.GRAMMAR, own.grammar),
                 (outputs + "structural_tag", GrammarKind.STRUCTURAL_TAG, own.structural_tag),
             ]
-            if within is None and not any(value is not None for _, _, value in fields[-6:]):
-                kinds = "json, json_object, regex, choice, grammar or structural_tag"
-                raise InvalidRequestError(f"{_OUTPUTS} asks for nothing: it needs one of {kinds}", param=_OUTPUTS)
         specs = [(name, None if value is None else _spec(kind, value, space, name)) for name, kind, value in fields]
         return [("response_format", _of_format(self.response_format, space)), *specs]
 

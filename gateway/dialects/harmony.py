@@ -98,7 +98,7 @@ class HarmonyParser(CallMachine):
 class Harmony(ToolDialect):
     name = "harmony"
     markers = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
-    begins = (START, CHANNEL)
+    begins = ("",)  # all that may be a header
 
     def parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:
         return HarmonyParser(tools, make_id, most)

@@ -42,6 +42,8 @@ class Machine(Parser):
         self._again: list[str] = []  # characters to be read again, the next one last
         self._held: list[str] | None = None  # characters read in an attempt
         self._ended = False
+        self._saw_end = False  # in the last attempt
+        self._cut = ""
         self._run = self.read()
         next(self._run)
 
@@ -67,6 +69,10 @@ class Machine(Parser):
     def reasoning(self) -> bool:
         return False
 
+    @property
+    def cut(self) -> str:
+        return self._cut
+
     def _taken(self) -> list[Piece]:
         taken, self._out = joined(self._out), []
         return taken
@@ -77,9 +83,10 @@ class Machine(Parser):
         if self._again:
             character = self._again.pop()
         elif self._ended:
-            return ""
+            character = ""
         else:
             character = yield
+        self._saw_end = self._saw_end or not character
         if self._held is not None and character:
             self._held.append(character)
         return character
@@ -147,12 +154,14 @@ class Machine(Parser):
 
         Returns whether it did.
         """
-        self._held = []
+        self._held, self._saw_end = [], False
         yield from reading
         held, self._held = self._held, None
         if held is None:
             return True
         self._again.extend(reversed(held))
+        if self._saw_end:  # which has cut it short
+            self._cut = self._cut or "".join(reversed(self._again))
         return False
 
     def commit(self) -> None:

@@ -56,9 +56,9 @@ NO_DIALECTS = ModelDialects()
 class Reading:
     """How the answers of a call are read. `prompt`: the text before them, or its end.
 
-    `from_grammar`: a grammar makes the calls, so its dialect reads them, not the tokenizer's template. `begins`: texts
-    that begin a call, and no other answer of that grammar; None: no grammar has calls. `forced`: it has nothing else.
-    `free`: without any grammar, so that calls may begin within reasoning.
+    `begins`: texts that begin a call, and nothing else in the answers of a grammar; None: no grammar makes calls. Where
+    one does, its dialect reads them, not the tokenizer's template. `forced`: it makes nothing else. `first`: text does
+    not come before calls. `free`: without any grammar, so that calls may begin within reasoning.
     `include_reasoning`: the reply has reasoning. `separate_reasoning`: apart from the content.
     """
 
@@ -66,9 +66,9 @@ class Reading:
     prompt: str
     tools: Sequence[Tool] = ()
     most: int | None = None
-    from_grammar: bool = False
     begins: tuple[str, ...] | None = None
     forced: bool = False
+    first: bool = False
     free: bool = True
     include_reasoning: bool = True
     separate_reasoning: bool = True
@@ -82,10 +82,10 @@ class Reading:
         def make_id(index: int) -> str:
             return _call_id(f"{seed}/{index}", length)
 
-        if own.template is not None and not self.from_grammar:
+        if own.template is not None and self.begins is None:
             return TemplateParser(own.template, self.prompt, self.tools, make_id, self.most)
         parser = self._by_dialects(make_id)
-        return parser if self.begins is None else Bound(parser, self.begins, forced=self.forced)
+        return parser if self.begins is None else Bound(parser, self.begins, forced=self.forced, first=self.first)
 
     def _by_dialects(self, make_id: MakeId) -> Parser:
         dialect, thoughts = self.dialects.tools, self.dialects.reasoning

@@ -63,6 +63,11 @@ class Parser(ABC):
     def reasoning(self) -> bool:
         """Whether the next character belongs to reasoning, as far as is known."""
 
+    @property
+    def cut(self) -> str:
+        """After `end`: the last part of the content, if it may be the beginning of a call or a marker."""
+        return ""
+
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
     """The same pieces, with adjacent ones of one kind joined."""
@@ -83,30 +88,41 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
 class Bound(Parser):
     """Reads an answer under a grammar with calls: the beginning of a call, where the answer is cut, is no content.
 
-    `forced`: the answer is nothing but calls. `begins`: texts that only a call begins with.
+    `forced`: the answer is nothing but calls. `begins`: texts that only a call begins with. `first`: only at the
+    beginning of the answer.
     """
 
-    def __init__(self, parser: Parser, begins: Iterable[str], *, forced: bool) -> None:
+    def __init__(self, parser: Parser, begins: Iterable[str], *, forced: bool, first: bool) -> None:
         self._parser = parser
-        self._begins = tuple(begins)
+        self._begins, self._first = tuple(begins), first
         self._calls = forced  # whether nothing but calls can follow
+        self._said = False
 
     def feed(self, text: str) -> list[Piece]:
         pieces = self._parser.feed(text)
-        self._calls = self._calls or any(isinstance(piece, CallStart) for piece in pieces)
+        self._note(pieces)
         return pieces
 
     def end(self) -> list[Piece]:
-        pieces = self._parser.end()
-        held = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-        calls = self._calls or any(isinstance(piece, CallStart) for piece in pieces)
-        if not calls and not held.lstrip().startswith(self._begins):
+        pieces, cut = self._parser.end(), self._parser.cut
+        text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+        others: list[Piece] = [piece for piece in pieces if not isinstance(piece, Content)]
+        self._note(others)
+        if self._calls:
+            return others
+        before = text.removesuffix(cut)
+        if not cut or not cut.startswith(self._begins) or (self._first and (self._said or before.strip())):
             return pieces
-        return [piece for piece in pieces if not isinstance(piece, Content)]
+        return [*others, Content(before.rstrip())] if before.strip() else others
 
     @property
     def reasoning(self) -> bool:
         return self._parser.reasoning
+
+    def _note(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            self._calls = self._calls or isinstance(piece, CallStart)
+            self._said = self._said or (isinstance(piece, Content) and not piece.text.isspace())
 
 
 class Chain(Parser):
@@ -125,6 +141,10 @@ class Chain(Parser):
     @property
     def reasoning(self) -> bool:
         return self._first.reasoning
+
+    @property
+    def cut(self) -> str:
+        return self._first.cut or self._second.cut
 
     def _through(self, pieces: list[Piece]) -> list[Piece]:
         found: list[Piece] = []

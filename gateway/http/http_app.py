@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from alignedserve.config import GatewayConfig
 from alignedserve.control.supervisor_client import ORDERS
@@ -166,11 +166,18 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        kind: AlignedServeError = MethodNotAllowedError(f"{where} is not allowed; use {allowed}")
-    else:
-        kind = NotFoundError(f"{where} does not exist; /openapi.json lists the endpoints of the API")
-    return _json_response(request, kind, error.headers)
+        allowed = _methods(request)
+        refusal = MethodNotAllowedError(f"{where} is not allowed; use {allowed}")
+        return _json_response(request, refusal, {"allow": allowed})
+    missing = NotFoundError(f"{where} does not exist; /openapi.json lists the endpoints of the API")
+    return _json_response(request, missing, error.headers)
+
+
+def _methods(request: Request) -> str:
+    """Those that its path has."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    matching = [route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for methods in matching for method in methods}))
 
 
 async def _failure(request: Request, error: Exception) -> Response:

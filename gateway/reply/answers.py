@@ -72,6 +72,7 @@ class AnswerView:
         self._text: StoppableText | MarkedText | None = None
         self.reasoning_tokens = 0  # of those that the client has
         self.called = False  # whether a tool call has begun
+        self.silent = 0  # number of the last parts that said nothing
         self._arguments: list[str] = []  # of the last call
         self._reading = plan.reading
         self._parser: Parser | None = None

@@ -17,6 +17,7 @@ from alignedserve.gateway.reply.answers import AnswerView, Part
 from alignedserve.gateway.reply.best import best_views
 from alignedserve.request import FinishReason, Stage, TokenLogprobs
 
+SIGN_OF_LIFE = 64  # parts
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _DONE = b"data: [DONE]\n\n"
 
@@ -173,10 +174,14 @@ class Reply(ABC):
         return chunks
 
     def _says_nothing(self, view: AnswerView, part: Part) -> bool:
-        """Whether its text is part of a marker or held back. Reasoning that is left out has chunks: a sign of life."""
+        """Whether its text is part of a marker or held back. Of many such parts one is sent: a sign of life."""
         told = part.text or part.reasoning or part.calls or part.scored or part.finish is not None
         asked = self._options.return_token_ids or self._options.continuous_usage
-        return view.reads and not (told or asked or view.hides)
+        if not view.reads or told or asked or view.hides:
+            view.silent = 0
+            return False
+        view.silent = (view.silent + 1) % SIGN_OF_LIFE
+        return view.silent > 0
 
     def last_chunk(self) -> dict[str, Any] | None:
         """The chunk that has only the usage; None if the client did not ask for it."""

@@ -127,6 +127,6 @@ def renamed(names: Mapping[str, str], schema: str = "parameters") -> Iterator[No
             theirs = names.get(field, param)
             param = field if field in names else param
         if theirs != param:
-            error.message = error.message.replace(param, theirs, 1)
+            error.message = error.message.replace(param, theirs, 1).replace(f"{theirs}.json_schema", theirs, 1)
             error.param = theirs
         raise

@@ -161,8 +161,11 @@ class Promotion:
 
     @property
     def ready_s(self) -> float:
-        """Predicted time until all reads that have begun have ended; 0 while the disk's speed is not known."""
-        return self._predicted_s(0) if self._bytes_per_s else 0.0
+        """Predicted time until all reads that have begun have ended, as far as a prompt waits for them.
+
+        0 while the disk's speed is not known.
+        """
+        return min(MOST_WAIT_S, self._predicted_s(0)) if self._bytes_per_s else 0.0
 
     # ---- reading
 

@@ -42,6 +42,12 @@ class RequestMeta:
     reads: tuple[tuple[str, float], ...] = ()
     marks: bytes = b""
 
+    def reads_left(self, waited_s: float = 0.0) -> dict[str, float]:
+        """`reads` after it has waited here for `waited_s`. KV of its own is used where it is."""
+        passed_s = self.age_s + waited_s
+        reads = () if self.base_tokens else self.reads
+        return {shard: ready_s - passed_s for shard, ready_s in reads if ready_s > passed_s}
+
 
 @dataclass(frozen=True, slots=True)
 class Submitted:

@@ -87,7 +87,7 @@ class Overload:
         recent = self._state.recent.find(first.marks)
         coming = next((tokens for tokens, place in recent if place.queued), 0)
         prompt = QueuedGroup([], first.prefix_tokens, cached=first.cached, coming=coming, recent=recent)
-        prompt.reads_s = dict(first.reads)
+        prompt.reads_s = first.reads_left()
         outlook = self.predict(first.prefix_tokens, len(group), now_s, age_s=first.age_s, prompt=prompt)
         why = self._objection(outlook)
         if why is None:
@@ -103,7 +103,8 @@ class Overload:
         self._typical_tokens += gain * (record.meta.prefix_tokens - self._typical_tokens)
         self._typical_work += gain * (self._state.queue.work_of(record.key) - self._typical_work)
         if record.meta.key.epoch == 0 and self._predictable:
-            record.first_token_due_s = now_s + self._first_s(0, group)[0]  # its tokens are already in the queue
+            known = QueuedGroup([], 0, reads_s=record.meta.reads_left())  # its tokens are already in the queue
+            record.first_token_due_s = now_s + self._first_s(0, group, known)[0]
 
     def prefilled(self, record: Record, now_s: float) -> None:
         """Learn how far off the prediction was."""

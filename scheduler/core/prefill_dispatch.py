@@ -43,8 +43,7 @@ class PrefillDispatch:
                 state.reject(state.open(list(group.keys)), refusal, now_s)
                 continue
             group.recent = state.recent.find(first.meta.marks)
-            waited_s = now_s - first.entered_s[RequestState.QUEUED]
-            group.reads_s = {shard: ready_s - waited_s for shard, ready_s in first.meta.reads if ready_s > waited_s}
+            group.reads_s = first.meta.reads_left(now_s - first.entered_s[RequestState.QUEUED])
             loads = (view.load for view in state.instances.open_prefill())
             most = state.config.prefill.queued_tokens
             able = able_to_prefill(loads, group, most, first.background)

@@ -107,9 +107,8 @@ class Pods:
         return time.monotonic() - begun
 
     def logs(self) -> str:
-        return "\n".join(
-            f"== {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in self.folder.glob("*.log")
-        )
+        files = [*self.folder.glob("*.log"), *self.folder.glob("*/session_latest/logs/serve/*.log")]
+        return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
 
 
 @pytest.fixture
@@ -181,8 +180,11 @@ def test_requests_go_on_without_the_head_and_a_new_one_takes_over(pods: Pods, tm
     with stream(gateway) as lines:
         for pid in pods.head.pids().values():
             os.kill(pid, 9)
-        assert completion(gateway, 64) == expected
-        rest = list(lines)
+        try:
+            assert completion(gateway, 64) == expected
+            rest = list(lines)
+        except httpx.HTTPError as error:
+            raise AssertionError(f"a request ended with the head {pods.logs()}") from error
     assert rest[-1] == "data: [DONE]"
     assert sum(len(json.loads(line[6:])["choices"]) for line in rest[:-1]) > 1000
     assert roles(gateway) == before

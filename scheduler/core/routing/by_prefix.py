@@ -14,7 +14,7 @@ class _ByPrefix(Routing):
     KNOWS_COMING = True
 
     def _route(
-        self, load: PrefillLoad, group: QueuedGroup, best: tuple[str, int], threshold: float = 1.0
+        self, load: PrefillLoad, group: QueuedGroup, best: tuple[str, int], background: bool, threshold: float = 1.0
     ) -> tuple[float, Route]:
         """Seconds to read from disk, to copy and to compute the prompt there, without the wait for the instance.
 
@@ -23,10 +23,10 @@ class _ByPrefix(Routing):
         """
         pool_id, tokens = best
         own = group.tokens - load.work(group)
-        computed_s = load.cost.predict_prompt_s(group.tokens - own, own) + load.late_s(group, load.pool_id)
+        computed_s = load.cost.predict_prompt_s(group.tokens - own, own) + load.late_s(group, load.pool_id, background)
         if self.copies is not None and tokens > own * threshold:
             left_s = load.cost.predict_prompt_s(group.tokens - tokens, tokens)
-            copied_s = self.copy_s(load, tokens - own) + left_s + load.late_s(group, pool_id)
+            copied_s = self.copy_s(load, tokens - own) + left_s + load.late_s(group, pool_id, background)
             if copied_s < computed_s:
                 return copied_s, Route(load, group.tokens - tokens, pool_id)
         return computed_s, Route(load, group.tokens - own)
@@ -48,7 +48,7 @@ class LongestPrefix(_ByPrefix):
             if wait_s - first_s <= load.cost.predict_prompt_s(group.tokens, 0)
         ]
         load = min(worth_it, key=lambda found: found[:2])[2]
-        return self._route(load, group, group.best)[1]
+        return self._route(load, group, group.best, background)[1]
 
 
 class Conductor(_ByPrefix):
@@ -65,5 +65,5 @@ class Conductor(_ByPrefix):
 
     def choose(self, able: Sequence[PrefillLoad], group: QueuedGroup, background: bool = False) -> Route:
         best = group.best
-        routes = [self._route(load, group, best, self._threshold) for load in able]
+        routes = [self._route(load, group, best, background, self._threshold) for load in able]
         return min(routes, key=lambda found: found[0] + found[1].load.ahead_s(background))[1]

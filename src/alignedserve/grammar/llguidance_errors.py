@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 from alignedserve.grammar import schema as rules
 
 _SEARCHED = 200  # parts of a schema that are tried for the place of an error
-_MOST_CAUSES = 64
 _PATTERN = re.compile(r"regex parse error:\n {4}(?P<pattern>.*)\n {4}(?P<before> *)\^+\nerror: (?P<reason>.*)")
 _AROUND = re.compile(r'invalid regex ".*?" \(in regex\): ', re.DOTALL)
 _SOURCE = re.compile(r"\n +\d+ \| .*", re.DOTALL)  # lines of the grammar, with a caret
@@ -35,36 +35,34 @@ def of_schema(schema: Any, error: str, error_of: Callable[[Any], str]) -> str:
 
     `error_of`: the error of a part; "" if it has none. What nothing satisfies has the cause in the part that is needed.
     """
-    parts: list[tuple[str, Any]] = [part for _, part in zip(range(_SEARCHED), rules.reachable(schema), strict=False)]
+    parts = dict(part for _, part in zip(range(_SEARCHED), rules.reachable(schema), strict=False))
     shared = {name: schema[name] for name in ("$defs", "definitions") if isinstance(schema, dict) and name in schema}
+
+    @cache
+    def error_at(place: str) -> str:
+        return error_of({**shared, **parts[place]})
+
     if error.startswith(_NOTHING):
-        place, error = _cause(parts, shared, error, error_of)
+        place, error = _cause(parts, error, error_at)
         error, _, referred = error.partition(_REFERRED)
         return f"{error} (at {referred or place or '/'})"
-    for place, part in sorted(parts, key=lambda found: -found[0].count("/")):
-        if not place or error_of({**shared, **part}) == error:
+    for place in sorted(parts, key=lambda found: -found.count("/")):
+        if not place or error_at(place) == error:
             return f"{_own_words(error)} (at {place or '/'})"
     return _own_words(error)
 
 
-def _cause(
-    parts: Iterable[tuple[str, Any]], shared: Mapping[str, Any], error: str, error_of: Callable[[Any], str]
-) -> tuple[str, str]:
+def _cause(places: Iterable[str], error: str, error_at: Callable[[str], str]) -> tuple[str, str]:
+    """The place of what is needed and cannot be, below the root, and its error."""
     place = ""
-    for _ in range(_MOST_CAUSES):
-        if (needed := _NEEDED.search(error)) is None:
-            break
+    while (needed := _NEEDED.search(error)) is not None:
         name = needed["name"]
-        end = r"/(items|prefixItems/\d+)$" if name is None else rf"/properties/{re.escape(rules.escaped(name))}$"
-        found = (
-            (where, own)
-            for where, part in parts
-            if re.search(end, where) and (own := error_of({**shared, **part})).startswith(_NOTHING) and own != error
-        )
-        deeper = next(found, None)
+        end = r"/(items|prefixItems/\d+)" if name is None else rf"/properties/{re.escape(rules.escaped(name))}"
+        below = [where for where in places if re.fullmatch(re.escape(place) + end, where)]
+        deeper = next((where for where in below if error_at(where).startswith(_NOTHING)), None)
         if deeper is None:
             break
-        place, error = deeper
+        place, error = deeper, error_at(deeper)
     return place, error
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from difflib import get_close_matches
 from functools import lru_cache
 from itertools import chain
 from typing import Any, TypeGuard
@@ -22,12 +21,12 @@ _ONE = ("additionalItems", "additionalProperties", "contains", "else", "if", "it
         "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _MAPS = ("dependentSchemas", "patternProperties", "properties")
-_ASSERTING = sorted({*_ONE, *_LISTS, *_MAPS, "$ref", "const", "dependentRequired", "dependencies", "enum",
-                     "exclusiveMaximum", "exclusiveMinimum", "format", "maxContains", "maxItems", "maxLength",
-                     "maxProperties", "maximum", "minContains", "minItems", "minLength", "minProperties", "minimum",
-                     "multipleOf", "pattern", "required", "type", "uniqueItems"})  # fmt: skip
+_ASSERTING = frozenset({*_ONE, *_LISTS, *_MAPS, "$ref", "const", "dependentRequired", "dependencies", "enum",
+                        "exclusiveMaximum", "exclusiveMinimum", "format", "maxContains", "maxItems", "maxLength",
+                        "maxProperties", "maximum", "minContains", "minItems", "minLength", "minProperties", "minimum",
+                        "multipleOf", "pattern", "required", "type", "uniqueItems"})  # fmt: skip
 _IDLE: dict[str, tuple[Node, ...]] = {"propertyNames": ({}, {"type": "string"})}
-_ALIKE = 0.8  # of keywords, as difflib counts it
+_LONGEST = max(map(len, _ASSERTING)) + 1  # of keywords that are looked at
 MOST_DEPTH = 64  # of a schema's subschemas, references not counted
 _FORMATS = {"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6",
             "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer",
@@ -89,12 +88,28 @@ def check_schema(schema: Any, rules: Mapping[str, Rule], library: str, place: st
                 raise GrammarError(f"{keyword} at {found or '/'}: {reason}")
 
 
-@lru_cache(maxsize=4096)
 def _meant(keyword: str) -> str:
     """The keyword that this one misspells, so that nothing would be checked; "" if it misspells none."""
-    if keyword in _ASSERTING or keyword.startswith("x-"):
-        return ""
-    return next(iter(get_close_matches(keyword, _ASSERTING, 1, _ALIKE)), "")
+    short = len(keyword) <= _LONGEST and keyword not in _ASSERTING and not keyword.startswith("x-")
+    return _nearest(keyword) if short else ""
+
+
+@lru_cache(maxsize=8192)
+def _nearest(keyword: str) -> str:
+    plain = keyword.replace("_", "").replace("-", "").lower()
+    return next((known for known in sorted(_ASSERTING) if plain == known.lower() or _one_slip(keyword, known)), "")
+
+
+def _one_slip(keyword: str, known: str) -> bool:
+    """Whether one letter is wrong, missing or too much, or two have changed places. A plural is a word of its own."""
+    if min(len(keyword), len(known)) < 5 or abs(len(keyword) - len(known)) > 1 or keyword == known + "s":
+        return False
+    same = next((at for at, (ours, theirs) in enumerate(zip(keyword, known, strict=False)) if ours != theirs), None)
+    same = min(len(keyword), len(known)) if same is None else same
+    ours, theirs = keyword[same:], known[same:]
+    if len(ours) == len(theirs):
+        return ours[1:] == theirs[1:] or (ours[1::-1] == theirs[:2] and ours[2:] == theirs[2:])
+    return ours[1:] == theirs if len(ours) > len(theirs) else ours == theirs[1:]
 
 
 def reachable(schema: Any, place: str = "") -> Iterator[tuple[str, Node]]:

@@ -332,7 +332,7 @@ def test_a_forced_call_that_has_not_begun_is_no_answer() -> None:
     cut = answered(finish="length")
     assert converse(cut).rounds == 1
     for choice in ("required", look):
-        with pytest.raises(IncompleteAnswerError, match="'length' ended the answer"):
+        with pytest.raises(IncompleteAnswerError, match="'length' ended the answer before the call"):
             converse(cut, tool_choice=choice)
     assert converse(answered(("look", '{"place": "Bern"}')), cut, tool_choice="required").rounds == 2
 

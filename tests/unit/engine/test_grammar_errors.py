@@ -36,6 +36,15 @@ def refusal(kind: GrammarKind, spec: Any, library: str = "llguidance") -> str:
         (of(a=of(**{"b/c": NEVER})), NO_NUMBER, "/properties/a/properties/b~1c"),
         ({"type": "array", "items": NEVER, "minItems": 2}, NO_NUMBER, "/items"),
         ({**of(b={"$ref": "#/$defs/n"}), "$defs": {"n": NEVER}}, NO_NUMBER, "/$defs/n"),
+        (of(a=of(b=of(a=of(b=NEVER)))), NO_NUMBER, "/properties/a" + "/properties/b/properties/a/properties/b"),
+        (
+            {
+                **of(y=of(id=NEVER)),
+                "properties": {"x": of(id={"type": "integer", "minimum": 9, "maximum": 1}), "y": of(id=NEVER)},
+            },
+            NO_NUMBER,
+            "/properties/y/properties/id",
+        ),
         (of(a={"enum": []}), "anyOf is empty", "/properties/a"),
         (of(a=False), "required property 'a' is unsatisfiable", "/"),
         ({**of(b=False), "properties": {"a": NEVER, "b": False}}, "required property 'b' is unsatisfiable", "/"),
@@ -66,7 +75,8 @@ def test_patterns_with_braces_and_misspelt_keywords(library: str, schema: dict[s
 
 def test_what_only_says_more_about_a_schema_is_no_misspelt_keyword() -> None:
     notes = ("title", "description", "default", "example", "examples", "deprecated", "readonly", "$comment", "nullable",
-             "discriminator", "enumNames", "x-order", "contentEncoding", "$anchor")  # fmt: skip
+             "discriminator", "enumNames", "x-order", "contentEncoding", "$anchor", "note", "requiredIf", "container",
+             "propertiesOrder", "formatted", "patterns", "t" * 100_000)  # fmt: skip
     for note in notes:
         spec = GrammarSpec(GrammarKind.JSON, json.dumps(of(a={"type": "string", note: True})))
         assert tiny_grammars("llguidance").compile(spec, (5,))

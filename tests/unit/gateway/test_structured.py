@@ -70,9 +70,8 @@ def test_every_spelling(fields: dict[str, Any], kind: GrammarKind, text: Any) ->
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"response_format": {"type": "text"}}, {"guided_whitespace_pattern": " *"}, {"regex": None},
-     {"structured_outputs": {"whitespace_pattern": " *"}}],
-)  # fmt: skip
+    [{}, {"response_format": {"type": "text"}}, {"guided_whitespace_pattern": " *"}, {"regex": None}],
+)
 def test_what_asks_for_nothing(fields: dict[str, Any]) -> None:
     assert asked(**fields) is None
 
@@ -115,6 +114,7 @@ def test_whitespace_is_that_of_json_alone() -> None:
         ({"guided_choice": "yes"}, "guided_choice"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": None}}, "structured_outputs"),
+        ({"structured_outputs": {"whitespace_pattern": " *"}}, "structured_outputs"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),

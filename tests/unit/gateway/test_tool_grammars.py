@@ -135,13 +135,34 @@ def test_calls_that_are_cut_anywhere_leave_no_content(name: str, special: bool) 
     begins = TOOLS[name].begins
     text = Walk(grammar_of(AnswerForm(None, (LOOK, NOW), True, 3), dialects), known, dialects).to_the_end(1)
     for forced in (True, False):
-        reading = Reading(dialects, "", (LOOK, NOW), from_grammar=True, begins=begins, forced=forced)
+        reading = Reading(dialects, "", (LOOK, NOW), begins=begins, forced=forced)
         whole = read_pieces(parse(reading.parser("a"), text))
         for cut in range(len(text)):
             found = read_pieces(parse(reading.parser("a"), text[:cut]))
-            if forced or text[:cut].startswith(begins):
+            if forced or (cut and text[:cut].startswith(begins)):
                 assert found.content == "", text[:cut]
             assert found.calls[:-1] == whole.calls[: max(0, len(found.calls) - 1)]
+
+
+def test_a_cut_header_after_reasoning_is_no_content() -> None:
+    thought = "<|channel|>analysis<|message|>hm<|end|>"
+    text = f"{thought}<|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{{}}"
+    dialects = ModelDialects(TOOLS["harmony"], REASONING["harmony"])
+    for first in (True, False):  # beside a form that is asked for, or a strict tool
+        reading = Reading(dialects, "", (NOW,), begins=TOOLS["harmony"].begins, first=first)
+        for cut in range(len(thought), len(text)):
+            found = read_pieces(parse(reading.parser("a"), text[:cut]))
+            assert (found.content, found.reasoning) == ("", "hm"), text[:cut]
+
+
+@pytest.mark.parametrize("name", [name for name in TOOLS if len(TOOLS[name].begins[0]) > 1])
+def test_what_looks_like_a_call_within_an_answer_is_kept(name: str) -> None:
+    opener = TOOLS[name].begins[0]
+    reading = Reading(ModelDialects(TOOLS[name]), "", (NOW,), begins=(opener[:1], opener[:2]), first=True)
+    for text in (f'{{"html": "a {opener[:1]}', f'["{opener}', f'{{"a": "{opener}\\n{{"'):
+        assert read_pieces(parse(reading.parser("a"), text)).content == text
+    for text in (opener[:1], opener[:2], opener, f" {opener}"):
+        assert read_pieces(parse(reading.parser("a"), text)).content == ""
 
 
 @pytest.mark.parametrize("name", TOOLS)

@@ -14,6 +14,7 @@ from alignedserve.control.convert import sampling_from_proto, sampling_to_proto
 from alignedserve.gateway.body.requests import parse_chat
 from alignedserve.gateway.dialects.families import REASONING, TOOLS
 from alignedserve.gateway.dialects.model_dialects import ModelDialects
+from alignedserve.gateway.reply.replies import SIGN_OF_LIFE
 from alignedserve.model import resolve_model
 from alignedserve.request import FinishReason
 from alignedserve.text import ChatTemplate, Tokenizer
@@ -272,6 +273,7 @@ OTHER = {"type": "function", "function": {"name": "other"}}
         (CALL[:4], "", {"tools": [TOOL], **JSON_OBJECT}),
         (CALL[:20], "", {"tools": [TOOL], **JSON_OBJECT}),
         ('{"name": "lo', '{"name": "lo', {"tools": [TOOL], **JSON_OBJECT}),
+        ('{"html": "a <', '{"html": "a <', {"tools": [TOOL], **JSON_OBJECT}),
         (f"I look.\n{CALL[:20]}", "I look.", {"tools": [STRICT]}),
         (f"I look.\n{CALL[:4]}", f"I look.\n{CALL[:4]}", {"tools": [STRICT]}),  # a text may end like this
         (CALL[:20], CALL[:20], {"tools": [TOOL]}),  # without a grammar, what only looks like a call is text
@@ -308,3 +310,12 @@ async def test_the_first_delta_of_a_forced_call_has_its_name(http: httpx.AsyncCl
     usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     for asked in ({"logprobs": True}, {"return_token_ids": True}, usage):
         assert len(await streamed(http, **fields, **asked)) == len(ids(CALL)) + 2
+
+
+async def test_what_is_held_for_long_leaves_signs_of_life(http: httpx.AsyncClient, cluster: FakeCluster) -> None:
+    """Arguments before the name: nothing is known of the call until then."""
+    late = f'<tool_call>\n{{"arguments": {{"place": "{"Bern " * 100}"}}, "name": "look"}}\n</tool_call>'
+    cluster.script = playing(*([token] for token in ids(late)), [END], finish=FinishReason.STOP)
+    deltas = [piece["delta"] for piece in await streamed(http, tools=[TOOL])]
+    first = next(number for number, delta in enumerate(deltas) if "tool_calls" in delta)
+    assert deltas[1:first] == [{"content": ""}] * (len(ids(late.partition(', "name"')[0])) // SIGN_OF_LIFE)

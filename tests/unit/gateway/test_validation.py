@@ -334,7 +334,9 @@ async def test_unknown_paths_and_methods_get_error_objects(front: Front) -> None
         answer = await front.client.request(method, path)
         assert answer.status_code == status
         assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
-    assert answer.headers["allow"]
+    assert answer.headers["allow"] == "GET, HEAD"
+    answer = await front.client.put("/tokenize")
+    assert "PUT /tokenize is not allowed; use POST" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
