@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 
 from alignedserve.engine.batch import ForwardItem
+from alignedserve.engine.model.host import cache_store
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.model.loader import load_model
 from alignedserve.engine.parallel.processes import RankProcesses
@@ -27,7 +27,6 @@ from alignedserve.engine.runner import ModelRunner, allocate_cache
 from alignedserve.geometry import KvGeometry
 from alignedserve.model import ModelInfo
 from alignedserve.testing.models import make_model
-from alignedserve.transfer.block_store import HostBlockStore
 
 BLOCK = 16
 SHAPE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -37,11 +36,8 @@ SHAPE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
 def with_ranks(info: ModelInfo, geometry: KvGeometry, blocks: int, degree: int) -> tuple[RankProcesses, ModelRunner]:
     ranks = RankProcesses(info, degree, trust_remote_code=False, threads=1, backend="torch")
     loaded = ranks.load()
-    descriptor = os.memfd_create("ranks")
-    store = HostBlockStore.private("ranks", geometry, blocks, descriptor=descriptor)
-    ranks.share(descriptor, blocks, BLOCK)
-    os.close(descriptor)
-    return ranks, ranks.runner(loaded, allocate_cache(geometry, blocks, "cpu", store.as_memory()))
+    _, cache = cache_store("ranks", geometry, blocks, "cpu", "", ranks.share)
+    return ranks, ranks.runner(loaded, cache)
 
 
 def measure(runners: dict[str, ModelRunner], passes: dict[str, Callable[[], list[ForwardItem]]], rounds: int,

@@ -42,10 +42,10 @@ _READ = (
     "kv_pool.cache_policy",
 )  # fmt: skip
 # Keys about how an engine computes, which a run leaves to the cost model.
-_OF_ENGINES = frozenset(
-    {"prefill.layerwise_tokens", "decode.graphs", "decode.graph_sizes", "decode.overlap"}
-    | {"prefill.tensor_parallel", "decode.tensor_parallel"}
-)
+_OF_ENGINES = frozenset((
+    "prefill.layerwise_tokens", "prefill.tensor_parallel",
+    "decode.graphs", "decode.graph_sizes", "decode.overlap", "decode.tensor_parallel",
+))  # fmt: skip
 _OF_HARDWARE = {"kv_pool.size_gib": "pool_tokens", "kv_pool.block_size": "block_size"}
 # Keys that a run with ranks reads.
 _READ_BY_RANKS = (

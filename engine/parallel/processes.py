@@ -171,10 +171,5 @@ class RankProcesses:
             child.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the ranks from 1 on."""
-        return [child.pid for child in self._children]
-
     def _lost(self, rank: int, why: str) -> RankLostError:
         return RankLostError(f"rank {rank} of {len(self._orders)} of {os.getpid()} is lost: {why}")

@@ -129,10 +129,6 @@ class ServedModel:
             raise UnavailableError(f"model {self.name!r} is still loading")
         return self.info
 
-    async def grammar_of(self, request: GenerationRequest) -> GrammarSpec | None:
-        """The grammar that the request asks for, compiled. Raises InvalidRequestError, which names its field."""
-        return await self.compiled(request.grammar_spec())
-
     async def compiled(self, asked: tuple[GrammarSpec, str] | None) -> GrammarSpec | None:
         """A grammar that a field asks for, compiled. Raises InvalidRequestError, which names the field."""
         if asked is None:
@@ -176,7 +172,7 @@ async def plan_completion(model: ServedModel, request: CompletionRequest, call_i
     info = model.require(request.model)
     began_s = time.monotonic()
     _check_stops(model, request)
-    grammar = await model.grammar_of(request)
+    grammar = await model.compiled(request.grammar_spec())
     texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
     async with _within_limits(model, request, "prompt"):
         for prompt in request.prompts:
