@@ -20,6 +20,7 @@ CHAT_OPTIONS = (
     "include_reasoning",
     "separate_reasoning",
     "thinking_token_budget",
+    "continue_final_message",
 )
 _PLAIN = {"role", "content"}
 _MORE = {"name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"}

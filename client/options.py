@@ -128,6 +128,8 @@ class Options(TypedDict, total=False):
     """False: reasoning is a part of the text."""
     thinking_token_budget: int | None
     """After this many tokens of reasoning, the marker that ends it is forced."""
+    continue_final_message: bool | None
+    """True: the answer goes on with the last message, which is the assistant's."""
     n: int | None
     """Number of answers to the prompt; 1 to 16."""
     include_timings: bool | None

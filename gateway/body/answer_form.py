@@ -15,7 +15,7 @@ from alignedserve.gateway.body.tokenising import in_turn
 from alignedserve.gateway.body.tools import ToolUse
 from alignedserve.gateway.dialects.composing import AnswerForm, grammar_of
 from alignedserve.gateway.dialects.machine import Tool
-from alignedserve.gateway.dialects.model_dialects import ModelDialects, Reading
+from alignedserve.gateway.dialects.model_dialects import HARMONY, ModelDialects, Reading
 from alignedserve.gateway.failures import UnsupportedFeatureError
 from alignedserve.request import GrammarKind, GrammarSpec
 from alignedserve.text import Tokenizer
@@ -46,13 +46,15 @@ async def chat_form(model: ServedModel, request: ChatRequest, use: ToolUse, prom
     dialects = model.dialects
     assert dialects is not None
     _check_tools(dialects, use)
+    if request.continue_final_message:
+        dialects = _within_content(dialects)
     begun = dialects.reasoning is not None and dialects.reasoning.begun_by(prompt)
     if begun and request.without_reasoning:
         field = "reasoning_effort" if request.enable_thinking is None else "enable_thinking"
         raise UnsupportedFeatureError(f"{field}: this model's reasoning cannot be turned off", param=field)
     bound = use.forced or (dialects.tools is not None and (use.most == 1 or any(tool.strict for tool in use.tools)))
     asked = request.grammar_spec()
-    grammar = await _grammar(model, asked, use, bound=bound, begun=begun)
+    grammar = await _grammar(model, dialects, asked, use, bound=bound, begun=begun)
     reading = None
     separate = request.separate_reasoning is not False
     if use.any or (dialects.reads_reasoning and (separate or dialects.template is None)):
@@ -63,6 +65,16 @@ async def chat_form(model: ServedModel, request: ChatRequest, use: ToolUse, prom
             first=asked is not None, free=grammar is None, include_reasoning=include, separate_reasoning=separate,
         )  # fmt: skip
     return ChatForm(grammar, reading, _limit(dialects, request, model.tokenizer, begun=begun))
+
+
+def _within_content(dialects: ModelDialects) -> ModelDialects:
+    """For an answer that has begun: its reasoning, if it had one, is over."""
+    if HARMONY in (dialects.tools and dialects.tools.name, dialects.reasoning and dialects.reasoning.name):
+        reason = "the answers of gpt-oss consist of messages that end with a marker"
+        raise UnsupportedFeatureError(
+            f"continue_final_message is not supported: {reason}", param="continue_final_message"
+        )
+    return replace(dialects, reasoning=None)
 
 
 def _begins(dialects: ModelDialects, asked: GrammarSpec | None, use: ToolUse) -> tuple[str, ...] | None:
@@ -107,18 +119,22 @@ def _check_tools(dialects: ModelDialects, use: ToolUse) -> None:
 
 
 async def _grammar(
-    model: ServedModel, asked: tuple[GrammarSpec, str] | None, use: ToolUse, *, bound: bool, begun: bool
+    model: ServedModel,
+    dialects: ModelDialects,
+    asked: tuple[GrammarSpec, str] | None,
+    use: ToolUse,
+    *,
+    bound: bool,
+    begun: bool,
 ) -> GrammarSpec | None:
     """The grammar of the whole answer, compiled; None if any text will do."""
-    dialects = model.dialects
-    assert dialects is not None
     if not bound and (asked is None or (dialects.reasoning is None and not use.any)):
         return await model.compiled(asked)
     tools = use.tools if dialects.tools is not None else ()
     answer = None if asked is None else asked[0]
     form = AnswerForm(answer, tools, use.forced, use.most, begun)
     try:
-        return await _compiled(model, form)
+        return await _compiled(model, dialects, form)
     except GrammarError as error:
         if asked is not None and not use.forced:
             await model.compiled(asked)  # raises if this is what cannot be followed
@@ -128,7 +144,7 @@ async def _grammar(
         if all(tool.strict for tool in tools):
             raise await _of_a_tool(model, tools, error) from None
     try:
-        return await _compiled(model, replace(form, tools=loose))
+        return await _compiled(model, dialects, replace(form, tools=loose))
     except GrammarError as error:
         raise await _of_a_tool(model, loose, error) from None
 
@@ -148,9 +164,8 @@ async def _of_a_tool(model: ServedModel, tools: Sequence[Tool], error: GrammarEr
     return found
 
 
-async def _compiled(model: ServedModel, form: AnswerForm) -> GrammarSpec:
-    assert model.dialects is not None
-    write = partial(grammar_of, form, model.dialects)
+async def _compiled(model: ServedModel, dialects: ModelDialects, form: AnswerForm) -> GrammarSpec:
+    write = partial(grammar_of, form, dialects)
     large = len(orjson.dumps([tool.parameters for tool in form.tools])) > _LARGE_TOOLS
     spec = await in_turn(write) if large else write()
     await model.compile(spec, "tools" if form.tools else "response_format")
@@ -172,7 +187,7 @@ def _limit(
     dialects: ModelDialects, request: ChatRequest, tokenizer: Tokenizer | None, *, begun: bool
 ) -> ThinkingLimit | None:
     budget, thoughts = request.thinking_token_budget, dialects.reasoning
-    if budget is None:
+    if budget is None or request.continue_final_message:
         return None
     if thoughts is None or tokenizer is None:
         reason = "this model has no known format of reasoning; --reasoning-parser names one"

@@ -229,7 +229,8 @@ async def chat_tokens(model: ServedModel, request: ChatRequest, most: int) -> tu
     if model.template is None:
         raise InvalidRequestError("this model has no chat template: start the server with --chat-template FILE")
     turns = [message.turn for message in request.messages]
-    written = await _written(model.encoder, model.template, turns, request.variables(model.template), most)
+    variables, continued = request.variables(model.template), bool(request.continue_final_message)
+    written = await _written(model.encoder, model.template, turns, variables, most, continued=continued)
     (tokens,) = await tokenise(model.encoder, [written], most, around=False)
     return written, tokens
 
@@ -258,17 +259,20 @@ async def _written(
     messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
     most: int,
+    *,
+    continued: bool,
 ) -> Prompt:
     """The conversation as the template renders it. Raises TooManyTokens for a long conversation whose size exceeds the
     limit, before its special tokens are searched for.
     """
+    write = partial(encoder.of_begun_answer if continued else encoder.of_chat, template, messages, variables)
 
     def write_long() -> Prompt:
-        check_size(encoder, template.render(messages, variables=variables), most)
-        return encoder.of_chat(template, messages, variables)
+        check_size(encoder, template.render(messages, not continued, variables), most)
+        return write()
 
     size = sum(_MESSAGE + sum(map(text_size, message.values())) for message in messages) + text_size(variables)
-    return await in_turn(write_long) if size > LONG_TEXT else encoder.of_chat(template, messages, variables)
+    return await in_turn(write_long) if size > LONG_TEXT else write()
 
 
 @contextlib.asynccontextmanager

@@ -95,8 +95,6 @@ _CHAT = (
     Refusal("web_search_options", "there is no web search", ()),
     Refusal("chat_template", "the server sets the chat template: --chat-template FILE"),
     Refusal("documents", "the chat template takes no documents"),
-    Refusal("add_generation_prompt", "the answer is always a new turn", (True,)),
-    Refusal("continue_final_message", "the answer is always a new turn", (False,)),
     Refusal("add_special_tokens", "the chat template writes all special tokens", (False,)),
     Refusal("allow_special_tokens", "message content is plain text; /v1/completions accepts special tokens", (False,)),
 )

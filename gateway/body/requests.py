@@ -284,11 +284,16 @@ class ChatRequest(GenerationRequest, ConversationFields):
     top_logprobs: _Alternatives | None = Field(
         None, description="Also return this number of most likely tokens; requires logprobs."
     )
+    add_generation_prompt: bool | None = Field(None, description="The opposite of continue_final_message.")
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs requires logprobs to be true", param="top_logprobs")
+        if self.add_generation_prompt is False and not self.continue_final_message:
+            reason = "requires continue_final_message: true; else the answer is a new turn"
+            raise InvalidRequestError(f"add_generation_prompt: false {reason}", param="add_generation_prompt")
+        self.check_end(self.messages, new_turn=self.add_generation_prompt)
         calls = EarlierCalls()
         for number, message in enumerate(self.messages):
             if not message.plain:

@@ -16,7 +16,6 @@ from alignedserve.gateway.body.values import Body, PromptToken
 
 _Model = Annotated[str, Field(max_length=1024)]
 _REFUSALS = (
-    Refusal("continue_final_message", "the answer is always a new turn", (False,)),
     Refusal("chat_template", "the server sets the chat template: --chat-template FILE"),
     Refusal("mm_processor_kwargs", "this server reads text only"),
 )
@@ -48,6 +47,9 @@ class TokenizeRequest(ConversationFields):
             for name in ConversationFields.model_fields:
                 if getattr(self, name) not in (None, []):
                     raise InvalidRequestError(f"{name} belongs to messages, not to a prompt", param=name)
+        else:
+            said = self.add_generation_prompt if "add_generation_prompt" in self.model_fields_set else None
+            self.check_end(self.messages, new_turn=said)
         return self
 
 

@@ -18,7 +18,7 @@ from alignedserve.gateway.dialects.response_template import TemplateParser, chec
 from alignedserve.gateway.dialects.thinking import ThinkingParser
 from alignedserve.text import Tokenizer
 
-_HARMONY = "harmony"
+HARMONY = "harmony"
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
@@ -89,7 +89,7 @@ class Reading:
 
     def _by_dialects(self, make_id: MakeId) -> Parser:
         dialect, thoughts = self.dialects.tools, self.dialects.reasoning
-        if _HARMONY in (thoughts and thoughts.name, dialect and self.tools and dialect.name):
+        if HARMONY in (thoughts and thoughts.name, dialect and self.tools and dialect.name):
             return HarmonyParser(self.tools, make_id, self.most)
         calls = dialect.parser(self.tools, make_id, self.most) if dialect is not None and self.tools else None
         if thoughts is None:
@@ -133,8 +133,8 @@ def choose_dialects(
         template = response_template
     texts = {*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ())}
     texts |= set(markers_of(template) if template else ())
-    if _HARMONY in (tools and tools.name, reasoning and reasoning.name):
-        texts |= set(TOOLS[_HARMONY].markers)
+    if HARMONY in (tools and tools.name, reasoning and reasoning.name):
+        texts |= set(TOOLS[HARMONY].markers)
     ids = {text: tokenizer.backend.token_to_id(text) for text in sorted(texts)}
     markers = {token: text for text, token in ids.items() if token in tokenizer.special_ids}
     return ModelDialects(tools, reasoning, template, markers)

@@ -58,6 +58,10 @@ class Parser(ABC):
     def end(self) -> list[Piece]:
         """What was held back. To be called once, after the last text."""
 
+    def end_whole(self) -> list[Piece]:
+        """`end` of an answer that the model ended, so nothing of it is cut."""
+        return self.end()
+
     @property
     @abstractmethod
     def reasoning(self) -> bool:
@@ -104,12 +108,20 @@ class Bound(Parser):
         return pieces
 
     def end(self) -> list[Piece]:
+        return self._end(whole=False)
+
+    def end_whole(self) -> list[Piece]:
+        return self._end(whole=True)
+
+    def _end(self, *, whole: bool) -> list[Piece]:
         pieces, cut = self._parser.end(), self._parser.cut
         text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
         others: list[Piece] = [piece for piece in pieces if not isinstance(piece, Content)]
         self._note(others)
         if self._calls:
             return others
+        if whole:
+            return pieces
         before = text.removesuffix(cut)
         if not cut or not cut.startswith(self._begins) or (self._first and (self._said or before.strip())):
             return pieces

@@ -106,6 +106,8 @@ class TokenEndpoints:
             message = "this model has no chat template: start the server with --chat-template FILE"
             raise InvalidRequestError(message, param="messages")
         turns, variables = [message.turn for message in request.messages], request.variables(template)
+        if request.continue_final_message:
+            return await in_turn(partial(encoder.of_begun_answer, template, turns, variables))
         return await in_turn(partial(encoder.of_chat, template, turns, variables, request.add_generation_prompt))
 
     async def _text(self, body: Any) -> dict[str, Any]:

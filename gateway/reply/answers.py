@@ -147,7 +147,7 @@ class AnswerView:
 
     def _push_tokens(self, part: Part, delta: Delta) -> None:
         text = self._text
-        last = len(delta.token_ids) - 1
+        last, ends_here = len(delta.token_ids) - 1, False
         for number, token in enumerate(delta.token_ids):
             part.token_ids.append(token)
             hidden, offset = self.hides, self._base + (0 if text is None else text.length)
@@ -166,7 +166,7 @@ class AnswerView:
         if delta.finish is not None:
             self.finish = delta.finish
             self._take(part, "" if text is None else text.finish(), token=False)
-            self._end(part)
+            self._end(part, whole=ends_here)
 
     @property
     def reads(self) -> bool:
@@ -191,10 +191,10 @@ class AnswerView:
             self.reasoning_tokens += 1
         self._add(part, pieces)
 
-    def _end(self, part: Part) -> None:
-        """Adds what the parser held back."""
+    def _end(self, part: Part, *, whole: bool = False) -> None:
+        """Adds what the parser held back. `whole`: the model ended the answer."""
         if self._parser is not None:
-            self._add(part, self._parser.end())
+            self._add(part, self._parser.end_whole() if whole else self._parser.end())
             self._parser = None
 
     def _add(self, part: Part, pieces: list[Piece]) -> None:

@@ -15,7 +15,6 @@ from alignedserve.gateway.body.refused import Refusal
 from alignedserve.gateway.body.requests import ChatRequest, checked
 from alignedserve.gateway.body.thinking import SWITCHES
 from alignedserve.gateway.body.validation_errors import wrong_type
-from alignedserve.gateway.failures import UnsupportedFeatureError
 from alignedserve.gateway.translated.context_edits import ContextEdits, context_edits
 from alignedserve.gateway.translated.fields import (
     Fields,
@@ -36,6 +35,7 @@ _NAMES = {
     "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "user": "metadata.user_id",
+    "continue_final_message": "messages",
 }
 _SCHEMA = "input_schema"
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "service_tier")
@@ -74,9 +74,8 @@ class MessagesChat(ChatRequest):
 def parse_messages(body: Any) -> MessagesChat:
     """Raises InvalidRequestError, or a subclass of it, that names the field."""
     request = _parsed(body)
-    if request.messages[-1].role == "assistant":
-        message = "messages must end with a message of the user: an answer is always a new turn"
-        raise UnsupportedFeatureError(message, param="messages")
+    if request.messages[-1].calls:
+        raise InvalidRequestError("messages must not end with a tool_use: its tool_result is missing", param="messages")
     return request
 
 
@@ -86,6 +85,8 @@ def _parsed(body: Any) -> MessagesChat:
     fields.required("max_tokens")
     chat, edits = _chat_body(fields), context_edits(fields)
     edits.apply(chat["messages"])
+    last = chat["messages"][-1]
+    chat["continue_final_message"] = last["role"] == "assistant" and "tool_calls" not in last
     with renamed(_NAMES, _SCHEMA):
         request = checked(MessagesChat, chat)
     request._edits = edits

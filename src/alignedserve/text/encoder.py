@@ -105,6 +105,30 @@ class PromptEncoder:
         marked, marks = template.render_marked(messages, self.marks, variables, add_generation_prompt)
         return Prompt(marks.unmark(marked), tuple(self._specials.find(marked)))
 
+    def of_begun_answer(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """A conversation that ends with the content of its last message. Raises InvalidRequestError.
+
+        A tag behind the content shows where it ends, and whether the template drops white space there, as in
+        `transformers`.
+        """
+        *before, last = messages
+        tag = secrets.token_hex(16)
+        turns = [*before, {**last, "content": f"{last['content']}{tag} "}]
+        marked, marks = template.render_marked(turns, self.marks, variables, add_generation_prompt=False)
+        text = marks.unmark(marked)
+        end = text.rfind(tag)
+        if end < 0:
+            message = "the model's chat template does not write the last message, so it cannot be continued"
+            raise InvalidRequestError(message, param="messages")
+        if not text.startswith(f"{tag} ", end):
+            end = len(text[:end].rstrip())
+        return Prompt(text[:end], tuple(self._specials.find(marked[:end])))
+
     # ---- tokens
 
     def encode(self, prompt: Prompt, *, around: bool = True) -> list[int]:

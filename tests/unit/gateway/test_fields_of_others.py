@@ -70,13 +70,11 @@ ONLY: dict[str, dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]]] = {
         "messages": ((HI,), NOTHING),
     },
     CHAT: {
-        "add_generation_prompt": ((False,), (True,)),
         "add_special_tokens": ((True,), (False,)),
         "allow_special_tokens": ((True,), (False,)),
         "audio": (({"voice": "a", "format": "wav"},), NOTHING),
         "best_of": ((2,), (1, 1.0)),
         "chat_template": (("{{ 1 }}",), NOTHING),
-        "continue_final_message": ((True,), (False,)),
         "documents": (([{"text": "a"}],), NOTHING),
         "echo": ((True,), (False,)),
         "modalities": ((["text", "audio"],), (["text"], [])),

@@ -60,6 +60,8 @@ TAME = {
     "include": None,
     "system": "hi",
     "response_format": None,
+    "add_generation_prompt": None,
+    "continue_final_message": None,
 }
 
 

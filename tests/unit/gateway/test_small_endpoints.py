@@ -80,7 +80,7 @@ async def test_a_conversation_has_the_tokens_that_a_chat_computes(front: Front) 
             "/tokenize",
             {"messages": HI, "continue_final_message": True},
             "continue_final_message",
-            "unsupported_parameter",
+            "invalid_value",
         ),
         ("/detokenize", {}, "tokens", "missing_required_parameter"),
         ("/detokenize", {"tokens": ["a"]}, "tokens", "invalid_type"),

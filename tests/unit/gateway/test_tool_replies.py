@@ -290,6 +290,14 @@ async def test_the_beginning_of_a_call_is_no_content_where_a_grammar_knows_it(
     assert whole["finish_reason"] == pieces[-1]["finish_reason"] == "length"
 
 
+async def test_an_answer_that_the_model_ended_is_whole(http: httpx.AsyncClient, cluster: FakeCluster) -> None:
+    text = f"I look.\n{CALL[:20]}"
+    cluster.script = playing(*([token] for token in ids(text)), [END], finish=FinishReason.STOP)
+    (whole,) = (await chat(http, tools=[STRICT]))["choices"]
+    pieces = await streamed(http, tools=[STRICT])
+    assert "".join(piece["delta"].get("content", "") for piece in pieces) == whole["message"]["content"] == text
+
+
 async def test_what_follows_a_call_under_a_grammar_is_no_content(http: httpx.AsyncClient, cluster: FakeCluster) -> None:
     cluster.script = playing(ids(f"{CALL}\n<tool_"), finish=FinishReason.LENGTH)
     for fields in ({"tools": [TOOL], "tool_choice": "required"}, {"tools": [STRICT]}, {"tools": [TOOL], **JSON_OBJECT}):

@@ -296,6 +296,18 @@ async def test_a_message_that_is_cut_says_so(claude: anthropic.AsyncAnthropic, c
     assert answer.stop_reason == "max_tokens"
 
 
+async def test_an_answer_that_the_client_begins_goes_on(claude: anthropic.AsyncAnthropic, cluster: FakeCluster) -> None:
+    begun: list[Any] = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is <b>"}]
+    message = await claude.messages.create(model="tiny", max_tokens=8, messages=begun)
+    assert message.content[0].type == "text"
+    counted = await claude.messages.count_tokens(model="tiny", messages=begun)
+    (spec,) = cluster.submitted
+    assert counted.input_tokens == message.usage.input_tokens == len(spec.prompt_token_ids)
+    assert TOKENIZER is not None
+    text = TOKENIZER.decode(spec.prompt_token_ids, skip_special=False)
+    assert text.endswith("<|user|>hi<|end|><|assistant|>It is <b>")
+
+
 async def test_a_wrong_tool_is_named_as_the_client_wrote_it(
     claude: anthropic.AsyncAnthropic, client: openai.AsyncOpenAI
 ) -> None:
@@ -441,7 +453,7 @@ def test_tools_thinking_and_formats_become_chats() -> None:
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"stop_sequences": [3]}, "stop_sequences"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": [USER, {"role": "assistant", "content": "x"}]}, "messages"),
+        ({"messages": [USER, {"role": "assistant", "content": [{**USE, "input": {}}]}]}, "messages"),
         ({"n": 2}, "n"),
         ({"stop": ["x"]}, "stop"),
         ({"logprobs": True}, "logprobs"),

@@ -3,7 +3,7 @@
 Both compute the same passes by turns over stores of their own: decode of `--rows` requests with `--context` tokens, and
 a chunk of `--chunk` tokens. Times are medians of a pass in milliseconds; the share of collectives is of rank 0's time.
 
-    python benchmarks/ranks.py --degree 2 --rounds 12 --json ranks.json
+    python benchmarks/tensor_parallel.py --degree 2 --rounds 12 --json tp.json
 """
 
 from __future__ import annotations
