@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from alignedserve.degrees import Degrees
 from alignedserve.engine.batch import ForwardItem
 from alignedserve.engine.model.host import cache_store
 from alignedserve.engine.model.inspect import inspect_model
@@ -34,14 +35,15 @@ SHAPE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
 
 
 def with_ranks(info: ModelInfo, geometry: KvGeometry, blocks: int, degree: int) -> tuple[RankProcesses, ModelRunner]:
-    ranks = RankProcesses(info, degree, trust_remote_code=False, threads=1, backend="torch")
+    ranks = RankProcesses(info, Degrees(degree), trust_remote_code=False, threads=1, backend="torch")
     loaded = ranks.load()
     _, cache = cache_store("ranks", geometry, blocks, "cpu", "", ranks.share)
     return ranks, ranks.runner(loaded, cache)
 
 
-def measure(runners: dict[str, ModelRunner], passes: dict[str, Callable[[], list[ForwardItem]]], rounds: int,
-            waited_s: Callable[[], float]) -> dict[str, dict[str, float]]:  # fmt: skip
+def measure(
+    runners: dict[str, ModelRunner], passes: dict[str, Callable[[], list[ForwardItem]]], rounds: int
+) -> dict[str, dict[str, float]]:
     """By pass: the median of each runner in ms, of the ratio, and the share of collectives."""
     found: dict[str, dict[str, float]] = {}
     for name, make in passes.items():
@@ -49,11 +51,11 @@ def measure(runners: dict[str, ModelRunner], passes: dict[str, Callable[[], list
         shares = []
         for _ in range(rounds):
             for one, runner in runners.items():
-                items, before_s, begun_s = make(), waited_s(), time.perf_counter()
+                items, before_s, begun_s = make(), runner.waited_s, time.perf_counter()
                 runner.forward(items)
                 times[one].append(time.perf_counter() - begun_s)
                 if one == "ranks":
-                    shares.append((waited_s() - before_s) / times[one][-1])
+                    shares.append((runner.waited_s - before_s) / times[one][-1])
         ratio = statistics.median(a / b for a, b in zip(times["one"], times["ranks"], strict=True))
         medians = {f"{one}_ms": 1e3 * statistics.median(own) for one, own in times.items()}
         found[name] = {**medians, "speedup": ratio, "collectives": statistics.median(shares)}
@@ -85,8 +87,8 @@ def main() -> None:
             "prefill": lambda: [ForwardItem([7] * options.chunk, 0, list(range(chunk_blocks)))],
         }
         try:
-            measure({"one": one, "ranks": several}, passes, 2, ranks.waited_s)
-            found = measure({"one": one, "ranks": several}, passes, options.rounds, ranks.waited_s)
+            measure({"one": one, "ranks": several}, passes, 2)
+            found = measure({"one": one, "ranks": several}, passes, options.rounds)
         finally:
             ranks.close()
     for name, values in found.items():

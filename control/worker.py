@@ -40,8 +40,8 @@ class WorkerServer(RoleServer):
     @property
     def ranks(self) -> str:
         """What a status begins with."""
-        count = self.config.ranks(self.role)
-        return f"{count} ranks, " if count > 1 else ""
+        degrees = self.config.degrees(self.role)
+        return f"{degrees}, " if degrees.ranks > 1 else ""
 
     @abstractmethod
     def trouble(self) -> AlignedServeError | None:

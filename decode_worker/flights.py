@@ -12,6 +12,7 @@ from alignedserve.control.convert import failure_event, token_event
 from alignedserve.decode_worker.endings import Endings
 from alignedserve.decode_worker.held import Held, Outcome
 from alignedserve.decode_worker.iteration_meter import IterationMeter
+from alignedserve.decode_worker.rank_placer import RankPlacer
 from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
 from alignedserve.engine.live import LiveRequest
 from alignedserve.engine.sampling.sampler import SampledToken
@@ -63,7 +64,10 @@ class Flights:
         held: dict[RequestKey, Held],
         meter: IterationMeter,
         endings: Endings | None = None,
+        placer: RankPlacer | None = None,
     ) -> None:
+        """`placer`: gives requests to the ranks that share experts; None: there are none."""
+        self._placer = placer
         self._endings = endings
         self._decode_id = decode_id
         self._engine = engine
@@ -71,8 +75,9 @@ class Flights:
         self._held = held
         self._meter = meter
 
-    def launch(self, run: Sequence[RunItem], under_way: Flight | None) -> Flight:
+    def launch(self, run: Sequence[RunItem], under_way: Flight | None, running: int = 0) -> Flight:
         """Begin the planned iteration. `under_way`: the previous iteration, if its tokens are not known yet.
+        `running`: the number of requests that run, if other iterations have some of them.
 
         The scheduler assumes that each request goes on unless it reaches `max_tokens` in this iteration. The blocks of
         a request that ends are free at once. Later copies may write to them, because the device runs those after this
@@ -83,7 +88,8 @@ class Flights:
         last: set[int] = set()
         now_ns = time.time_ns()
         keys = [item.key for item in run]
-        for item in run:
+        ranks = [0] * len(run) if self._placer is None else self._placer.place(run)
+        for item, rank in zip(run, ranks, strict=True):
             live = self._held[item.key].live
             assert live is not None
             spec = live.spec
@@ -95,12 +101,12 @@ class Flights:
             if position + 1 >= spec.sampling.max_tokens:
                 last.add(len(lives))
             lives.append(live)
-            items.append(DecodeItem(live.row, token, before or 0, item.kv_tokens, item.block_ids, position))
+            items.append(DecodeItem(live.row, token, before or 0, item.kv_tokens, item.block_ids, position, rank))
         lengths = [item.kv_tokens for item in run]
         self._meter.begin()
         step = self._engine.launch(items)
         if self._endings is not None:
-            self._endings.running = len(run)
+            self._endings.running = running or len(run)
             for row in last:
                 item = run[row]
                 self._endings.hold(item.key, self._held[item.key].stored, item.kv_tokens + 1, item.block_ids)

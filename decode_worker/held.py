@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from alignedserve.control.convert import key_from_proto, spec_to_proto
 from alignedserve.decode_worker.endings import Ending
@@ -14,6 +16,7 @@ from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.resident import BlockChain
+from alignedserve.transfer.completion import Completion
 
 
 @dataclass(slots=True)
@@ -116,3 +119,11 @@ class Outcome:
             or self.unreadable
             or self.inventory is not None
         )
+
+
+class Pull(Protocol):
+    """Starts a copy into the cache (`Handover.pull`)."""
+
+    def __call__(
+        self, stored: pb.StoredRequest, block_ids: Sequence[int], resident: int, *, settled: bool = False
+    ) -> Completion: ...

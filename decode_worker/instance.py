@@ -19,6 +19,7 @@ from alignedserve.decode_worker.handover import Handover
 from alignedserve.decode_worker.held import Outcome
 from alignedserve.decode_worker.iteration_meter import IterationMeter
 from alignedserve.decode_worker.loop import DecodeLoop
+from alignedserve.decode_worker.rank_placer import RankPlacer
 from alignedserve.engine.decode_engine import decode_engine
 from alignedserve.engine.decoding import DecodeEngine
 from alignedserve.engine.model import host
@@ -37,6 +38,7 @@ from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.instance.pace import LearningPace
+from alignedserve.scheduler.ranks.names import placement_class
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
@@ -156,12 +158,23 @@ class DecodeInstance:
             grammars=grammars,
             endings=endings,
             chain_of=partial(chain_of, block_size=size, caches=cached is not None),
+            placer=self._placer(meter),
         )
         await asyncio.to_thread(compute.warm_up)
         self.memory.note_graphs(engine.graph_memory_bytes)
         self.compute = compute
         self.compute.start()
         await self._follow_pairs()
+
+    def _placer(self, meter: IterationMeter) -> RankPlacer | None:
+        """What gives requests to ranks that share experts; None without such ranks."""
+        ranks = self._config.degrees("decode").experts
+        if ranks == 1:
+            return None
+        placement = placement_class(self._config.decode.placement)(ranks)
+        if meter.cost is not None:
+            placement.use_cost(meter.cost)
+        return RankPlacer(placement)
 
     async def read(self, pool_id: str, keys: Collection[RequestKey]) -> dict[RequestKey, pb.StoredRequest]:
         """The stored requests of these keys in the shard that can be decoded here."""

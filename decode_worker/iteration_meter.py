@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from alignedserve.decode_worker.lanes import by_tokens
 from alignedserve.metrics import Histogram, Page
 from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.instance.plan import IterationStatus
 
 GAP_BOUNDS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1)
 BUBBLE_BOUNDS_S = (0.0, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
@@ -23,12 +25,13 @@ class IterationMeter:
     """
 
     def __init__(self, cost: StepCost | None) -> None:
-        self._cost = cost
+        self.cost = cost
         self._ended_s: float | None = None
         self._under_way = 0
         self.gaps = Histogram(GAP_BOUNDS_S)
         self.bubbles = Histogram(BUBBLE_BOUNDS_S)
         self.predicted_s = 0.0
+        self.lanes_idle_s = 0.0
         self.balanced_s = 0.0
 
     def begin(self) -> None:
@@ -50,15 +53,25 @@ class IterationMeter:
 
     def bubble_s(self, lengths: Sequence[int]) -> float | None:
         """The bubble in seconds of an iteration with these prefix lengths; None without a cost model."""
-        if self._cost is None:
+        if self.cost is None:
             return None
-        predicted_s = self._cost.step_s((), lengths)
-        balanced_s = self._cost.balanced_step_s((), lengths)
+        predicted_s = self.cost.step_s((), lengths)
+        balanced_s = self.cost.balanced_step_s((), lengths)
         bubble_s = predicted_s - balanced_s
         self.predicted_s += predicted_s
         self.balanced_s += balanced_s
         self.bubbles.observe(bubble_s)
         return bubble_s
+
+    def note_lanes(self, lanes: Sequence[Sequence[int]]) -> None:
+        """A round of a pipeline's lanes, by prefix lengths: each stage idles while the slowest lane is in another."""
+        if self.cost is not None and len(lanes) > 1:
+            costs = [self.cost.step_s((), lengths) for lengths in lanes]
+            self.lanes_idle_s += max(costs) - sum(costs) / len(costs)
+
+    def cost_of(self, lengths: Sequence[int]) -> float:
+        """What an iteration with these prefix lengths takes, in seconds or, without a cost model, in other units."""
+        return by_tokens(lengths) if self.cost is None else self.cost.step_s((), lengths)
 
     def show_metrics(self, page: Page) -> None:
         meaning = (
@@ -66,10 +79,27 @@ class IterationMeter:
             "what the device idles, as far as the host can tell"
         )
         page.histogram("iteration_gap_seconds", meaning, self.gaps)
-        if self._cost is not None:
+        if self.cost is not None:
             meaning = "with a cost model: predicted cost of unequal lengths, of each iteration"
             page.histogram("iteration_bubble_seconds", meaning, self.bubbles)
+            meaning = "with a cost model, in a pipeline: predicted time in which a stage idles since batches differ"
+            page.counter("lanes_idle_predicted_seconds_total", meaning, self.lanes_idle_s)
             meaning = "with a cost model: predicted time of iterations"
             page.counter("iteration_predicted_seconds_total", meaning, self.predicted_s)
             meaning = "with a cost model: predicted time of the same bytes at equal lengths"
             page.counter("iteration_balanced_seconds_total", meaning, self.balanced_s)
+
+
+def show_status(page: Page, status: IterationStatus) -> None:
+    page.gauge("decode_running", "requests in the running batch", status.running)
+    meaning = "the most requests in an iteration; fewer while the TPOT objective keeps candidates from joining"
+    page.gauge("decode_max_running", meaning, status.max_running)
+    page.counter("decode_iterations_total", "iterations", status.iterations)
+    meaning = "iterations that a candidate did not join, to keep the TPOT objective"
+    page.counter("decode_held_iterations_total", meaning, status.held_iterations)
+    meaning = "iterations with requests of two batches"
+    page.counter("decode_switch_iterations_total", meaning, status.switch_iterations)
+    meaning = "requests evicted to the candidate request buffer or the pool"
+    page.counter("decode_evictions_total", meaning, status.evictions)
+    page.gauge("decode_shortest_tokens", "shortest prefix of the running batch", status.shortest_tokens)
+    page.gauge("decode_longest_tokens", "longest prefix of the running batch", status.longest_tokens)

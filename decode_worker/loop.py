@@ -11,15 +11,19 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from itertools import chain
+from typing import TypeVar
 
 from alignedserve.control.compute_thread import ComputeThread
 from alignedserve.control.convert import enter_stage, key_from_proto, sampling_from_proto, spec_from_proto
 from alignedserve.control.passes import PassMeter
 from alignedserve.decode_worker.endings import Endings
 from alignedserve.decode_worker.flights import Flight, Flights
-from alignedserve.decode_worker.held import EvictionOrder, Held, Outcome
-from alignedserve.decode_worker.iteration_meter import IterationMeter
+from alignedserve.decode_worker.held import EvictionOrder, Held, Outcome, Pull
+from alignedserve.decode_worker.iteration_meter import IterationMeter, show_status
+from alignedserve.decode_worker.lanes import Lanes
+from alignedserve.decode_worker.rank_placer import RankPlacer
+from alignedserve.decode_worker.under_way import UnderWay
 from alignedserve.engine.decoding import DecodeEngine
 from alignedserve.engine.live import LiveRequest
 from alignedserve.errors import GrammarError, TransferError
@@ -37,6 +41,7 @@ from alignedserve.scheduler.instance.plan import (
     IterationPlan,
     IterationStatus,
     Join,
+    RunItem,
 )
 from alignedserve.scheduler.instance.resident import BlockChain
 from alignedserve.scheduler.priorities import rank_of
@@ -50,14 +55,6 @@ STARVATION_POLL_S = 0.25
 EVICTIONS_FAIL_S = 5.0  # a request whose evictions fail for this time is reported lost
 
 Result = TypeVar("Result")
-
-
-class Pull(Protocol):
-    """Starts a copy into the cache (`Handover.pull`)."""
-
-    def __call__(
-        self, stored: pb.StoredRequest, block_ids: Sequence[int], resident: int, *, settled: bool = False
-    ) -> Completion: ...
 
 
 class DecodeLoop(ComputeThread[[Outcome]]):
@@ -80,6 +77,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         grammars: Grammars | None = None,
         endings: Endings | None = None,
         chain_of: Callable[[pb.StoredRequest], BlockChain | None] = lambda stored: None,
+        placer: RankPlacer | None = None,
     ) -> None:
         """`chain_of`: the blocks of a candidate that requests share in the cache."""
         super().__init__("decode")
@@ -102,8 +100,9 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         self.pass_meter = PassMeter()
         self._passes_since_s: float | None = None  # None: nothing runs
         self.iterations = iterations if iterations is not None else IterationMeter(None)
-        self._flights = Flights(decode_id, engine, scheduler, self._held, self.iterations, endings)
-        self._under_way: Flight | None = None  # launched, its tokens not taken yet
+        self._flights = Flights(decode_id, engine, scheduler, self._held, self.iterations, endings, placer)
+        self._under_way = UnderWay()
+        self._lanes = Lanes(engine.depth, self.iterations.cost_of)
 
     # ---- called from any thread
 
@@ -123,22 +122,10 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         return self._lengths if self._status.running else ()
 
     def show_metrics(self, page: Page) -> None:
-        status = self.status
-        page.gauge("decode_running", "requests in the running batch", status.running)
-        meaning = "the most requests in an iteration; fewer while the TPOT objective keeps candidates from joining"
-        page.gauge("decode_max_running", meaning, status.max_running)
-        page.counter("decode_iterations_total", "iterations", status.iterations)
-        meaning = "iterations that a candidate did not join, to keep the TPOT objective"
-        page.counter("decode_held_iterations_total", meaning, status.held_iterations)
-        meaning = "iterations with requests of two batches"
-        page.counter("decode_switch_iterations_total", meaning, status.switch_iterations)
+        show_status(page, self.status)
         page.counter("decode_seconds_total", "seconds in iterations", self.pass_meter.total_s)
-        meaning = "requests evicted to the candidate request buffer or the pool"
-        page.counter("decode_evictions_total", meaning, status.evictions)
         meaning = "blocks of joining requests that the cache had already, as another request's"
         page.counter("decode_shared_blocks_total", meaning, self._shared_blocks)
-        page.gauge("decode_shortest_tokens", "shortest prefix of the running batch", status.shortest_tokens)
-        page.gauge("decode_longest_tokens", "longest prefix of the running batch", status.longest_tokens)
         self.iterations.show_metrics(page)
         if self._endings is not None:
             self._endings.show_metrics(page)
@@ -215,7 +202,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
             return False
         plan = self._scheduler.plan(time.monotonic())
         self._start_copies(plan, outcome)
-        runs = bool(plan.run) or self._under_way is not None
+        runs = bool(plan.run) or len(self._under_way) > 0
         if runs:
             if outcome.holds_anything:  # evictions and give-backs start beside the iteration, not after it
                 self._post(outcome)
@@ -224,6 +211,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
                 self._iterate(plan, outcome)
         else:
             self.iterations.pause()
+            self._lanes.pause()
             self._passes_since_s = None
         self._publish(outcome)
         return runs
@@ -231,33 +219,51 @@ class DecodeLoop(ComputeThread[[Outcome]]):
     def _iterate(self, plan: IterationPlan, outcome: Outcome) -> None:
         """Launch the planned iteration, then take the tokens of the previous one if it is under way.
 
-        The launched iteration stays under way if the next one can be launched without its tokens.
+        The launched iteration stays under way if the next one can be launched without its tokens. In a pipeline as many
+        fly as there are stages, each with requests of its own.
         """
-        before, launched = self._under_way, None
-        if plan.run:
-            launched = self._flights.launch(plan.run, before)
+        if self._engine.depth > 1:
+            self._iterate_lanes(plan.run, outcome)
+            return
+        under_way, before = self._under_way, self._under_way.newest
+        launched = self._flights.launch(plan.run, before) if plan.run else None
         if before is not None:
             self._take(before, launched, outcome)
-            for evict in plan.evictions:  # requests that ended with it need no eviction
-                held = self._held.get(evict.key)
-                if held is not None and before.row_of(held.live) is not None:
-                    self._evict(evict, outcome)
-        overlap = self._engine.overlaps if self._overlap is None else self._overlap
-        if launched is not None and not (overlap and self._flights.may_follow(launched)):
-            self._take(launched, None, outcome)
-            launched = None
-        self._under_way = launched
+        if launched is not None:
+            under_way.flights.append(launched)
+            overlap = self._engine.overlaps if self._overlap is None else self._overlap
+            if not (overlap and self._flights.may_follow(launched)):
+                self._take(launched, None, outcome)
+
+    def _iterate_lanes(self, run: Sequence[RunItem], outcome: Outcome) -> None:
+        flights = self._under_way.flights
+        free = [item for item in run if not self._awaits_token(item.key)]
+        if lane := self._lanes.next(free, [flight.lengths for flight in flights]):
+            flights.append(self._flights.launch(lane, None, len(run)))
+        if flights and (not lane or len(flights) == self._engine.depth):
+            self._take(flights[0], None, outcome)
 
     def _take(self, flight: Flight, following: Flight | None, outcome: Outcome) -> None:
         self._flights.take(flight, following, outcome)
-        now_s = time.perf_counter()
-        self._lengths = lengths = flight.lengths
+        self._under_way.remove(flight)
+        for evict, live in self._under_way.due_evictions():
+            if (held := self._held.get(evict.key)) and held.live is live:  # else it ended with this iteration
+                self._evict(evict, outcome)
+        for join in self._under_way.due_joins():
+            self._join(join, time.time_ns())
+        now_s, lengths = time.perf_counter(), flight.lengths
+        self._lengths = list(chain(lengths, *(other.lengths for other in self._under_way.flights)))
         if self._passes_since_s is not None:
-            requests = len(flight.lives)
-            took = requests, sum(lengths), now_s - self._passes_since_s
-            self.pass_meter.add(*took, padded_tokens=requests * max(lengths))
-            self._scheduler.observe(*took)
+            whole = self._lanes.took(lengths, now_s - self._passes_since_s, len(self._under_way))
+            if whole is not None:
+                self._note_round(*whole)
         self._passes_since_s = now_s
+
+    def _note_round(self, lanes: Sequence[Sequence[int]], seconds: float) -> None:
+        took = sum(map(len, lanes)), sum(map(sum, lanes)), seconds
+        self.pass_meter.add(*took, padded_tokens=sum(len(lengths) * max(lengths) for lengths in lanes))
+        self._scheduler.observe(*took)
+        self.iterations.note_lanes(lanes)
 
     def _sleep_limit_s(self) -> float | None:
         """How long to sleep at most, because a waiting candidate may become overdue meanwhile."""
@@ -377,14 +383,19 @@ class DecodeLoop(ComputeThread[[Outcome]]):
             held = self._held.pop(key)
             outcome.give_back.append(held.current())
         for evict in plan.evictions:
-            if not self._awaits_token(evict.key):  # else after the token is known: it is stored with the request
+            if self._awaits_token(evict.key):
+                self._under_way.evict_later(evict, self._held[evict.key].live)
+            else:
                 self._evict(evict, outcome)
-        now_ns = time.time_ns()
+        now_ns, ordered = time.time_ns(), self._engine.depth == 1  # then the device runs copies after its iterations
         for join in plan.joins:
-            self._join(join, now_ns)
+            if ordered or not self._under_way.delays(join):
+                self._join(join, now_ns)
+            else:
+                self._under_way.join_later(join)
 
     def _awaits_token(self, key: RequestKey) -> bool:
-        return self._under_way is not None and self._under_way.row_of(self._held[key].live) is not None
+        return self._under_way.has(self._held[key].live)
 
     def _join(self, join: Join, now_ns: int) -> None:
         """Start to copy a request in. It joins when the copy has ended and its grammar is compiled."""
@@ -407,9 +418,8 @@ class DecodeLoop(ComputeThread[[Outcome]]):
             held.compiling.add_done_callback(tell)
 
         try:
-            self._pull(held.stored, join.block_ids, join.resident_blocks, settled=self._settled(join)).add_callback(
-                ended
-            )
+            settled = not self._under_way.delays(join)
+            self._pull(held.stored, join.block_ids, join.resident_blocks, settled=settled).add_callback(ended)
         except TransferError as error:
             failed = Completion("hand-over")
             failed.finish(error)
@@ -423,10 +433,6 @@ class DecodeLoop(ComputeThread[[Outcome]]):
             except GrammarError as error:  # prefill compiled it: this library is another one
                 return TransferError(error.message)
         return None
-
-    def _settled(self, join: Join) -> bool:
-        """Whether no iteration under way uses the blocks that are written to. At most one is under way."""
-        return self._under_way is None or not self._under_way.touches(join.block_ids[join.resident_blocks :])
 
     def _on_copied_in(self, key: RequestKey, error: TransferError | None, outcome: Outcome) -> None:
         held = self._held[key]

@@ -21,12 +21,14 @@ class ForwardItem:
 
     `token_ids` are new tokens at positions `start .. start + len(token_ids) - 1`; `start` tokens are already cached.
     `block_ids` cover all of them, `block_size` tokens each. `logits`: the new tokens whose logits the caller wants.
+    `rank`: which of the ranks that share experts computes it.
     """
 
     token_ids: list[int]
     start: int
     block_ids: list[int]
     logits: LogitRows = "last"
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from alignedserve.batch_size import LEAST
 from alignedserve.config import Config
 from alignedserve.engine.decoding import DecodeEngine
-from alignedserve.engine.eager import EagerDecode
+from alignedserve.engine.eager import EagerDecode, StagedDecode
 from alignedserve.engine.runner import ForwardItem, ModelRunner
 from alignedserve.graph_sizes import graph_sizes
 
@@ -22,6 +22,8 @@ def decode_engine(runner: ModelRunner, config: Config, progress: Callable[[int, 
 
     Nothing is captured before its `warm_up`, which calls `progress(done, all)` for each size.
     """
+    if runner.depth > 1:
+        return StagedDecode(runner)
     eager, device = EagerDecode(runner), runner.loaded.device
     if device.type != "cuda" or config.decode.graphs == "off" or not runner.captures:
         return eager

@@ -19,6 +19,7 @@ class DecodeItem:
 
     `token_id` None: the token that the previous step chooses for its item `previous`. `position`: the place in the
     answer of the token to be chosen. It is `len(row.output_token_ids)`, plus one if the last token is not known yet.
+    `rank`: which of the ranks that share experts computes it.
     `block_ids` is the scheduler's own list: read it in `launch` only. A list only grows at its end; after an eviction
     the request has another.
     """
@@ -29,6 +30,7 @@ class DecodeItem:
     kv_tokens: int
     block_ids: Sequence[int]
     position: int
+    rank: int = 0
 
 
 class DecodeStep(ABC):
@@ -49,6 +51,11 @@ class DecodeEngine(ABC):
     @abstractmethod
     def overlaps(self) -> bool:
         """Whether `launch` returns before the device is done, so that launching ahead is worthwhile."""
+
+    @property
+    def depth(self) -> int:
+        """How many iterations are computed at the same time, of disjoint requests: one in each stage of a pipeline."""
+        return 1
 
     @abstractmethod
     def ahead(self, rows: Sequence[SampleRow]) -> bool:

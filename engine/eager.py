@@ -12,6 +12,7 @@ from alignedserve.engine.runner import ModelRunner
 from alignedserve.engine.sampling.sampler import SampledToken, Sampler, SampleRow, upload
 from alignedserve.errors import AccountingError, GrammarError, NumericsError
 from alignedserve.grammar.rows import begin_masks
+from alignedserve.metrics import Page
 
 Result = SampledToken | Exception
 
@@ -58,6 +59,9 @@ class EagerDecode(DecodeEngine):
     def device_fault(self) -> Exception | None:
         return self._runner.device_fault()
 
+    def show_metrics(self, page: Page) -> None:
+        self._runner.show_metrics(page)
+
     def _compute(self, items: Sequence[DecodeItem]) -> _Known | _OnDevice:
         if isinstance(self._last, _OnDevice) and any(item.token_id is None for item in items):
             return self._choose(items, self._forward_after(self._last, items))
@@ -67,7 +71,7 @@ class EagerDecode(DecodeEngine):
             left = [item for index, item in enumerate(items) if index not in failed]
             found = iter(self._compute(left).tokens() if left else ())
             return _Known([failed[index] if index in failed else next(found) for index in range(len(items))])
-        forward = [ForwardItem([item.token_id or 0], item.kv_tokens, list(item.block_ids)) for item in items]
+        forward = [_forward_item(item) for item in items]
         for index, result in chosen.items():
             if isinstance(result, SampledToken):
                 forward[index].token_ids[0] = result.token_id
@@ -82,7 +86,7 @@ class EagerDecode(DecodeEngine):
     def _forward_after(self, last: _OnDevice, items: Sequence[DecodeItem]) -> torch.Tensor:
         """Logits of a pass in which items without a token use those that the device chose last."""
         runner = self._runner
-        forward = [ForwardItem([item.token_id or 0], item.kv_tokens, list(item.block_ids)) for item in items]
+        forward = [_forward_item(item) for item in items]
         batch = build_batch(forward, runner.block_size, runner.cache.shape[0], runner.loaded.device)
         last.settle()
         missing = [index for index, item in enumerate(items) if item.token_id is None]
@@ -127,6 +131,33 @@ class EagerDecode(DecodeEngine):
             return self._sampler.sample(logits, [item.row], [item.position])[0]
         except Exception as error:
             return error
+
+
+def _forward_item(item: DecodeItem) -> ForwardItem:
+    return ForwardItem([item.token_id or 0], item.kv_tokens, list(item.block_ids), "last", item.rank)
+
+
+class StagedDecode(EagerDecode):
+    """Iterations over the stages of a pipeline: `launch` returns when the first stage has computed its part."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner, overlaps=False)
+
+    @property
+    def depth(self) -> int:
+        return self._runner.depth
+
+    def ahead(self, rows: Sequence[SampleRow]) -> bool:
+        return False
+
+    def launch(self, items: Sequence[DecodeItem]) -> DecodeStep:
+        try:
+            self._begin_masks(items)
+            forward = [_forward_item(item) for item in items]
+            logits = self._runner.begin(forward)
+        except Exception as error:
+            return _Known([error] * len(items), error)
+        return _Later(lambda: self._sample(items, logits()))
 
 
 class _Known(DecodeStep):

@@ -15,6 +15,7 @@ from alignedserve.engine.model.loader import LoadedModel
 from alignedserve.engine.threads import PassThreads
 from alignedserve.errors import GeometryMismatchError, ResourceError, UnsupportedModelError
 from alignedserve.geometry import KvGeometry
+from alignedserve.metrics import Page
 
 __all__ = ["ForwardItem", "ModelRunner", "allocate_cache"]
 
@@ -78,7 +79,7 @@ class ModelRunner:
             self._backend = open_backend(backend, self._place.view(cache), loaded.needs)
         parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
         on_cpu = loaded.device.type == "cpu"
-        self._threads = PassThreads(parameters, info.layers, info.kv_heads * info.head_dim) if on_cpu else None
+        self._threads = PassThreads(parameters, len(loaded.layers), info.kv_heads * info.head_dim) if on_cpu else None
 
     @torch.inference_mode()
     def forward(self, items: Sequence[ForwardItem], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
@@ -92,6 +93,34 @@ class ModelRunner:
             return torch.empty(0, self.loaded.info.vocab_size, device=self.loaded.device)
         batch = build_batch(items, self.block_size, self.cache.shape[0], self.loaded.device)
         return self.forward_batch(batch, on_layer)
+
+    @property
+    def depth(self) -> int:
+        """How many passes are computed at the same time, each by another stage."""
+        return 1
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which this rank waited for others."""
+        return 0.0
+
+    @property
+    def barrier_idle_s(self) -> float:
+        """Seconds in which ranks that share experts waited for the last one of a layer."""
+        return 0.0
+
+    def show_metrics(self, page: Page) -> None:
+        meaning = "of an instance of several ranks: seconds in which the first one waited for others within passes"
+        page.counter("rank_waited_seconds_total", meaning, self.waited_s)
+        meaning = "of ranks that share experts: seconds in which all together waited for the last one of each layer"
+        page.counter("rank_barrier_idle_seconds_total", meaning, self.barrier_idle_s)
+
+    def begin(
+        self, items: Sequence[ForwardItem], on_layer: Callable[[int], None] | None = None
+    ) -> Callable[[], torch.Tensor]:
+        """Begin `forward`. What is returned waits for its logits, and is to be called in the order of passes."""
+        logits = self.forward(items, on_layer)
+        return lambda: logits
 
     @torch.inference_mode()
     def forward_batch(self, batch: PackedBatch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
@@ -132,9 +161,9 @@ class ModelRunner:
         loaded = self.loaded
         with attention.active(ActiveForward(self._backend, on_layer=on_layer, place=self._place)) as forward:
             output = loaded.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs)
-        if len(forward.layers) != loaded.info.layers:
+        if len(forward.layers) != len(loaded.layers):
             raise UnsupportedModelError(
-                f"{loaded.info.name} called attention {len(forward.layers)} times for {loaded.info.layers} layers"
+                f"{loaded.info.name} called attention {len(forward.layers)} times for {len(loaded.layers)} layers"
             )
         logits: torch.Tensor = output.logits[0]
         return logits

@@ -266,7 +266,7 @@ class PrefillInstance:
     async def _layerwise(self, runner: ModelRunner, cache: BlockStore, offloader: Offloader) -> Layerwise | None:
         """Layer-wise offload from `prefill.layerwise_tokens` or a measured length on; None if it is off."""
         config, geometry = self._config.prefill, cache.geometry
-        tokens = config.layerwise_tokens
+        tokens = config.layerwise_tokens if runner.depth == 1 else 0  # no layer of a pipeline is known to be done alone
         if tokens < 0:
             tokens = 0
             if self._settings.device != "cpu":

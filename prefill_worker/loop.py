@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -36,6 +37,24 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Fetch = Callable[[RequestKey, Base, Sequence[int]], Completion]
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A pass under way. `logits` waits for it; None if it could not begin, because of `error`."""
+
+    plan: Sequence[Chunk]
+    items: Sequence[ForwardItem]
+    copies: PassCopies | None
+    begun_s: float
+    logits: Callable[[], torch.Tensor] | None = None
+    error: Exception | None = None
+
+    def result(self) -> torch.Tensor:
+        if self.logits is None:
+            assert self.error is not None
+            raise self.error
+        return self.logits()
 
 
 class PrefillLoop(ComputeThread[[]]):
@@ -81,6 +100,8 @@ class PrefillLoop(ComputeThread[[]]):
         self.repeated_tokens = 0  # tokens computed again for requests that were submitted again
         self.reused_tokens = 0  # tokens of such requests whose KV the pool still had
         self.pass_meter = PassMeter()
+        self._under_way: list[_Pass] = []  # the oldest first; more than one in a pipeline only
+        self._finished_s = 0.0  # when the last one did
 
     # ---- called from the event loop
 
@@ -130,6 +151,7 @@ class PrefillLoop(ComputeThread[[]]):
         page.counter("prefill_seconds_total", "seconds in passes", self.pass_meter.total_s)
         meaning = "the same passes as predicted by the cost model; 0 without one"
         page.counter("prefill_predicted_seconds_total", meaning, self.pass_meter.predicted_s)
+        self._runner.show_metrics(page)
         page.counter("prefill_repeated_tokens_total", "tokens computed again after a loss", self.repeated_tokens)
         meaning = "tokens of requests submitted again whose KV the pool still had"
         page.counter("prefill_reused_tokens_total", meaning, self.reused_tokens)
@@ -148,10 +170,15 @@ class PrefillLoop(ComputeThread[[]]):
         plan = self._chunks.plan(self._config.pass_tokens, self._config.max_requests)
         for lead in self._chunks.take_fetches():
             self._start_fetch(self._jobs[lead])
-        if plan:
-            with self.meter.step(sum(chunk.count for chunk in plan)):
-                self._step(plan)
-        return bool(plan)
+        passes = self._under_way
+        if not plan and not passes:
+            return False
+        with self.meter.step(sum(chunk.count for each in (plan, *(other.plan for other in passes)) for chunk in each)):
+            if plan:
+                passes.append(self._begin(plan))
+            if not plan or len(passes) == self._runner.depth:
+                self._finish(passes.pop(0))
+        return True
 
     def _woken(self, message: Callable[[], object]) -> None:
         message()
@@ -268,10 +295,8 @@ class PrefillLoop(ComputeThread[[]]):
             outcome.failed.append((spec.key, error))
             outcome.events.append((spec.gateway_address, failure_event(spec, error)))
 
-    def _step(self, plan: Sequence[Chunk]) -> None:
-        outcome = Computed()
-        begun_s = time.perf_counter()
-        now_ns = time.time_ns()
+    def _begin(self, plan: Sequence[Chunk]) -> _Pass:
+        begun_s, now_ns = time.perf_counter(), time.time_ns()
         for chunk in plan:
             job = self._jobs[chunk.key]
             if not job.started:
@@ -283,22 +308,33 @@ class PrefillLoop(ComputeThread[[]]):
                     job.ahead = self._layerwise.open(job.lead, len(job.tokens), chunk.start, kept)
         items = [self._item(chunk) for chunk in plan]
         copies = self._copies(plan)
+        begun = _Pass(plan, items, copies, begun_s)
         try:
-            logits = self._runner.forward(items, copies.on_layer if copies is not None else None)
+            begun.logits = self._runner.begin(items, copies.on_layer if copies is not None else None)
+        except Exception as error:
+            begun.error = error
+        return begun
+
+    def _finish(self, begun: _Pass) -> None:
+        outcome, plan = Computed(), begun.plan
+        try:
+            logits = begun.result()
         except Exception as error:  # if a pass fails, only its requests end
             logger.exception("a prefill pass of %d prompts failed", len(plan))
             self._require_device()
             for chunk in plan:
-                self._fail(self._jobs[chunk.key], outcome, error)
+                if (job := self._jobs.get(chunk.key)) is not None:
+                    self._fail(job, outcome, error)
                 self._chunks.done(chunk)
         else:
-            if copies is not None and self._layerwise is not None:
-                copies.end()
-                self._layerwise.layers_ahead += copies.layers
-            self._take(plan, items, logits, outcome)
+            if begun.copies is not None and self._layerwise is not None:
+                begun.copies.end()
+                self._layerwise.layers_ahead += begun.copies.layers
+            self._take(plan, begun.items, logits, outcome)
             tokens, cached = sum(chunk.count for chunk in plan), sum(chunk.start for chunk in plan)
-            seconds = time.perf_counter() - begun_s
-            self.pass_meter.add(tokens, cached, seconds, self._predicted_s(plan))
+            now_s = time.perf_counter()
+            self.pass_meter.add(tokens, cached, now_s - max(begun.begun_s, self._finished_s), self._predicted_s(plan))
+            self._finished_s = now_s
         self.passes += 1
         self._post(outcome)
 
@@ -320,9 +356,11 @@ class PrefillLoop(ComputeThread[[]]):
         row = 0
         for chunk, item in zip(plan, items, strict=True):
             rows = {"all": len(item.token_ids), "last": 1, "none": 0}[item.logits]
-            job, part = self._jobs[chunk.key], logits[row : row + rows]
+            job, part = self._jobs.get(chunk.key), logits[row : row + rows]
             row += rows
             complete = self._chunks.done(chunk)
+            if job is None:  # cancelled, or failed in an earlier pass, while this one was under way
+                continue
             try:
                 if item.logits == "all":
                     targets = job.tokens[chunk.start + 1 : chunk.start + chunk.count + 1]

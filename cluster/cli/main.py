@@ -41,10 +41,20 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "--decode": ("cluster.decode", {"type": int, "metavar": "N", "help": "decode instances (default 1)"}),
     "--tensor-parallel-size": (
         "cluster.tensor_parallel",
-        {"type": int, "metavar": "N", "help": "ranks that share the model of each instance (CPUs only so far)"},
+        {"type": int, "metavar": "N", "help": "ranks that share each layer of an instance's model (CPUs only so far)"},
     ),
-    "--prefill-tp": ("prefill.tensor_parallel", {"type": int, "metavar": "N", "help": "ranks of prefill instances"}),
-    "--decode-tp": ("decode.tensor_parallel", {"type": int, "metavar": "N", "help": "ranks of decode instances"}),
+    "--pipeline-parallel-size": (
+        "cluster.pipeline_parallel",
+        {"type": int, "metavar": "N", "help": "stages that share out an instance's layers (CPUs only so far)"},
+    ),
+    "--prefill-tp": ("prefill.tensor_parallel", {"type": int, "metavar": "N", "help": "that of prefill instances"}),
+    "--decode-tp": ("decode.tensor_parallel", {"type": int, "metavar": "N", "help": "that of decode instances"}),
+    "--prefill-pp": ("prefill.pipeline_parallel", {"type": int, "metavar": "N", "help": "that of prefill instances"}),
+    "--decode-ep": (
+        "decode.expert_parallel",
+        {"type": int, "metavar": "N", "help": "ranks of decode instances that share a mixture's experts (CPUs only)"},
+    ),
+    "--decode-pp": ("decode.pipeline_parallel", {"type": int, "metavar": "N", "help": "that of decode instances"}),
     "--spares": ("supervisor.spares", {"type": int, "metavar": "N", "help": "warm spare processes"}),
     "--chat-template": (
         "model.chat_template",

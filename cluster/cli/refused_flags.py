@@ -8,9 +8,8 @@ from typing import Any
 from alignedserve.errors import ConfigError, UnknownKeyError
 
 REFUSED_FLAGS = {
-    "--pipeline-parallel-size": "pipeline parallelism",
     "--data-parallel-size": "data parallelism inside an instance (use --prefill and --decode)",
-    "--enable-expert-parallel": "expert parallelism",
+    "--enable-expert-parallel": "another name (use --decode-ep N)",
     "--enable-prefix-caching": "no flag (the prefix cache is on; see --no-prefix-cache)",
     "--no-enable-prefix-caching": "another name (use --no-prefix-cache)",
     "--disable-radix-cache": "another name (use --no-prefix-cache)",

@@ -26,7 +26,7 @@ from alignedserve.model_check import check_if_here, check_model_files
 from alignedserve.scheduler.systems import unread
 from alignedserve.sizing import GIB
 from alignedserve.weights.files import read_json
-from alignedserve.weights.shapes import head_counts
+from alignedserve.weights.shapes import expert_count, head_counts, layer_count
 
 
 def check_model(config: Config) -> Path:
@@ -42,12 +42,20 @@ def check_model(config: Config) -> Path:
 
 
 def _check_ranks(config: Config, folder: Path) -> None:
-    """Raises ConfigError if the model's heads cannot be shared out. What is not known here, instances check."""
-    degrees = {config.ranks(role) for role in MODEL_ROLES}
-    counts = head_counts(read_json(folder / "config.json")) if max(degrees) > 1 else None
-    if counts is not None:
-        for ranks in sorted(degrees):
-            require_degree(config.served_model_name, *counts, ranks)
+    """Raises ConfigError if the model cannot be shared out. What is not known here, instances check."""
+    degrees = [config.degrees(role) for role in MODEL_ROLES]
+    if all(each.ranks == 1 for each in degrees):
+        return
+    shape = read_json(folder / "config.json")
+    heads, layers, experts = head_counts(shape), layer_count(shape), expert_count(shape)
+    for each in degrees:
+        each.require_kind()
+        if experts is not None:
+            each.require_experts(config.served_model_name, experts)
+        if heads is not None:
+            require_degree(config.served_model_name, *heads, each.tensor)
+        if layers is not None:
+            each.require_layers(config.served_model_name, layers)
 
 
 def check_model_if_here(config: Config) -> None:

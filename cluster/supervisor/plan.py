@@ -84,8 +84,9 @@ def check_gpus(config: Config, gpus: int, shape: Shape | None = None) -> None:
     """
     if resolve_device(config, gpus) == "cpu":
         return
-    if (ranks := max(map(config.ranks, MODEL_ROLES))) > 1:
-        raise ConfigError(f"instances of {ranks} ranks (tensor_parallel) run on CPUs only so far: use --device cpu")
+    if (ranks := max(config.degrees(role).ranks for role in MODEL_ROLES)) > 1:
+        keys = "tensor_parallel, pipeline_parallel, expert_parallel"
+        raise ConfigError(f"instances of {ranks} ranks ({keys}) run on CPUs only so far: use --device cpu")
     shape = shape or Shape.configured(config)
     instances, asked = shape.instances, str(shape)
     if gpus == 0:

@@ -37,6 +37,8 @@ class LoadedModel:
     """Whether its forward takes `logits_to_keep` as a tensor of positions."""
     needs: AttentionNeeds
     """The requirements of its attention on a backend, as found by the probe with its own block size."""
+    layers: range
+    """The layers that this process computes."""
 
 
 def load_model(
@@ -74,7 +76,7 @@ def before_probe(info: ModelInfo, model: PreTrainedModel, device: torch.device) 
     """A model of which is known what `info` says."""
     parameters = python_inspect.signature(model.forward).parameters
     needs = AttentionNeeds(device.type, info.dtype, 0, info.kv_heads, info.head_dim, 0)
-    return LoadedModel(info, model, device, "logits_to_keep" in parameters, needs)
+    return LoadedModel(info, model, device, "logits_to_keep" in parameters, needs, range(info.layers))
 
 
 @contextlib.contextmanager

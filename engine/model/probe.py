@@ -147,8 +147,8 @@ def _refuse_selection(loaded: LoadedModel) -> None:
 
 
 def _check_layers(loaded: LoadedModel, layers: list[int]) -> None:
-    if layers != list(range(loaded.info.layers)):
+    if layers != list(loaded.layers):
         raise UnsupportedModelError(
-            f"model_type {loaded.info.model_type!r} is not supported: of its {loaded.info.layers} layers, "
+            f"model_type {loaded.info.model_type!r} is not supported: of its {len(loaded.layers)} layers, "
             f"{len(layers)} went through transformers' attention interface (in the order {layers[:8]}...)"
         )

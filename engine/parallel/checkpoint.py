@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from safetensors import safe_open
 
-from alignedserve.engine.parallel.cuts import Cut
+from alignedserve.engine.parallel.cuts import WHOLE, Cut
 from alignedserve.errors import ModelError
 from alignedserve.weights.files import read_header
 
@@ -60,17 +60,19 @@ class Checkpoint:
     def _read_experts(self, name: str, whole: torch.Size, cut: Cut) -> torch.Tensor | None:
         """Of stacked experts: each expert's own part."""
         stacked = _EXPERTS.match(name)
-        if stacked is None or cut.dim == 0:
+        if stacked is None:
             return None
+        numbers, part = range(whole[0]), cut
+        if cut.dim == 0:  # whole experts
+            ((begin, end),) = cut.ranges
+            numbers, part = range(begin, end), WHOLE
         before, middle, kind = stacked.groups()
         for block in _BLOCKS:
             for parts in _ITS_NAMES[kind]:
-                names = [
-                    [f"{before}{block}{middle}{number}.{part}.weight" for part in parts] for number in range(whole[0])
-                ]
+                names = [[f"{before}{block}{middle}{number}.{each}.weight" for each in parts] for number in numbers]
                 if names[0][0] in self._slices:
                     rows = whole[1] // len(parts)
-                    return torch.stack([self._expert(own, torch.Size((rows, whole[2])), cut) for own in names])
+                    return torch.stack([self._expert(own, torch.Size((rows, whole[2])), part) for own in names])
         return None
 
     def _expert(self, names: list[str], whole: torch.Size, cut: Cut) -> torch.Tensor:

@@ -152,11 +152,14 @@ class Ranks:
 class Plan:
     """The styles of a model's modules and parameters."""
 
-    def __init__(self, config: PretrainedConfig, prefix: str) -> None:
-        """`prefix`: of the base model's names.
+    def __init__(self, config: PretrainedConfig, prefix: str, size: int) -> None:
+        """`prefix`: of the base model's names. `size`: ranks that share each layer; one needs no plan.
 
         Raises UnsupportedModelError if there is no plan, or one with unknown words.
         """
+        if size == 1:
+            self._styles: dict[str, Style] = {}
+            return
         plan = _OWN_PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None)
         if not plan:
             raise UnsupportedModelError(f"model_type {config.model_type!r} has no plan for tensor parallel ranks")
@@ -180,7 +183,7 @@ def cut_of(name: str, shape: torch.Size, style: Style, ranks: Ranks, *, transpos
     """
     parent, _, kind = name.rpartition(".")
     module = parent.rpartition(".")[2]
-    if style is Style.WHOLE:
+    if style is Style.WHOLE or ranks.size == 1:
         return WHOLE
     if style is Style.VOCABULARY:
         share, whole = ranks.vocabulary, shape[0]

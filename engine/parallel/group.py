@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -10,21 +13,34 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from alignedserve.degrees import RankPlace
 from alignedserve.errors import RankLostError
 
 _dist: Any = dist  # its process groups are untyped
+BACKLOG = 8
+PIPE_SILENT_S = 3600.0  # a stage may compute several large passes before it is heard of
+_TAGS = 1 << 20
 
 
 class RankGroup:
-    """One end of a group of `size` ranks. Every rank calls the same methods in the same order, from one thread.
+    """One end of a group of `size` ranks. For what all compute, every rank calls the same methods in the same order,
+    from one thread.
 
-    A collective whose peer is gone, or silent for `silent_s`, raises RankLostError: the group is of no use then.
+    What waits for a peer that is gone, or silent for `silent_s`, raises RankLostError: the group is of no use then.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, silent_s: float) -> None:
-        """`store`: one that all ranks share; it is only used here. Waits for all ranks."""
+    def __init__(self, store: Store, rank: int, size: int, silent_s: float, backlog: int = BACKLOG) -> None:
+        """`store`: one that all ranks share; it is only used here. Waits for all ranks.
+
+        `backlog`: how many messages may be on the way before `send` waits for the oldest.
+        """
         self.rank, self.size = rank, size
-        self.waited_s = 0.0  # in collectives
+        self.waited_s = 0.0  # for others
+        self.idle_s = 0.0  # of it: in `counted`
+        self.all_idle_s = 0.0  # of all ranks, as of the last but one `counted`
+        self._backlog = backlog
+        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
+        self._sent, self._received = Counter[int](), Counter[int]()  # messages by peer
         try:
             options = _dist.ProcessGroupGloo._Options()
             options._timeout, options._threads = timedelta(seconds=silent_s), 1
@@ -35,27 +51,127 @@ class RankGroup:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace a contiguous tensor by its sum over all ranks."""
-        self._wait(self._group.allreduce([tensor]))
+        if self.size > 1:
+            self._wait(lambda: self._group.allreduce([tensor]))
         return tensor
 
-    def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Fill a tensor with what rank 0 passes."""
-        self._wait(self._group.broadcast(tensor, 0))
-        return tensor
+    def tell(self, tensor: torch.Tensor) -> None:
+        """Begin to send a tensor, which must not change, to all others. They may be busy: a broadcast would wait."""
+        for rank in range(self.size):
+            if rank != self.rank:
+                self.send(tensor, rank)
+
+    def told(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Fill a tensor with the next that rank 0 tells."""
+        return self.receiving(tensor, 0)()
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        self.sum(torch.zeros(1))
 
     def concatenated(self, tensor: torch.Tensor) -> torch.Tensor:
         """Tensors of one shape `[..., n]` side by side in the order of ranks: `[..., n * size]`."""
+        if self.size == 1:
+            return tensor
         if not tensor.numel():  # on each rank
             return tensor.new_empty((*tensor.shape[:-1], tensor.shape[-1] * self.size))
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._wait(self._group.allgather([parts], [tensor.contiguous()]))
+        self._wait(lambda: self._group.allgather([parts], [tensor.contiguous()]))
         return torch.cat(parts, dim=-1)
 
-    def _wait(self, work: Any) -> None:
+    def counted(self, sizes: torch.Tensor) -> torch.Tensor:
+        """What each rank passes (int64 `[size]`), as rows: `[size, size]`. All wait for the last one here."""
         begun_s = time.perf_counter()
+        own = torch.cat((sizes, torch.tensor([round(self.idle_s * 1e6)])))
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        self._wait(lambda: self._group.allgather([parts], [own]))
+        self.idle_s += time.perf_counter() - begun_s
+        table = torch.stack(parts)
+        self.all_idle_s = float(table[:, -1].sum()) / 1e6
+        return table[:, :-1]
+
+    def exchanged(self, rows: torch.Tensor, sizes: Sequence[int], expected: Sequence[int]) -> torch.Tensor:
+        """Give each rank `sizes` of the rows, which are in their order. Returns what they gave this one, in theirs.
+
+        `expected`: how many rows each gives.
+        """
+        given = rows.contiguous().split(list(sizes))
+        taken = rows.new_empty((sum(expected), *rows.shape[1:]))
+        slots = taken.split(list(expected))
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        coming = [self.receiving(slots[rank], rank) for rank in others if expected[rank]]
+        for rank in others:
+            if sizes[rank]:
+                self.send(given[rank], rank)
+        slots[self.rank].copy_(given[self.rank])
+        for wait in coming:
+            wait()
+        return taken
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Begin to send a contiguous tensor, which must not change, to a rank that receives it."""
+        tag = self._sent[to] % _TAGS
+        self._sent[to] += 1
+        self._begin_sending(lambda: self._group.send([tensor], to, tag), tensor)
+
+    def receiving(self, tensor: torch.Tensor, of: int) -> Callable[[], torch.Tensor]:
+        """Begin to receive the next message of a rank into a tensor. What is returned waits for it."""
+        tag = self._received[of] % _TAGS
+        self._received[of] += 1
+        with_peer = self._checked(lambda: self._group.recv([tensor], of, tag))
+
+        def wait() -> torch.Tensor:
+            self._wait(lambda: with_peer)
+            return tensor
+
+        return wait
+
+    def _begin_sending(self, begin: Callable[[], Any], tensor: torch.Tensor) -> None:
+        self._sending.append((self._checked(begin), tensor))
+        while len(self._sending) > self._backlog:
+            work, _ = self._sending.popleft()
+            self._wait(lambda work=work: work)  # type: ignore[misc]
+
+    def _wait(self, begin: Callable[[], Any]) -> None:
+        begun_s = time.perf_counter()
+        self._checked(lambda: begin().wait())
+        self.waited_s += time.perf_counter() - begun_s
+
+    def _checked(self, call: Callable[[], Any]) -> Any:
         try:
-            work.wait()
-            self.waited_s += time.perf_counter() - begun_s
+            return call()
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:200]
             raise RankLostError(f"rank {self.rank} of {self.size} has lost another rank: {reason}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The groups of a rank. `waits`: of all ranks, silent for as long as there is nothing to do. `sums`: of its stage.
+
+    `pipe`: of all ranks, between stages or for experts; None without them.
+    """
+
+    waits: RankGroup
+    sums: RankGroup
+    pipe: RankGroup | None
+
+    @classmethod
+    def connected(cls, store: Store, place: RankPlace, idle_s: float, silent_s: float) -> Groups:
+        """Waits for all ranks. `idle_s`: how long there may be nothing to do."""
+        rank, degrees = place.rank, place.degrees
+        told = 2 * degrees.ranks * (degrees.stages + 1)  # two messages to each rank for each pass under way
+        waits = RankGroup(_dist.PrefixStore("waits", store), rank, degrees.ranks, idle_s, max(BACKLOG, told))
+        sums = RankGroup(
+            _dist.PrefixStore(f"sums{rank // degrees.tensor}", store), place.part, degrees.tensor, silent_s
+        )
+        several = degrees.stages * degrees.experts > 1
+        if not several:
+            return cls(waits, sums, None)
+        long_s, most = max(silent_s, PIPE_SILENT_S), max(BACKLOG, degrees.stages + 1)
+        return cls(waits, sums, RankGroup(_dist.PrefixStore("pipe", store), rank, degrees.ranks, long_s, most))
+
+    @property
+    def waited_s(self) -> float:
+        """Time spent waiting for others within passes."""
+        return self.sums.waited_s + (0.0 if self.pipe is None else self.pipe.waited_s)

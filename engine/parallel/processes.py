@@ -21,19 +21,22 @@ import torch
 import torch.distributed
 
 from alignedserve.config import Config
+from alignedserve.degrees import Degrees, RankPlace
 from alignedserve.engine.model.loader import LoadedModel
 from alignedserve.engine.parallel.cuts import Ranks
-from alignedserve.engine.parallel.group import RankGroup
+from alignedserve.engine.parallel.expert_runner import ExpertRunner
+from alignedserve.engine.parallel.group import Groups
 from alignedserve.engine.parallel.load import load_part
-from alignedserve.engine.parallel.runner import RankRunner
+from alignedserve.engine.parallel.runner import DrivenRunner, RankRunner
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.engine.step_progress import Progress
-from alignedserve.errors import RankLostError
+from alignedserve.errors import AlignedServeError, RankLostError, by_code
 from alignedserve.model import ModelInfo
 
 SILENT_S = 60.0  # a rank that says nothing for so long within a pass is lost
 _IDLE_S = 20 * 86400.0  # the next pass may be late; Gloo counts milliseconds in 31 bits
 _END_WAIT_S = 5.0
+_SAYS_WITHIN_S = 2.0
 MESSAGE_BYTES = 1 << 17
 _dist: Any = torch.distributed  # untyped
 
@@ -43,23 +46,24 @@ class RankOrder:
     """What a rank needs for its part. `rendezvous`: the file by which ranks find each other. `info`: JSON."""
 
     rank: int
-    size: int
+    tensor: int
+    stages: int
+    experts: int
     rendezvous: str
     info: str
     trust_remote_code: bool
     threads: int
     backend: str
 
-    def groups(self) -> tuple[RankGroup, RankGroup]:
-        """(waits, sums) of a RankRunner. Waits for all ranks."""
-        store = _dist.FileStore(self.rendezvous, self.size)
-        store.set_timeout(timedelta(seconds=SILENT_S))
-        waits = RankGroup(_dist.PrefixStore("waits", store), self.rank, self.size, _IDLE_S)
-        return waits, RankGroup(_dist.PrefixStore("sums", store), self.rank, self.size, SILENT_S)
-
     @property
-    def ranks(self) -> Ranks:
-        return Ranks(ModelInfo.from_json(self.info), self.rank, self.size)
+    def place(self) -> RankPlace:
+        return RankPlace(self.rank, Degrees(self.tensor, self.stages, self.experts))
+
+    def groups(self) -> Groups:
+        """Waits for all ranks."""
+        store = _dist.FileStore(self.rendezvous, self.place.degrees.ranks)
+        store.set_timeout(timedelta(seconds=SILENT_S))
+        return Groups.connected(store, self.place, _IDLE_S, SILENT_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +79,13 @@ def start_ranks(config: Config, role: str, info: ModelInfo) -> RankProcesses | N
 
     To be called on a thread that lives as long as the process. Raises ConfigError.
     """
-    size = config.ranks(role)
-    if size == 1:
+    degrees = config.degrees(role)
+    if degrees.ranks == 1:
         return None
-    threads = max(1, torch.get_num_threads() // size)
+    threads = max(1, torch.get_num_threads() // degrees.ranks)
     torch.set_num_threads(threads)
     trusted, backend = config.model.trust_remote_code, config.engine.attention
-    return RankProcesses(info, size, trust_remote_code=trusted, threads=threads, backend=backend)
+    return RankProcesses(info, degrees, trust_remote_code=trusted, threads=threads, backend=backend)
 
 
 def runner_maker(
@@ -93,24 +97,45 @@ def runner_maker(
     return partial(ModelRunner, loaded, backend=config.engine.attention)
 
 
+def runner_of(loaded: LoadedModel, cache: torch.Tensor, place: RankPlace, groups: Groups, backend: str) -> DrivenRunner:
+    """The passes of the rank at `place`."""
+    kind = ExpertRunner if place.degrees.experts > 1 else RankRunner
+    return kind(loaded, cache, place, groups, backend)
+
+
 class RankProcesses:
     """Starts the ranks from 1 on; this process is rank 0.
 
     To be made on a thread that lives as long as this process: the kernel ends them when it ends.
     """
 
-    def __init__(self, info: ModelInfo, size: int, *, trust_remote_code: bool, threads: int, backend: str) -> None:
+    def __init__(
+        self, info: ModelInfo, degrees: Degrees, *, trust_remote_code: bool, threads: int, backend: str
+    ) -> None:
         """`threads`: of each rank. Raises ConfigError if so many ranks cannot share the model."""
-        Ranks(info, 0, size).require()
+        Ranks(info, 0, degrees.tensor).require()
+        degrees.require_layers(info.name, info.layers)
+        degrees.require_kind()
         self._folder = Path(tempfile.mkdtemp(prefix="alignedserve-ranks-"))
         self._children: list[subprocess.Popen[bytes]] = []
         self._channels: list[socket.socket] = []
         self._closed = False
-        self._groups: tuple[RankGroup, RankGroup] | None = None
+        self._groups: Groups | None = None
         rendezvous, written = str(self._folder / "rendezvous"), info.to_json()
         self._info = info
         self._orders = [
-            RankOrder(rank, size, rendezvous, written, trust_remote_code, threads, backend) for rank in range(size)
+            RankOrder(
+                rank,
+                degrees.tensor,
+                degrees.stages,
+                degrees.experts,
+                rendezvous,
+                written,
+                trust_remote_code,
+                threads,
+                backend,
+            )
+            for rank in range(degrees.ranks)
         ]
         for order in self._orders[1:]:
             self._start(order)
@@ -126,10 +151,23 @@ class RankProcesses:
     def load(self, progress: Progress = lambda done, count: None) -> LoadedModel:
         """Rank 0's part of the model. Raises what `load_part` raises."""
         own = self._orders[0]
-        self._groups = own.groups()
-        loaded = load_part(self._info, self._groups[1], "cpu", own.trust_remote_code, progress)
-        shutil.rmtree(self._folder, ignore_errors=True)  # all have computed together, so all have found each other
+        try:
+            self._groups = own.groups()
+            loaded = load_part(self._info, own.place, self._groups, "cpu", own.trust_remote_code, progress)
+            self._groups.waits.meet()
+        except RankLostError as error:
+            raise self._said() or error from None
+        shutil.rmtree(self._folder, ignore_errors=True)  # all have found each other
         return loaded
+
+    def _said(self) -> AlignedServeError | None:
+        """The error for which another rank could not load its part; None if none has said any."""
+        for channel in self._channels:
+            with contextlib.suppress(OSError, ValueError):
+                channel.settimeout(_SAYS_WITHIN_S)
+                told = json.loads(channel.recv(MESSAGE_BYTES))
+                return by_code(told["code"])(told["message"])
+        return None
 
     def share(self, descriptor: int, blocks: int, block_size: int) -> None:
         """Give the others the memory of the instance's store. They follow rank 0's passes from then on."""
@@ -140,15 +178,11 @@ class RankProcesses:
             except OSError as error:
                 raise self._lost(rank, str(error)) from error
 
-    def runner(self, loaded: LoadedModel, cache: torch.Tensor) -> RankRunner:
+    def runner(self, loaded: LoadedModel, cache: torch.Tensor) -> DrivenRunner:
         """Rank 0's passes over the shared store."""
         assert self._groups is not None
         own = self._orders[0]
-        return RankRunner(loaded, cache, own.ranks, *self._groups, own.backend)
-
-    def waited_s(self) -> float:
-        """Time that rank 0 has spent in the collectives of passes."""
-        return 0.0 if self._groups is None else self._groups[1].waited_s
+        return runner_of(loaded, cache, own.place, self._groups, own.backend)
 
     def trouble(self) -> RankLostError | None:
         """The error if a rank has ended before `close`: then the instance cannot go on."""

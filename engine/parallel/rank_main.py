@@ -17,10 +17,10 @@ import threading
 import torch
 
 from alignedserve.engine.parallel.load import load_part
-from alignedserve.engine.parallel.processes import MESSAGE_BYTES, RankOrder, StoreOrder
-from alignedserve.engine.parallel.runner import RankRunner
+from alignedserve.engine.parallel.processes import MESSAGE_BYTES, RankOrder, StoreOrder, runner_of
 from alignedserve.engine.runner import allocate_cache
-from alignedserve.errors import RankLostError
+from alignedserve.errors import AlignedServeError, RankLostError
+from alignedserve.model import ModelInfo
 
 _PR_SET_PDEATHSIG = 1
 
@@ -33,18 +33,24 @@ def main() -> None:
         return
     order = RankOrder(**json.loads(written))
     torch.set_num_threads(order.threads)
-    ranks = order.ranks
-    waits, sums = order.groups()
-    loaded = load_part(ranks.info, sums, "cpu", order.trust_remote_code)
+    info, groups = ModelInfo.from_json(order.info), order.groups()
+    try:
+        loaded = load_part(info, order.place, groups, "cpu", order.trust_remote_code)
+        groups.waits.meet()
+    except RankLostError:  # by the error of another
+        raise
+    except AlignedServeError as error:
+        channel.send(json.dumps({"code": error.code, "message": error.message}).encode())
+        raise
     message, descriptors, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 1)
     if not message:
         return
     threading.Thread(target=_end_with, args=(channel,), name="end", daemon=True).start()
     shape = StoreOrder(**json.loads(message))
     memory = mmap.mmap(descriptors[0], 0)
-    cache = allocate_cache(ranks.info.geometry(shape.block_size), shape.blocks, "cpu", memoryview(memory))
+    cache = allocate_cache(info.geometry(shape.block_size), shape.blocks, "cpu", memoryview(memory))
     try:
-        RankRunner(loaded, cache, ranks, waits, sums, order.backend).follow()
+        runner_of(loaded, cache, order.place, groups, order.backend).follow()
     except RankLostError as error:
         print(f"rank {order.rank} ends: {error.message}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -11,10 +11,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from alignedserve.degrees import RankPlace
 from alignedserve.engine import attention
 from alignedserve.engine.parallel.checkpoint import Checkpoint
 from alignedserve.engine.parallel.cuts import WHOLE, Cut, Plan, Ranks, Style, cut_of
-from alignedserve.engine.parallel.group import RankGroup
+from alignedserve.engine.parallel.experts import ExpertShare
+from alignedserve.engine.parallel.group import Groups, RankGroup
+from alignedserve.engine.parallel.stages import Stage
 from alignedserve.engine.step_progress import Progress
 from alignedserve.errors import ModelError, UnsupportedModelError
 from alignedserve.model import ModelInfo, check_model_folder
@@ -27,8 +30,7 @@ class ShardedModel:
     def __init__(
         self,
         info: ModelInfo,
-        rank: int,
-        size: int,
+        place: RankPlace,
         device: torch.device,
         trust_remote_code: bool = False,
         progress: Progress = lambda done, count: None,
@@ -40,7 +42,7 @@ class ShardedModel:
         """
         attention.register()
         self.info = info
-        self.ranks = Ranks(info, rank, size)
+        self.ranks = Ranks(info, place.part, place.degrees.tensor)
         self.ranks.require()
         config = AutoConfig.from_pretrained(info.path, local_files_only=True, trust_remote_code=trust_remote_code)
         dtype = getattr(torch, info.dtype)
@@ -48,7 +50,10 @@ class ShardedModel:
             self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention.SERVING, trust_remote_code=trust_remote_code
             )
-        self._plan = Plan(config.get_text_config(decoder=True), self.model.base_model_prefix)
+        self._stage = Stage(self.model, info.layers, place)
+        self.layers = self._stage.layers
+        self._experts = ExpertShare(self.model, info.name, place)
+        self._plan = Plan(config.get_text_config(decoder=True), self.model.base_model_prefix, self.ranks.size)
         self._reduced: list[str] = []
         self._normed: list[tuple[Any, int]] = []
         self._fill_buffers(device)
@@ -90,7 +95,9 @@ class ShardedModel:
                         full, parameter.shape, own if own is not Style.WHOLE else style, ranks, transposed=transposed
                     )
                     if cut is WHOLE:
-                        cut = self._cut_of_norm(module_name, module, parameter.shape)
+                        cut = self._experts.cut(module_name, parameter.shape) or self._cut_of_norm(
+                            module_name, module, parameter.shape
+                        )
                     part = torch.empty(cut.shape(parameter.shape), dtype=parameter.dtype, device="meta")
                     done[parameter] = nn.Parameter(part, requires_grad=False)
                     wanted[done[parameter]] = full, parameter.shape, cut
@@ -160,14 +167,30 @@ class ShardedModel:
                 if hasattr(module, "qkv_proj"):
                     module.config = _OwnHeads(module.config, ranks)
 
-    def install(self, group: RankGroup) -> None:
-        """From now on the model computes with the other ranks. Its head gives the logits of the rank's vocabulary."""
+    def install(self, groups: Groups) -> None:
+        """From now on the model computes with the other ranks.
+
+        Its head gives the logits of the rank's vocabulary; a stage before the last gives the hidden states behind it.
+        """
+        if self.ranks.size > 1:
+            self._share_layers(groups.sums)
+        if groups.pipe is None:
+            return
+        if self._experts.size > 1:
+            config = self.model.config.get_text_config(decoder=True)
+            self._experts.install(groups.pipe, config.hidden_size, self.model.dtype)
+        else:
+            self._stage.install(groups.pipe)
+
+    def _share_layers(self, group: RankGroup) -> None:
         for name in self._reduced:
             self.model.get_submodule(name).register_forward_hook(
                 lambda _module, _inputs, output: group.sum(output.contiguous())
             )
         for norm, elements in self._normed:
             norm.forward = _norm_over_ranks(norm, elements, group)
+        if not self._stage.embeds:
+            return
         embedding: Any = self.model.get_input_embeddings()
         begin, share = self.ranks.rank * self.ranks.vocabulary, self.ranks.vocabulary
         plain = embedding.forward

@@ -11,14 +11,16 @@ import numpy.typing as npt
 from alignedserve.engine.batch import ForwardItem, LogitRows
 
 _LOGITS: tuple[LogitRows, ...] = get_args(LogitRows)
-_HEAD = 4  # of an item: new tokens, start, blocks, and which logits
+_HEAD = 5  # of an item: new tokens, start, blocks, which logits, and its rank
 
 Words = npt.NDArray[np.int64]
 
 
 def to_words(items: Sequence[ForwardItem]) -> Words:
-    """int64: the number of items, four words for each, all token ids, all block ids."""
-    heads = [(len(item.token_ids), item.start, len(item.block_ids), _LOGITS.index(item.logits)) for item in items]
+    """int64: the number of items, five words for each, all token ids, all block ids."""
+    heads = [
+        (len(item.token_ids), item.start, len(item.block_ids), _LOGITS.index(item.logits), item.rank) for item in items
+    ]
     parts = [[len(items)], *heads, *(item.token_ids for item in items), *(item.block_ids for item in items)]
     return np.concatenate([np.asarray(part, np.int64) for part in parts])
 
@@ -30,8 +32,8 @@ def from_words(words: Words) -> list[ForwardItem]:
     blocks_at = tokens_at + int(heads[:, 0].sum())
     values = words.tolist()
     items = []
-    for tokens, start, blocks, logits in heads.tolist():
+    for tokens, start, blocks, logits, rank in heads.tolist():
         own, its_blocks = values[tokens_at : tokens_at + tokens], values[blocks_at : blocks_at + blocks]
-        items.append(ForwardItem(own, start, its_blocks, _LOGITS[logits]))
+        items.append(ForwardItem(own, start, its_blocks, _LOGITS[logits], rank))
         tokens_at, blocks_at = tokens_at + tokens, blocks_at + blocks
     return items

@@ -49,10 +49,10 @@ class IterationScheduler:
 
     The worker's loop: `plan`, start its copies, run its iteration, `advance`; `copied_in` and `copied_out` as copies
     complete. `advance` may be called when the iteration has only been launched. A request that turns out to have ended
-    with it is reported by `ended`, at most one plan later. Copies never delay an iteration: a joining request runs
-    after its copy, and an evicted request's blocks stay owned until its copy has ended. Every request's
-    `max_total_tokens` must fit in the cache (others are returned at once). `starvation_after_s`: a candidate without
-    its own wait objective that has waited here for this long gets priority even if no mark from the scheduler came.
+    with it is reported by `ended`, at most as many plans later as there are iterations under way. Copies never delay an
+    iteration: a joining request runs after its copy, and an evicted request's blocks stay owned until its copy has
+    ended. Every request's `max_total_tokens` must fit in the cache (others are returned at once). `starvation_after_s`:
+    a candidate without its own wait objective that has waited here so long gets priority, even without a mark.
     `join_window`: running requests within this share of a new batch's prefix lengths belong to that batch from then on.
     None: every new batch is a switch from all running requests. `pace`: with it a join must keep its TPOT objective,
     if any, unless nothing else runs, and members that only take what others leave pause for these. No request is

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.batch_size import LEAST, MOST
+from alignedserve.degrees import PLACEMENTS, Degrees
 from alignedserve.errors import ConfigError
 from alignedserve.graph_sizes import graph_sizes
 from alignedserve.resources import parse_resources
@@ -77,7 +78,8 @@ class ClusterConfig:
     decode_resources: str = _key("", "Ray resources that each decode instance takes from its node: decode_node=1")
     name: str = _key("default", "the application's name in Ray; it must be unique in a Ray cluster")
     threads: int = _key(0, "CPU threads of each worker; 0: all cores", low=0, high=1024)
-    tensor_parallel: int = _key(1, "ranks that share each instance's model (on a CPU)", low=1, high=64)
+    tensor_parallel: int = _key(1, "ranks that share each layer of an instance's model (on a CPU)", low=1, high=64)
+    pipeline_parallel: int = _key(1, "stages that share out an instance's layers (on a CPU)", low=1, high=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,8 @@ class KvPoolConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    tensor_parallel: int = _key(0, "ranks of a prefill instance; 0: cluster.tensor_parallel", low=0, high=64)
+    tensor_parallel: int = _key(0, "of prefill instances; 0: cluster.tensor_parallel", low=0, high=64)
+    pipeline_parallel: int = _key(0, "of prefill instances; 0: cluster.pipeline_parallel", low=0, high=64)
     token_budget: int = _key(
         0,
         f"maximum prompt tokens in one forward pass; 0: {CPU_PASS_TOKENS} on a CPU, {GPU_PASS_TOKENS} on a GPU",
@@ -145,7 +148,10 @@ class PrefillConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    tensor_parallel: int = _key(0, "ranks of a decode instance; 0: cluster.tensor_parallel", low=0, high=64)
+    tensor_parallel: int = _key(0, "of decode instances; 0: cluster.tensor_parallel", low=0, high=64)
+    pipeline_parallel: int = _key(0, "of decode instances; 0: cluster.pipeline_parallel", low=0, high=64)
+    expert_parallel: int = _key(1, "ranks that share experts, each with requests of its own", low=1, high=64)
+    placement: str = _key("shared-pool", "which of them computes a request (scheduler/ranks)", choices=PLACEMENTS)
     cache_blocks: int = _key(0, "KV blocks of an instance's decode cache; 0: from the model and free memory", low=0)
     max_running: int = _key(
         0,
@@ -402,10 +408,9 @@ class Config:
     traces: TracesConfig = field(default_factory=TracesConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
-    def ranks(self, role: str) -> int:
-        """Processes of one instance of this role."""
-        own: int = getattr(self, role).tensor_parallel
-        return own or self.cluster.tensor_parallel
+    def degrees(self, role: str) -> Degrees:
+        """Over how many ranks an instance of this role computes its model."""
+        return Degrees.configured(getattr(self, role), self.cluster)
 
     def __post_init__(self) -> None:
         for section in fields(self):

@@ -12,6 +12,7 @@ import pytest
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
+from alignedserve.degrees import Degrees
 from alignedserve.proc_stat import is_alive
 from alignedserve.request import SamplingParams
 from alignedserve.testing.models import make_model
@@ -27,13 +28,22 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 LENGTHS = (24, 9, 60, 31, 12, 90)
 
 
-def config(folder: Path, prefill: int, decode: int) -> Config:
+def config(folder: Path, prefill: Degrees, decode: Degrees) -> Config:
     tree = {
         "model": {"path": str(folder)},
         "cluster": {"device": "cpu", "threads": 2},
         "kv_pool": {"size_gib": 0.1, "block_size": 4, "verify": True},
-        "prefill": {"tensor_parallel": prefill, "token_budget": 32},
-        "decode": {"tensor_parallel": decode, "cache_blocks": 80},
+        "prefill": {
+            "tensor_parallel": prefill.tensor,
+            "pipeline_parallel": prefill.stages,
+            "token_budget": 32,
+        },
+        "decode": {
+            "tensor_parallel": decode.tensor,
+            "pipeline_parallel": decode.stages,
+            "expert_parallel": decode.experts,
+            "cache_blocks": 80,
+        },
         "supervisor": {"heartbeat_s": 0.2},
     }
     return from_tree(tree)
@@ -42,6 +52,15 @@ def config(folder: Path, prefill: int, decode: int) -> Config:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("llama", tmp_path_factory.mktemp("model"), seed=21, vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("mixtral", tmp_path_factory.mktemp("mixture"), seed=25, vocab_size=VOCAB_SIZE)
+
+
+def repr_of(degrees: object) -> str | None:
+    return f"{degrees.tensor}x{degrees.stages}x{degrees.experts}" if isinstance(degrees, Degrees) else None
 
 
 def ranks_of(pid: int) -> list[int]:
@@ -64,19 +83,35 @@ async def wait_ended(pids: list[int]) -> None:
             await asyncio.sleep(0.05)
 
 
+ONE, TWO, FOUR = Degrees(), Degrees(2), Degrees(4)
+STAGES, BOTH = Degrees(1, 2), Degrees(2, 2)
+PAIRS = [(ONE, TWO), (TWO, ONE), (STAGES, STAGES)]
+SLOW_PAIRS = [
+    (TWO, TWO), (FOUR, ONE), (ONE, FOUR), (TWO, FOUR), (FOUR, TWO), (FOUR, FOUR),
+    (ONE, STAGES), (STAGES, ONE), (TWO, STAGES), (STAGES, TWO), (BOTH, ONE), (TWO, BOTH),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow),
-     pytest.param(1, 4, marks=pytest.mark.slow), pytest.param(2, 4, marks=pytest.mark.slow),
-     pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(4, 4, marks=pytest.mark.slow)],
-)  # fmt: skip
-async def test_every_pair_of_degrees_gives_the_same_tokens(folder: Path, prefill: int, decode: int) -> None:
+    ("prefill", "decode"), [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW_PAIRS)], ids=repr_of
+)
+async def test_every_pair_of_degrees_gives_the_same_tokens(folder: Path, prefill: Degrees, decode: Degrees) -> None:
+    await check_tokens(folder, prefill, decode)
+
+
+@pytest.mark.parametrize("prefill", [ONE, pytest.param(TWO, marks=pytest.mark.slow)], ids=repr_of)
+async def test_ranks_that_share_experts_give_the_same_tokens(mixture: Path, prefill: Degrees) -> None:
+    await check_tokens(mixture, prefill, Degrees(experts=2))
+
+
+async def check_tokens(folder: Path, prefill: Degrees, decode: Degrees) -> None:
+    """Every answer is that of `transformers`, twice, and no rank is left in the end."""
     prompts, reference = random_prompts(LENGTHS, VOCAB_SIZE, seed=22), load_reference(folder)
     async with LocalCluster(config(folder, prefill, decode)) as cluster:
         await cluster.wait_ready()
         pids = cluster.pids
         others = [pid for role in ("prefill-0", "decode-0") for pid in ranks_of(pids[role])]
-        assert len(others) == prefill + decode - 2
+        assert len(others) == prefill.ranks + decode.ranks - 2
         async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
             for _ in range(2):  # prompts of the second round are in the prefix cache
                 for prompt, answer in zip(prompts, await driver.generate(prompts, GREEDY), strict=True):
@@ -84,18 +119,20 @@ async def test_every_pair_of_degrees_gives_the_same_tokens(folder: Path, prefill
                     assert answer.tokens == greedy(reference, prompt, NEW_TOKENS, answer.tokens)
             await wait_nothing_held(cluster)
         told = {peer.process.id: peer.holds for peer in (await cluster.status()).peers}
-        assert ("ranks" in told["decode-0"], "ranks" in told["prefill-0"]) == (decode > 1, prefill > 1)
+        for role, degrees in (("prefill-0", prefill), ("decode-0", decode)):
+            assert (str(degrees) in told[role]) == (degrees.ranks > 1)
     await wait_ended(others)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("role_id", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("degrees", [TWO, pytest.param(STAGES, marks=pytest.mark.slow)], ids=repr_of)
 async def test_the_death_of_a_rank_is_that_of_its_instance_and_costs_no_token(
-    folder: Path, role_id: str, number: int
+    folder: Path, degrees: Degrees, role_id: str, number: int
 ) -> None:
     """A rank that is stopped is one that hangs: its instance makes no progress."""
     prompts, reference = random_prompts(LENGTHS, VOCAB_SIZE, seed=23), load_reference(folder)
-    async with LocalCluster(config(folder, 2, 2)) as cluster:
+    async with LocalCluster(config(folder, degrees, degrees)) as cluster:
         await cluster.wait_ready()
         async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
             incarnation = cluster.peer(role_id).process.incarnation

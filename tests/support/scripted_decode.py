@@ -85,12 +85,16 @@ class ScriptedStep(DecodeStep):
 
 @dataclass
 class ScriptedDecode(DecodeEngine):
-    """`fail_next`: the whole next step fails. `most_ahead`: the most steps whose tokens were not taken at one time."""
+    """`lanes`: iterations of disjoint requests at one time. `fail_next`: the whole next step fails.
+
+    `most_ahead`: the most steps whose tokens were not taken at one time.
+    """
 
     scripts: dict[int, Script]
     blocks: int
     block_size: int
     overlapping: bool
+    lanes: int = 1
     fail_next: bool = False
     most_ahead: int = 0
     needless: int = 0  # rows that ran after the end of their request
@@ -101,8 +105,12 @@ class ScriptedDecode(DecodeEngine):
     def overlaps(self) -> bool:
         return self.overlapping
 
+    @property
+    def depth(self) -> int:
+        return self.lanes
+
     def ahead(self, rows: Sequence[SampleRow]) -> bool:
-        return not any(row.sampling.logprobs is not None for row in rows)
+        return self.lanes == 1 and not any(row.sampling.logprobs is not None for row in rows)
 
     def warm_up(self) -> None: ...
 
@@ -129,6 +137,9 @@ class ScriptedDecode(DecodeEngine):
         results = [fault or self._compute(item) for item in items]
         assert len({item.row.sampling.seed for item in items}) == len(items)
         self.steps = [step for step in self.steps if not step.taken]
+        if self.lanes > 1:
+            flying = {number for step in self.steps for number in step.numbers}
+            assert flying.isdisjoint(item.row.sampling.seed for item in items)
         blocks = {block for item in items for block in item.block_ids}
         self.steps.append(ScriptedStep(results, [item.row.sampling.seed for item in items], fault, blocks))
         self.most_ahead = max(self.most_ahead, len(self.steps))

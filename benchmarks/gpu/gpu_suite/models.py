@@ -103,7 +103,7 @@ def _loaded(name: str, model: PreTrainedModel, device: str, *, small: bool) -> L
     )
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     needs = AttentionNeeds(torch.device(device).type, info.dtype, heads, info.kv_heads, info.head_dim, 0)
-    return LoadedModel(info, model, torch.device(device), keeps, needs)
+    return LoadedModel(info, model, torch.device(device), keeps, needs, range(info.layers))
 
 
 def write_model(name: str, folder: Path, device: str, *, small: bool, dtype: torch.dtype, seed: int) -> Path:

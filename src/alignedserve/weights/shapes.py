@@ -76,14 +76,31 @@ class _Values:
 
 def head_counts(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Query heads and KV heads by config.json; None if they are not known without transformers."""
-    text = _text_config(config)
-    family = FAMILIES.get(str(text.get("model_type")))
-    if family is None:
+    values = _values_of(config)
+    if values is None:
         return None
-    values = _Values(text, config_source(text["model_type"]))
     heads = values.size("num_attention_heads")
     kv_heads = values.size("num_key_value_heads", absent=heads)
     return None if heads is None or kv_heads is None else (heads, kv_heads)
+
+
+def layer_count(config: Mapping[str, Any]) -> int | None:
+    """Layers by config.json; None if they are not known without transformers."""
+    values = _values_of(config)
+    return None if values is None else values.size("num_hidden_layers")
+
+
+def expert_count(config: Mapping[str, Any]) -> int | None:
+    """Experts by config.json; 0 for a model without any, None if they are not known without transformers."""
+    values = _values_of(config)
+    return None if values is None else values.size(_KEYS["E"], absent=0)
+
+
+def _values_of(config: Mapping[str, Any]) -> _Values | None:
+    """None for a model that is not in FAMILIES."""
+    text = _text_config(config)
+    known = str(text.get("model_type")) in FAMILIES
+    return _Values(text, config_source(text["model_type"])) if known else None
 
 
 def check_shapes(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

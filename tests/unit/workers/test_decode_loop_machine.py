@@ -25,6 +25,7 @@ class LoopMachine(RuleBasedStateMachine):
         join_iterations=st.sampled_from((1, 1, 4)),
         overlap=st.sampled_from((True, True, False)),
         caches=st.sampled_from((True, True, False)),
+        lanes=st.sampled_from((1, 1, 2, 3)),
     )
     def start(
         self,
@@ -33,12 +34,13 @@ class LoopMachine(RuleBasedStateMachine):
         max_running: int,
         watermark: int,
         join_iterations: int,
+        lanes: int,
         *,
         overlap: bool,
         caches: bool,
     ) -> None:
         config = DecodeConfig(max_running=max_running, watermark_blocks=watermark, join_iterations=join_iterations)
-        self.cell = ScriptedCell(blocks, block_size, overlap, config, caches=caches)
+        self.cell = ScriptedCell(blocks, block_size, overlap, config, caches=caches, lanes=lanes)
         self.room = blocks * block_size
 
     def clients(self, where: str) -> list[Client]:
@@ -132,9 +134,9 @@ class LoopMachine(RuleBasedStateMachine):
         self.cell.end_caching(index % len(self.cell.endings))
 
     @invariant()
-    def one_step_ahead_at_most(self) -> None:
+    def as_many_steps_at_one_time_as_may_be(self) -> None:
         if hasattr(self, "cell"):
-            assert self.cell.engine.most_ahead <= 1 + self.cell.overlap
+            assert self.cell.engine.most_ahead <= max(self.cell.lanes, 1 + (self.cell.overlap and self.cell.lanes == 1))
 
     def teardown(self) -> None:
         if not hasattr(self, "cell"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,12 @@ class FailingRunner:
     fault: Exception | None
     block_size: int = 4
 
-    def forward(self, *_: Any) -> Any:
+    depth: int = 1
+
+    def begin(self, *_: Any) -> Any:
         raise RuntimeError("the pass failed")
+
+    def show_metrics(self, page: Any) -> None: ...
 
     def device_fault(self) -> Exception | None:
         return self.fault
@@ -61,10 +65,11 @@ def test_a_failed_pass_ends_its_requests_unless_the_device_is_of_no_more_use(fau
 class NotingRunner:
     items: list[ForwardItem] = field(default_factory=list)
     block_size: int = 4
+    depth: int = 1
 
-    def forward(self, items: Sequence[ForwardItem], _: Any) -> torch.Tensor:
+    def begin(self, items: Sequence[ForwardItem], _: Any) -> Callable[[], torch.Tensor]:
         self.items += items
-        return torch.zeros(len(items), 8)
+        return lambda: torch.zeros(len(items), 8)
 
 
 @dataclass

@@ -1,0 +1,124 @@
+"""Decode over two ranks that share a mixture's experts (CPU, Gloo): what each placement leaves idle at the barriers.
+
+`--rows` requests of mixed prefix lengths (a share of `--short` has 64 tokens, the others up to `--context`) come and
+go: after each iteration a request ends with probability `--ends`, and another one takes its place. All placements see
+the same requests, by turns. `idle`: the share of the ranks' time in which they wait for the last one of a layer.
+`spread`: by how much the greatest load in tokens of KV exceeds the mean, as a share of it.
+
+    python benchmarks/experts.py --rounds 6 --json experts.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alignedserve.decode_worker.rank_placer import RankPlacer
+from alignedserve.degrees import PLACEMENTS, Degrees
+from alignedserve.engine.batch import ForwardItem
+from alignedserve.engine.model.host import cache_store
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.parallel.processes import RankProcesses
+from alignedserve.engine.runner import ModelRunner
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.instance.plan import RunItem
+from alignedserve.scheduler.ranks.names import placement_class
+from alignedserve.testing.models import make_model
+
+BLOCK = 16
+RANKS = 2
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8,
+         "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 4000, "num_local_experts": 4,
+         "max_position_embeddings": 8192}  # fmt: skip
+
+
+def length_of(draw: random.Random, options: argparse.Namespace) -> int:
+    return 64 if draw.random() < options.short else draw.randrange(64, options.context)
+
+
+def run(runner: ModelRunner, name: str, options: argparse.Namespace, seed: int) -> dict[str, float]:
+    """One placement's iterations over the same requests, whatever it does with them."""
+    draw, placer = random.Random(seed), RankPlacer(placement_class(name)(RANKS))
+    per_row = -(-(options.context + options.iterations + 1) // BLOCK)
+    rows = [list(range(row * per_row, (row + 1) * per_row)) for row in range(options.rows)]
+    running = [RunItem(RequestKey(str(row)), length_of(draw, options), rows[row]) for row in range(options.rows)]
+    idle_s, spreads, begun_s = _idle_s(runner), [], time.perf_counter()
+    for turn in range(options.iterations):
+        ranks = placer.place(running)
+        loads = [
+            sum(one.kv_tokens for one, rank in zip(running, ranks, strict=True) if rank == each)
+            for each in range(RANKS)
+        ]
+        spreads.append(max(loads) * RANKS / max(1, sum(loads)) - 1)
+        runner.forward(
+            [
+                ForwardItem([7], one.kv_tokens, one.block_ids, "last", rank)
+                for one, rank in zip(running, ranks, strict=True)
+            ]
+        )
+        for row, one in enumerate(running):
+            one.kv_tokens += 1
+            if draw.random() < options.ends:
+                running[row] = RunItem(RequestKey(f"{row}/{turn}"), length_of(draw, options), rows[row])
+    took_s = time.perf_counter() - begun_s
+    return {
+        "iteration_ms": 1e3 * took_s / options.iterations,
+        "idle": (_idle_s(runner) - idle_s) / (RANKS * took_s),
+        "spread": statistics.mean(spreads),
+    }
+
+
+def _idle_s(runner: ModelRunner) -> float:
+    runner.forward([ForwardItem([7], 0, [0])])  # ranks tell each other in the layers of a pass
+    return runner.barrier_idle_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--short", type=float, default=0.8, help="share of requests with 64 tokens")
+    parser.add_argument("--ends", type=float, default=0.02)
+    parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    blocks = options.rows * -(-(options.context + options.iterations + 1) // BLOCK)
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_model("mixtral", Path(folder) / "model", seed=1, **SHAPE)
+        info = inspect_model("experts", path, "float32", "cpu")
+        ranks = RankProcesses(info, Degrees(experts=RANKS), trust_remote_code=False, threads=1, backend="torch")
+        try:
+            loaded = ranks.load()
+            _, cache = cache_store("experts", info.geometry(BLOCK), blocks, "cpu", "", ranks.share)
+            runner = ranks.runner(loaded, cache)
+            found: dict[str, list[dict[str, float]]] = {name: [] for name in PLACEMENTS}
+            for seed in range(options.rounds + 1):
+                for name in PLACEMENTS:
+                    measured = run(runner, name, options, seed)
+                    if seed:  # the first round is slower
+                        found[name].append(measured)
+        finally:
+            ranks.close()
+    told: dict[str, Any] = {}
+    for name, rounds in found.items():
+        told[name] = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+        told[name]["idle_of_round_robin"] = statistics.median(
+            one["idle"] / other["idle"] for one, other in zip(rounds, found["round-robin"], strict=True)
+        )
+        print(f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in told[name].items()))
+    if options.json is not None:
+        options.json.write_text(json.dumps({**vars(options), "json": None, **told}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""A stage of a pipeline: a model that computes some of its layers, between what other processes compute.
+
+The model keeps its structure. Layers of other stages pass on what they get; the first own layer gets what the stage
+before has sent, and after the last own layer the pass ends here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from alignedserve.degrees import RankPlace
+from alignedserve.engine.parallel.group import RankGroup
+from alignedserve.errors import UnsupportedModelError
+
+
+def shares(costs: Sequence[float], stages: int, end: float) -> list[range]:
+    """Stages of layers with these costs, so that the most expensive one costs the least. The last one costs `end` more.
+
+    Of equal ones the earlier stages have fewer layers, since the first also does the driver's work.
+    """
+    sums = list(accumulate(costs, initial=0.0))
+
+    @cache
+    def best(begin: int, stages: int) -> tuple[float, int]:
+        """The cost of the most expensive stage of the layers from `begin` on, and where the first of them ends."""
+        if stages == 1:
+            return sums[-1] - sums[begin] + end, len(costs)
+        ends = range(begin + 1, len(costs) - stages + 2)
+        return min((max(sums[at] - sums[begin], best(at, stages - 1)[0]), at) for at in ends)
+
+    found, begin = [], 0
+    for left in range(stages, 0, -1):
+        found.append(range(begin, best(begin, left)[1]))
+        begin = found[-1].stop
+    return found
+
+
+class Pipe:
+    """What a rank gets from the stage before its own, and gives to the next: hidden states `[1, tokens, width]`."""
+
+    def __init__(self, group: RankGroup, place: RankPlace, width: int, dtype: torch.dtype) -> None:
+        """`group`: of all ranks."""
+        self._group, self._place = group, place
+        self._width, self._dtype = width, dtype
+
+    def take(self, tokens: int) -> torch.Tensor:
+        states = torch.empty((1, tokens, self._width), dtype=self._dtype)
+        return self._group.receiving(states, self._place.rank - self._place.degrees.tensor)()
+
+    def give(self, states: torch.Tensor) -> None:
+        if states.dtype is not self._dtype or states.shape[2] != self._width:
+            raise UnsupportedModelError(
+                f"a stage passes on {self._width} values of {self._dtype} a token, not {states.shape[2]} of "
+                f"{states.dtype}"
+            )
+        self._group.send(states.contiguous(), self._place.rank + self._place.degrees.tensor)
+
+
+class _Elsewhere(nn.Module):
+    """In place of a layer that another stage computes."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update({name: value for name, value in vars(layer).items() if isinstance(value, str | int)})
+
+    def forward(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+
+class _ReachedEnd(Exception):  # noqa: N818  (it is no error)
+    """The last layer of a stage is computed."""
+
+    def __init__(self, states: torch.Tensor) -> None:
+        super().__init__()
+        self.states = states
+
+
+class Stage:
+    """The stage `place.stage` of a model that has no weights yet; all of it, if it is the only one."""
+
+    def __init__(self, model: PreTrainedModel, layers: int, place: RankPlace) -> None:
+        """Removes what other stages compute. Raises UnsupportedModelError if the layers are not found."""
+        self.layers = range(layers)
+        self._place = place
+        self._model: Any = model
+        if place.degrees.stages == 1:
+            return
+        place.degrees.require_layers(type(model).__name__, layers)
+        found = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == layers]
+        if not found:
+            raise UnsupportedModelError(f"{type(model).__name__} has no list of {layers} layers to share out")
+        self._layers = found[0]
+        embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        costs = [sum(each.numel() for each in layer.parameters()) for layer in self._layers]
+        self.layers = shares(costs, place.degrees.stages, head.weight.numel())[place.stage]
+        for number, layer in enumerate(self._layers):
+            if number not in self.layers:
+                self._layers[number] = _Elsewhere(layer)
+        tied = embedding.weight is head.weight
+        if place.stage and not (place.is_last_stage and tied):
+            _drop(embedding)
+        if not place.is_last_stage:
+            _drop(head)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it begins with the tokens."""
+        return self._place.stage == 0
+
+    def install(self, group: RankGroup) -> None:
+        """From now on the model computes with the stages around it. What a stage before the last gives as its logits
+        are the hidden states behind it.
+        """
+        model = self._model
+        dtype, width = model.dtype, model.config.get_text_config(decoder=True).hidden_size
+        pipe = Pipe(group, self._place, width, dtype)
+        taken: list[torch.Tensor] = []
+        if not self.embeds:
+            embedding = model.get_input_embeddings()
+            embedding.forward = lambda ids: torch.zeros((*ids.shape, embedding.embedding_dim), dtype=dtype)
+            self._layers[self.layers.start].register_forward_pre_hook(_replacing(taken), with_kwargs=True)
+        if not self._place.is_last_stage:
+            self._layers[self.layers.stop - 1].register_forward_hook(_end)
+        plain = model.forward
+
+        @wraps(plain)
+        def forward(input_ids: torch.Tensor, **kwargs: Any) -> Any:
+            if not self.embeds:
+                taken[:] = [pipe.take(input_ids.shape[1])]
+            try:
+                return plain(input_ids=input_ids, **kwargs)
+            except _ReachedEnd as end:
+                pipe.give(end.states)
+                return SimpleNamespace(logits=end.states)
+
+        model.forward = forward
+
+
+def _drop(module: nn.Module) -> None:
+    for own in (module._parameters, module._buffers):
+        own.update(dict.fromkeys(own))
+
+
+def _replacing(taken: list[torch.Tensor]) -> Callable[..., Any]:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        (states,) = taken
+        return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
+
+    return hook
+
+
+def _end(_module: nn.Module, _inputs: Any, output: Any) -> None:
+    raise _ReachedEnd(output if isinstance(output, torch.Tensor) else output[0])

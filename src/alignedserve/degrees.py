@@ -1,0 +1,92 @@
+"""Over how many ranks an instance computes its model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from alignedserve.errors import ConfigError
+
+PLACEMENTS = ("shared-pool", "balance-route", "least-tokens", "least-requests", "round-robin")
+"""Names of `scheduler/ranks/names.py`, the default first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """`tensor`: ranks that share each layer. `stages`: shares of the layers, one after the other (a pipeline).
+
+    `experts`: ranks that share a mixture's experts, and attend for requests of their own.
+    """
+
+    tensor: int = 1
+    stages: int = 1
+    experts: int = 1
+
+    @classmethod
+    def configured(cls, role: Any, cluster: Any) -> Degrees:
+        """By the sections of a role and of the cluster."""
+        tensor = role.tensor_parallel or cluster.tensor_parallel
+        stages = role.pipeline_parallel or cluster.pipeline_parallel
+        return cls(tensor, stages, getattr(role, "expert_parallel", 1))
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.stages * self.experts
+
+    def require_kind(self) -> None:
+        """Raises ConfigError for ranks that share experts and layers."""
+        if self.experts > 1 and self.tensor * self.stages > 1:
+            raise ConfigError(
+                f"decode.expert_parallel {self.experts} excludes tensor_parallel and pipeline_parallel of decode "
+                f"instances so far: set decode.tensor_parallel and decode.pipeline_parallel to 1"
+            )
+
+    def require_experts(self, name: str, experts: int) -> None:
+        """Raises ConfigError unless so many ranks can share a model's experts; the message has the numbers that can."""
+        if self.experts > 1 and not experts:
+            raise ConfigError(f"{name} has no experts that ranks could share (decode.expert_parallel)")
+        if experts % self.experts:
+            fits = ", ".join(str(size) for size in range(1, experts + 1) if experts % size == 0)
+            raise ConfigError(
+                f"{name} has {experts} experts: {self.experts} ranks cannot share them (that fit: {fits})"
+            )
+
+    def __str__(self) -> str:
+        if self.experts > 1:
+            return f"{self.experts} ranks that share experts"
+        if self.stages == 1:
+            return f"{self.tensor} ranks"
+        return f"{self.stages} stages" + (f" of {self.tensor} ranks" if self.tensor > 1 else "")
+
+    def require_layers(self, name: str, layers: int) -> None:
+        """Raises ConfigError if a model has fewer layers than there are stages."""
+        if self.stages > layers:
+            raise ConfigError(
+                f"{name} has {layers} layers: {self.stages} stages cannot share them; at most {layers} can"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """The place of rank `rank` in an instance: ranks of one stage have numbers in a row."""
+
+    rank: int
+    degrees: Degrees
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.degrees.tensor % self.degrees.stages
+
+    @property
+    def expert(self) -> int:
+        """The share of the experts."""
+        return self.rank // (self.degrees.tensor * self.degrees.stages)
+
+    @property
+    def part(self) -> int:
+        """The part of each layer."""
+        return self.rank % self.degrees.tensor
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.degrees.stages - 1

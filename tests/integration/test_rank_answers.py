@@ -1,0 +1,97 @@
+"""Answers of instances of several ranks: drawn, penalised, under grammars, evicted; those of one rank."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignedserve.cluster.local import LocalCluster
+from alignedserve.config import Config
+from alignedserve.config_sources import from_tree
+from alignedserve.control.samples import value
+from alignedserve.degrees import Degrees
+from support.gateway import http_to, joined_gateway
+from support.held import wait_nothing_held
+
+pytestmark = pytest.mark.timeout(300)
+
+TINY = Path(__file__).parents[2] / "src/alignedserve/models/tiny"
+SYSTEM = "You write short lists of things that are useful to have at hand. " * 3
+SCHEMA = {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 2, "maxItems": 4}
+WAYS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0.9, "seed": 5, "top_p": 0.95},
+    {"temperature": 0.7, "seed": 6, "top_k": 40, "presence_penalty": 0.5, "repetition_penalty": 1.1},
+    {"temperature": 0, "frequency_penalty": 0.8, "logprobs": 3},
+    {"temperature": 0.8, "seed": 7, "structured_outputs": {"json": SCHEMA}},
+    {"temperature": 0, "structured_outputs": {"regex": "([a-z]{3,8}-){8}end"}},
+    {"temperature": 1.0, "seed": 8, "no_repeat_ngram_size": 2, "min_tokens": 60, "logit_bias": {"300": 4}},
+)
+
+
+def config(prefill: Degrees, decode: Degrees) -> Config:
+    """The cache holds about three of the requests."""
+    return from_tree(
+        {
+            "model": {"path": str(TINY)},
+            "cluster": {"device": "cpu", "threads": 2},
+            "kv_pool": {"size_gib": 0.1, "block_size": 4, "verify": True},
+            "prefill": {
+                "tensor_parallel": prefill.tensor, "pipeline_parallel": prefill.stages, "token_budget": 24,
+            },
+            "decode": {
+                "tensor_parallel": decode.tensor, "pipeline_parallel": decode.stages, "cache_blocks": 90,
+                "join_iterations": 1,
+            },
+            "supervisor": {"heartbeat_s": 0.2},
+        }
+    )  # fmt: skip
+
+
+async def answers(prefill: Degrees, decode: Degrees) -> tuple[list[dict[str, Any]], float]:
+    """Texts, finish reasons and log-probabilities of two rounds, and the number of evictions."""
+    async with LocalCluster(config(prefill, decode)) as cluster:
+        await cluster.wait_ready()
+        async with joined_gateway(cluster.join_info()) as gateway, http_to(gateway, 120.0) as http:
+
+            async def ask(number: int, way: dict[str, Any]) -> dict[str, Any]:
+                body = {"prompt": f"{SYSTEM}List {number}:", "max_tokens": 90, **way}
+                said = await http.post("/v1/completions", json=body)
+                assert said.status_code == 200, said.text
+                (choice,) = said.json()["choices"]
+                return {"text": choice["text"], "finish": choice["finish_reason"], "logprobs": choice["logprobs"]}
+
+            found = []
+            for _ in range(2):  # the second finds prompts in the prefix cache
+                found += await asyncio.gather(*(ask(number, way) for number, way in enumerate(WAYS)))
+            metrics = await wait_nothing_held(cluster)
+    return found, value(metrics, "alignedserve_decode_evictions_total")
+
+
+@pytest.fixture(scope="module")
+def of_one() -> list[dict[str, Any]]:
+    return asyncio.run(answers(Degrees(), Degrees()))[0]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (Degrees(2), Degrees(1, 2)),
+        pytest.param(Degrees(1, 2), Degrees(2), marks=pytest.mark.slow),
+        pytest.param(Degrees(1, 3), Degrees(2, 2), marks=pytest.mark.slow),
+    ],
+    ids=["tp2-pp2", "pp2-tp2", "pp3-tp2pp2"],
+)
+async def test_answers_are_those_of_one_rank(of_one: list[dict[str, Any]], prefill: Degrees, decode: Degrees) -> None:
+    found, evictions = await answers(prefill, decode)
+    for number, (answer, expected) in enumerate(zip(found, of_one, strict=True)):
+        assert (answer["text"], answer["finish"]) == (expected["text"], expected["finish"]), WAYS[number % len(WAYS)]
+        if answer["logprobs"] is not None:
+            pairs = zip(answer["logprobs"]["token_logprobs"], expected["logprobs"]["token_logprobs"], strict=True)
+            assert all(own == pytest.approx(theirs, abs=1e-3) for own, theirs in pairs)
+    assert all(isinstance(json.loads(found[at]["text"]), list) for at in (4, 4 + len(WAYS)))
+    assert evictions > 0
