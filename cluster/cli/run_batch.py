@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -59,7 +59,8 @@ def run_batch(options: argparse.Namespace, given: Sequence[str]) -> int:
     if (batch := run.ended(target, errors)) is None:
         with contextlib.ExitStack() as stack:
             url = options.url or stack.enter_context(_own_server(folder, given))
-            batch = _through(Server(url, operator_key(key_file)), run, target, errors)
+            server = Server(url, operator_key(key_file))
+            batch = _begun_or_gone(run, folder, lambda: _through(server, run, target, errors))
     shutil.rmtree(folder)
     if batch["status"] == "failed":
         raise ConfigError(f"{source} is not valid: {_told(batch)}")
@@ -69,6 +70,16 @@ def run_batch(options: argparse.Namespace, given: Sequence[str]) -> int:
         lines = "1 line" if counts["failed"] == 1 else f"{counts['failed']} lines"
         print(f"{lines} failed: {errors}", file=sys.stderr)
     return int(counts["completed"] != counts["total"])
+
+
+def _begun_or_gone(run: Run, folder: Path, go_through: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `go_through` returns. If it refuses the input, nothing of the run is left."""
+    try:
+        return go_through()
+    except ConfigError:
+        if "file" not in run.ids:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 @contextlib.contextmanager

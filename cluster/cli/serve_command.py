@@ -404,4 +404,6 @@ class _ServeCommand:
             self._console.line(f"for probes, /live, /health and /metrics are also on {live}")
         if gateway.dashboard:
             self._console.line(f"watch it and try it at {url}/")
+        if logs := self._config.log.dir or self._session.logs_dir:
+            self._console.line(f"its processes log to {logs}")
         self._console.line("press Ctrl-C to end it")

@@ -75,7 +75,7 @@ class BatchService:
     def files(self) -> FileStore:
         """Raises BatchesOffError without a folder."""
         if self._files is None:
-            raise BatchesOffError("this server keeps no files and batches: start it with batches.folder set")
+            raise BatchesOffError("this server keeps no files and batches: start it with --batches-folder DIR")
         return self._files
 
     @property

@@ -55,7 +55,7 @@ _BOTH = (
     Refusal("mm_processor_kwargs", "this server reads text only"),
     Refusal("images", "this server reads text only"),
     Refusal("reasoning", "there are no options for reasoning", ({},)),
-    Refusal("verbosity", "there is no option for verbosity; max_tokens limits the answer", ("medium",)),
+    Refusal("verbosity", "there is no option for verbosity; a limit of tokens bounds the answer", ("medium",)),
     Refusal("stop_regex", "there are no regular expressions as stop conditions; use stop", ("", [])),
     Refusal("input_ids", "token ids are given as the prompt of /v1/completions", ()),
     Refusal("guided_decoding_backend", "the server's engine.grammar chooses the library", ("", "auto")),

@@ -208,7 +208,8 @@ class GenerationRequest(SamplingOptions, StructuredFields, Aliases, Unread, ABC)
     def ignored(self) -> list[str]:
         """Names of the fields that the client sent and the server ignores."""
         within = [] if self.stream_options is None else _unknown(self.stream_options, "stream_options.")
-        return [*(name for name in Unread.model_fields if getattr(self, name) is not None), *_unknown(self), *within]
+        return [*(name for name in Unread.model_fields if getattr(self, name) is not None), *_unknown(self), *within,
+                *self.unread_formats]  # fmt: skip
 
 
 class CompletionRequest(GenerationRequest):
@@ -294,6 +295,9 @@ class ChatRequest(GenerationRequest, ConversationFields):
             reason = "requires continue_final_message: true; else the answer is a new turn"
             raise InvalidRequestError(f"add_generation_prompt: false {reason}", param="add_generation_prompt")
         self.check_end(self.messages, new_turn=self.add_generation_prompt)
+        if self.continue_final_message and (asked := self.grammar_spec()) is not None:
+            reason = "holds for a whole answer: the last message must not be the beginning of one"
+            raise InvalidRequestError(f"{asked[1]} {reason}", param=asked[1])
         calls = EarlierCalls()
         for number, message in enumerate(self.messages):
             if not message.plain:
@@ -314,7 +318,7 @@ class ChatRequest(GenerationRequest, ConversationFields):
         within = dict.fromkeys(
             name for message in self.messages if message.model_extra for name in _unknown(message, "messages.")
         )
-        return [*super().ignored, *within]
+        return [*super().ignored, *within, *self.unread]
 
 
 def _unknown(body: BaseModel, prefix: str = "") -> list[str]:

@@ -18,6 +18,8 @@ _OLDER = "Older spelling of structured_outputs.{}."
 _JSON_OBJECT = {"type": "object"}
 _HOLD_JSON = (GrammarKind.JSON, GrammarKind.GRAMMAR, GrammarKind.STRUCTURAL_TAG)
 _OUTPUTS = "structured_outputs"
+_OF_A_FORMAT = {"text": ("type",), "json_object": ("type", "schema"), "json_schema": ("type", "json_schema")}
+_OF_A_SCHEMA = ("name", "description", "schema", "strict")
 _REFUSED = (
     Refusal("disable_additional_properties", "a schema says itself whether it has additionalProperties", (False,)),
     Refusal("disable_fallback", "", (False, True)),  # there is one library
@@ -75,6 +77,17 @@ class StructuredFields(Body):
     choice: list[str] | None = Field(None, description=_OLDER.format("choice"))
     structural_tag: Any = Field(None, description=_OLDER.format("structural_tag"))
 
+    @property
+    def unread_formats(self) -> list[str]:
+        """Places of fields of response_format that have no meaning here."""
+        wanted = self.response_format or {}
+        known = _OF_A_FORMAT.get(str(wanted.get("type")))
+        found = [] if known is None else [f"response_format.{name[:60]}" for name in wanted if name not in known]
+        inner = wanted.get("json_schema")
+        if wanted.get("type") == "json_schema" and isinstance(inner, dict):
+            found += [f"response_format.json_schema.{name[:60]}" for name in inner if name not in _OF_A_SCHEMA]
+        return found
+
     def grammar_spec(self) -> tuple[GrammarSpec, str] | None:
         """The grammar and the field that asks for it. Raises InvalidRequestError, which names the field."""
         found = [(name, spec) for name, spec in self._asked() if spec is not None]
@@ -126,9 +139,14 @@ def _of_format(wanted: dict[str, Any] | None, whitespace: str | None) -> Grammar
         return _spec(GrammarKind.JSON, wanted.get("schema", _JSON_OBJECT), whitespace, param)
     if kind == "json_schema":
         inner = wanted.get("json_schema")
+        if inner is None:
+            hint = ": schema belongs into it" if "schema" in wanted else ""
+            raise InvalidRequestError(f"{param}.json_schema is required{hint}", param=param)
         if not isinstance(inner, dict):
             raise wrong_type(f"{param}.json_schema", "an object with a schema", inner, param)
-        if not isinstance(schema := inner.get("schema"), dict):
+        if (schema := inner.get("schema")) is None:
+            raise InvalidRequestError(f"{param}.json_schema.schema is required", param=param)
+        if not isinstance(schema, dict):
             raise wrong_type(f"{param}.json_schema.schema", "a JSON schema as an object", schema, param)
         return _spec(GrammarKind.JSON, schema, whitespace, param)
     if kind == "structural_tag":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from alignedserve.gateway.dialects.machine import Tool
 from alignedserve.gateway.failures import MissingFieldError, UnsupportedFeatureError, WrongTypeError
 
 MAX_TOOLS = 256
+_OF_A_TOOL = ("type", "function")
+_OF_A_FUNCTION = ("name", "description", "parameters", "strict")
+_SLIPS = dict.fromkeys(("params", "arguments", "args", "schema", "input_schema", "inputSchema"), "parameters")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}  # what a function without parameters has
 
@@ -57,6 +61,21 @@ class ToolFields(Body):
     def older(self) -> bool:
         """Whether the client uses OpenAI's older form, and gets it back."""
         return bool(self.functions)
+
+    @property
+    def unread(self) -> list[str]:
+        """Places of fields of tools and of tool_choice that have no meaning here."""
+        found: dict[str, None] = {}
+        for tool in self.tools or ():
+            found |= dict.fromkeys(f"tools.{name[:60]}" for name in tool if name not in _OF_A_TOOL)
+        functions: list[tuple[str, Any]] = [("functions", one) for one in self.functions or ()]
+        functions += [("tools.function", tool.get("function")) for tool in self.tools or ()]
+        for place, one in functions:
+            if isinstance(one, dict):
+                found |= dict.fromkeys(f"{place}.{name[:60]}" for name in one if name not in _OF_A_FUNCTION)
+        if isinstance(self.tool_choice, dict):
+            found |= dict.fromkeys(f"tool_choice.{name[:60]}" for name in self.tool_choice if name not in _OF_A_TOOL)
+        return list(found)
 
     def tool_use(self) -> ToolUse:
         """Raises InvalidRequestError (or one of its kinds), which names the field."""
@@ -130,9 +149,12 @@ def _tool(entry: dict[str, Any], where: str, longest_name: int) -> Tool:
     if not isinstance(function, dict):
         raise WrongTypeError(f"{where} must be an object", param=where)
     name, parameters, strict = (function.get(key) for key in ("name", "parameters", "strict"))
+    _check_fields(entry, function, where)
+    if name is None:
+        raise MissingFieldError(f"{where}.name is required", param=f"{where}.name")
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > longest_name:
         wanted = f"1 to {longest_name} letters, digits, or one of _ . -"
-        raise InvalidRequestError(f"{where}.name must be {wanted}", param=f"{where}.name")
+        raise InvalidRequestError(f"{where}.name must be {wanted}, not {shown(name)}", param=f"{where}.name")
     if not isinstance(function.get("description", ""), str | None):
         raise WrongTypeError(f"{where}.description must be a string", param=f"{where}.description")
     if not isinstance(strict, bool | None):
@@ -140,6 +162,18 @@ def _tool(entry: dict[str, Any], where: str, longest_name: int) -> Tool:
     _check_parameters(parameters, f"{where}.parameters")
     check_depth(entry, where)
     return Tool(name, _NO_PARAMETERS if parameters is None else parameters, bool(strict))
+
+
+def _check_fields(entry: dict[str, Any], function: dict[str, Any], where: str) -> None:
+    """Raises InvalidRequestError for a field that is probably a slip: without it the function would be another one."""
+    for name in function:
+        meant = _SLIPS.get(name) or next(iter(difflib.get_close_matches(name, _OF_A_FUNCTION, 1, 0.8)), "")
+        if name not in _OF_A_FUNCTION and meant and meant not in function:
+            place = f"{where}.{name[:60]}"
+            raise InvalidRequestError(f"{place} is unknown; did you mean {meant}?", param=place)
+    if entry.get("strict") and "strict" not in function:
+        place = f"{where.removesuffix('.function')}.strict"
+        raise InvalidRequestError(f"{place} belongs into {where}", param=place)
 
 
 def _check_parameters(parameters: Any, where: str) -> None:

@@ -52,10 +52,12 @@ _REFUSED = refusals(
     ("stop", "use stop_sequences"),
     ("response_format", "use output_config.format"),
     ("functions function_call", "use tools"),
+    ("continue_final_message add_generation_prompt", "an answer goes on with a last message of the assistant"),
     one=("n", "num_return_sequences"),
 ) | {"speed": Refusal("speed", "there is one speed", ("standard",))}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TEXT = ("text",)
+_OF_A_TOOL = ("type", "name", "description", "input_schema", "strict")
 
 
 class MessagesChat(ChatRequest):
@@ -85,8 +87,8 @@ def _parsed(body: Any) -> MessagesChat:
     fields.required("max_tokens")
     chat, edits = _chat_body(fields), context_edits(fields)
     edits.apply(chat["messages"])
-    last = chat["messages"][-1]
-    chat["continue_final_message"] = last["role"] == "assistant" and "tool_calls" not in last
+    last = chat["messages"][-1] if chat["messages"] else {}
+    chat["continue_final_message"] = last.get("role") == "assistant" and "tool_calls" not in last
     with renamed(_NAMES, _SCHEMA):
         request = checked(MessagesChat, chat)
     request._edits = edits
@@ -95,6 +97,8 @@ def _parsed(body: Any) -> MessagesChat:
         *unread(fields.object("thinking"), "type", "budget_tokens"),
         *unread(fields.object("output_config"), "format", "effort"),
         *unread(fields.object("context_management"), "edits"),
+        *unread(fields.object("tool_choice"), "type", "name", "disable_parallel_tool_use"),
+        *(name for tool in fields.objects("tools") for name in unread(tool, *_OF_A_TOOL)),
     ]
     return request
 

@@ -133,7 +133,7 @@ class StoredResponses:
     @property
     def _store(self) -> ResponseStore:
         if (store := self._service.responses) is None:
-            raise BatchesOffError("this server stores no responses: start it with batches.folder set")
+            raise BatchesOffError("this server stores no responses: start it with --batches-folder DIR")
         return store
 
 

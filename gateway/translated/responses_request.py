@@ -14,6 +14,7 @@ from alignedserve.gateway.body.planning import CallPlan, ServedModel, counted, p
 from alignedserve.gateway.body.refused import Refusal
 from alignedserve.gateway.body.requests import ChatRequest, checked
 from alignedserve.gateway.body.validation_errors import shown, wrong_type
+from alignedserve.gateway.failures import MissingFieldError
 from alignedserve.gateway.translated.fields import Fields, refusals, refuse, renamed, text_of, unread, unsupported
 
 _NAMES = {
@@ -79,7 +80,7 @@ class ResponsesChat(ChatRequest):
     @property
     def ignored(self) -> list[str]:
         fields = Fields(self._body, "")
-        known = [name for name in super().ignored if name != "metadata"]
+        known = [name.replace("tools.function.", "tools.") for name in super().ignored if name != "metadata"]
         within = [*unread(fields.object("reasoning"), "effort"), *unread(fields.object("text"), "format", "verbosity")]
         return known + within
 
@@ -149,6 +150,9 @@ def _tools(fields: Fields) -> dict[str, Any]:
     tools = []
     for tool in fields.objects("tools"):
         kind = tool.text("type")
+        if tool.raw("name") is None and isinstance(tool.raw("function"), dict):
+            message = f"{tool.place('name')} is required: here a function's fields stand beside type, not in function"
+            raise MissingFieldError(message, param=tool.place("name"))
         if kind != "function":
             raise unsupported(tool, "type", f"tools of type {kind} are not supported: only functions are")
         tools.append({"type": "function", "function": {k: v for k, v in tool.values().items() if k != "type"}})

@@ -14,6 +14,8 @@ _PATTERN = re.compile(r"regex parse error:\n {4}(?P<pattern>.*)\n {4}(?P<before>
 _AROUND = re.compile(r'invalid regex ".*?" \(in regex\): ', re.DOTALL)
 _SOURCE = re.compile(r"\n +\d+ \| .*", re.DOTALL)  # lines of the grammar, with a caret
 _PLACE = re.compile(r"^(?:at )?(?P<line>\d+)\((?P<column>\d+)\): ")
+_MARKUP = re.compile(r" *</?non-verbose/?>")
+_LARGE = "too many expressions constructed"
 _NOTHING = "Unsatisfiable schema"
 _REFERRED = " while processing json-schema:///#"
 _NEEDED = re.compile(r"required (?:property '(?P<name>.*)'|item) is unsatisfiable")
@@ -21,6 +23,9 @@ _NEEDED = re.compile(r"required (?:property '(?P<name>.*)'|item) is unsatisfiabl
 
 def one_line(message: str) -> str:
     text = _SOURCE.sub("", _AROUND.sub("", _PATTERN.sub(_pattern, message)))
+    text = _MARKUP.sub("", text)
+    if _LARGE in text:
+        text = f"{text.partition(_LARGE)[0]}it is too large: shorten what it repeats"
     text = _PLACE.sub(lambda found: f"line {found['line']}, column {found['column']}: ", text)
     return " ".join(text.split())[:500]
 

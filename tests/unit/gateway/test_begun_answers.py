@@ -76,6 +76,11 @@ async def test_a_chat_and_its_tokens_end_with_the_last_message(front: Front) -> 
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"add_generation_prompt": False}, "add_generation_prompt"),
         ({"continue_final_message": 5}, "continue_final_message"),
+        ({"continue_final_message": True, "response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"continue_final_message": True, "structured_outputs": {"regex": "a"}},
+            "structured_outputs.regex",
+        ),
         (
             {
                 "messages": [

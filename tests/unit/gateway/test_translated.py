@@ -444,6 +444,15 @@ def test_tools_thinking_and_formats_become_chats() -> None:
     ("fields", "param"),
     [
         ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        (
+            {
+                "messages": [USER, {"role": "assistant", "content": "{"}],
+                "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+            },
+            "output_config.format",
+        ),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
