@@ -148,6 +148,8 @@ def _of_format(wanted: dict[str, Any] | None, whitespace: str | None) -> Grammar
             raise InvalidRequestError(f"{param}.json_schema.schema is required", param=param)
         if not isinstance(schema, dict):
             raise wrong_type(f"{param}.json_schema.schema", "a JSON schema as an object", schema, param)
+        if not isinstance(strict := inner.get("strict"), bool | None):
+            raise wrong_type(f"{param}.json_schema.strict", "a boolean", strict, param)
         return _spec(GrammarKind.JSON, schema, whitespace, param)
     if kind == "structural_tag":
         return _spec(GrammarKind.STRUCTURAL_TAG, wanted, whitespace, param)

@@ -246,4 +246,5 @@ def _message(item: Fields, kind: str) -> dict[str, Any]:
     if role not in ("user", "system", "developer"):
         message = f"{item.place('role')} must be one of user, assistant, system, developer; got {role[:60]!r}"
         raise InvalidRequestError(message, param=item.place("role"))
+    item.required("content")
     return {"role": role, "content": text_of(item, "content", _PARTS)}

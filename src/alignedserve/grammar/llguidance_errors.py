@@ -25,7 +25,7 @@ def one_line(message: str) -> str:
     text = _SOURCE.sub("", _AROUND.sub("", _PATTERN.sub(_pattern, message)))
     text = _MARKUP.sub("", text)
     if _LARGE in text:
-        text = f"{text.partition(_LARGE)[0]}it is too large: shorten what it repeats"
+        text = "it is too large: shorten what it repeats"
     text = _PLACE.sub(lambda found: f"line {found['line']}, column {found['column']}: ", text)
     return " ".join(text.split())[:500]
 

@@ -67,6 +67,7 @@ def test_what_a_format_has_beside_its_fields_is_named() -> None:
         ({"type": "json_schema", "schema": SCHEMA}, "json_schema is required: schema belongs into it"),
         ({"type": "json_schema", "json_schema": {"schem": SCHEMA}}, "json_schema.schema is required"),
         ({"type": "json_schema", "json_schema": {"schema": "x"}}, "json_schema.schema must be a JSON schema"),
+        ({"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": "yes"}}, "json_schema.strict must be"),
     ],
 )
 def test_a_format_without_its_schema_says_what_it_lacks(wanted: dict[str, Any], said: str) -> None:
@@ -80,6 +81,8 @@ def test_other_endpoints_name_them_as_the_client_wrote_them() -> None:
     with pytest.raises(InvalidRequestError, match="stand beside type, not in function") as caught:
         parse_responses({"input": "hi", "tools": [tool(parameters=SCHEMA)]})
     assert caught.value.param == "tools[0].name"
+    with pytest.raises(InvalidRequestError, match=r"input\[0\].content is required"):
+        parse_responses({"input": [{"role": "user"}]})
     theirs = {"name": "f", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
     body = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], "tools": [theirs]}
     found = parse_messages({**body, "tool_choice": {"type": "auto", "mode": 1}}).ignored

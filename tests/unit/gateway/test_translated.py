@@ -202,7 +202,7 @@ def test_tools_formats_and_effort_become_chats() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"input": 3}, "input"),
-        ({"input": [{"role": "user"}, {"type": "function_call", "name": "f"}]}, "input[1].arguments"),
+        ({"input": [USER, {"type": "function_call", "name": "f"}]}, "input[1].arguments"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "f"}]}}, "tool_choice.tools"),
         ({"temperature": "hot"}, "temperature"),

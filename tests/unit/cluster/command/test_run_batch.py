@@ -228,6 +228,7 @@ async def test_a_first_line_that_is_no_request_says_why(
     await asyncio.to_thread(source.write_text, line)
     assert await asyncio.to_thread(main, command(source, url)) == 2
     assert f"the first line {fault}" in capsys.readouterr().err
+    assert not list(source.parent.glob("*.run-batch"))  # so the corrected file is another run
 
 
 async def test_a_changed_input_does_not_go_on(
