@@ -33,6 +33,7 @@ MODULES = (
     "alignedserve.cluster.launch.actors",
     "alignedserve.cluster.launch.spare",
     *map(ROLES.module, SPARED_ROLES),
+    "alignedserve.engine.parallel.rank_main",
 )
 
 

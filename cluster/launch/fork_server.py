@@ -27,6 +27,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from alignedserve.engine.parallel import rank_forks
+
 ORDER_BYTES = 1 << 18
 ORDER_WAIT_S = 1.0
 UNSUITABLE = 3  # exit status: another fork server would not be able to fork, either
@@ -91,6 +93,7 @@ def become(module: str, arguments: Sequence[str], environment: Mapping[str, str]
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = [module, *arguments]
+        rank_forks.prepare(int(environment.get(rank_forks.RANKS_VARIABLE, "0")))
         if module.endswith(".py"):
             runpy.run_path(module, run_name="__main__")
         else:

@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from alignedserve.cancellation import end_tasks
 from alignedserve.cluster.launch.actors import ACTORS, RoleActor
+from alignedserve.cluster.launch.environment import ranks_environment
 from alignedserve.cluster.launch.fork_commands import ForkCommands, can_fork
 from alignedserve.cluster.launch.launcher import Launcher, Running
 from alignedserve.cluster.launch.node_room import NodeRoom
@@ -179,7 +180,9 @@ class RayLauncher(Launcher):
         options = self._options(settings)
         forks = self._forks if settings.role in (*MODEL_ROLES, SPARE) and not again else None
         if forks is not None and (command := await forks.command(settings.node_id)):
-            options["runtime_env"] = {**options.get("runtime_env", {}), "py_executable": command}
+            own = options.get("runtime_env", {})
+            variables = {**own.get("env_vars", {}), **ranks_environment(settings)}
+            options["runtime_env"] = {**own, "env_vars": variables, "py_executable": command}
         deadline = time.monotonic() + NAME_WAIT_S
         while True:
             try:

@@ -23,6 +23,7 @@ import torch.distributed
 from alignedserve.config import Config
 from alignedserve.degrees import Degrees, RankPlace
 from alignedserve.engine.model.loader import LoadedModel
+from alignedserve.engine.parallel import rank_forks
 from alignedserve.engine.parallel.cuts import Ranks
 from alignedserve.engine.parallel.expert_runner import ExpertRunner
 from alignedserve.engine.parallel.group import Groups
@@ -117,7 +118,7 @@ class RankProcesses:
         degrees.require_layers(info.name, info.layers)
         degrees.require_kind()
         self._folder = Path(tempfile.mkdtemp(prefix="alignedserve-ranks-"))
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: list[subprocess.Popen[bytes] | rank_forks.ForkedRank] = []
         self._channels: list[socket.socket] = []
         self._closed = False
         self._groups: Groups | None = None
@@ -141,6 +142,12 @@ class RankProcesses:
             self._start(order)
 
     def _start(self, order: RankOrder) -> None:
+        if (prepared := rank_forks.take()) is not None:
+            child, channel = prepared
+            self._children.append(child)
+            self._channels.append(channel)
+            channel.send(json.dumps(asdict(order)).encode())
+            return
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-P", "-m", "alignedserve.engine.parallel.rank_main", str(theirs.fileno())]

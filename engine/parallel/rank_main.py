@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
 import os
-import signal
 import socket
 import sys
 import threading
@@ -18,16 +16,19 @@ import torch
 
 from alignedserve.engine.parallel.load import load_part
 from alignedserve.engine.parallel.processes import MESSAGE_BYTES, RankOrder, StoreOrder, runner_of
+from alignedserve.engine.parallel.rank_forks import bind_to_parent
 from alignedserve.engine.runner import allocate_cache
 from alignedserve.errors import AlignedServeError, RankLostError
 from alignedserve.model import ModelInfo
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main() -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    channel = socket.socket(fileno=int(sys.argv[1]))
+    bind_to_parent()
+    compute(socket.socket(fileno=int(sys.argv[1])))
+
+
+def compute(channel: socket.socket) -> None:
+    """Load the part that the channel's other end orders, and compute until it ends."""
     written = channel.recv(MESSAGE_BYTES)
     if not written:  # rank 0 has ended before the call above
         return

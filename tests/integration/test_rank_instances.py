@@ -13,6 +13,7 @@ from alignedserve.cluster.local import LocalCluster
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.degrees import Degrees
+from alignedserve.engine.parallel.rank_forks import NAME
 from alignedserve.proc_stat import is_alive
 from alignedserve.request import SamplingParams
 from alignedserve.testing.models import make_model
@@ -68,11 +69,11 @@ def ranks_of(pid: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            command = (entry / "cmdline").read_bytes().split(b"\0")
+            name = (entry / "comm").read_bytes().strip()
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError, IndexError):
             continue
-        if parent == pid and b"alignedserve.engine.parallel.rank_main" in command:
+        if parent == pid and name == NAME:
             found.append(int(entry.name))
     return found
 

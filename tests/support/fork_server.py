@@ -46,6 +46,7 @@ IMPORTS = {
     "worker": (
         "alignedserve.engine.eager",
         "alignedserve.engine.model.host",
+        "alignedserve.engine.parallel.rank_main",
         "alignedserve.engine.runner",
         "transformers.models.auto.modeling_auto",
         "alignedserve.cluster.launch.role_main",
