@@ -9,9 +9,9 @@ from typing import Any
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, SPARE
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.degrees import Degrees
-from alignedserve.engine.parallel.rank_forks import RANKS_VARIABLE
 from alignedserve.memory import usable_cores
 from alignedserve.model import SHIPPED_MODELS
+from alignedserve.rank_forks import RANKS_VARIABLE
 
 
 def role_environment(settings: RoleSettings) -> dict[str, str]:

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from alignedserve.engine.parallel import rank_forks
+from alignedserve import rank_forks
 
 ORDER_BYTES = 1 << 18
 ORDER_WAIT_S = 1.0

@@ -33,7 +33,6 @@ class ExpertRunner(DrivenRunner):
         if not items:
             return super().forward(items)
         self._require_all()
-        self._batch(items)  # raises for what no rank could compute
         if max(item.rank for item in items) >= self._all.size:
             raise AccountingError(f"there are {self._all.size} ranks, and a request is for another one")
         with self._noting_a_loss():

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed
 
+from alignedserve import rank_forks
 from alignedserve.config import Config
 from alignedserve.degrees import Degrees, RankPlace
 from alignedserve.engine.model.loader import LoadedModel
-from alignedserve.engine.parallel import rank_forks
 from alignedserve.engine.parallel.cuts import Ranks
 from alignedserve.engine.parallel.expert_runner import ExpertRunner
 from alignedserve.engine.parallel.group import Groups

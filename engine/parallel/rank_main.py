@@ -16,10 +16,10 @@ import torch
 
 from alignedserve.engine.parallel.load import load_part
 from alignedserve.engine.parallel.processes import MESSAGE_BYTES, RankOrder, StoreOrder, runner_of
-from alignedserve.engine.parallel.rank_forks import bind_to_parent
 from alignedserve.engine.runner import allocate_cache
 from alignedserve.errors import AlignedServeError, RankLostError
 from alignedserve.model import ModelInfo
+from alignedserve.rank_forks import bind_to_parent
 
 
 def main() -> None:

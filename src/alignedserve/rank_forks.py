@@ -7,6 +7,7 @@ orders; `RankProcesses` takes them. Other processes start their ranks by themsel
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from subprocess import TimeoutExpired
 RANKS_VARIABLE = "ALIGNEDSERVE_RANKS"
 """How many ranks beside the first an instance has; set for the processes of model roles."""
 NAME = b"rank"
+_MAIN = "alignedserve.engine.parallel.rank_main"  # the fork server has imported it
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _LOOK_S = 0.02
 
@@ -87,9 +89,7 @@ def _become(channel: socket.socket, others: list[socket.socket]) -> None:
         for other in others:  # a rank must see that rank 0 has closed its channel
             other.close()
         bind_to_parent()
-        from alignedserve.engine.parallel.rank_main import compute
-
-        compute(channel)
+        importlib.import_module(_MAIN).compute(channel)
         status = 0
     except BaseException:
         traceback.print_exc()
