@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from alignedserve.decode_worker.rank_placer import RankPlacer
-from alignedserve.degrees import PLACEMENTS, Degrees
 from alignedserve.engine.batch import ForwardItem
 from alignedserve.engine.model.host import cache_store
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.parallel.processes import RankProcesses
 from alignedserve.engine.runner import ModelRunner
+from alignedserve.ranks.degrees import PLACEMENTS, Degrees
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.plan import RunItem
 from alignedserve.scheduler.ranks.names import placement_class

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from alignedserve.decode_worker.lanes import share_of
-from alignedserve.degrees import Degrees
 from alignedserve.engine.batch import ForwardItem
 from alignedserve.engine.model.host import cache_store
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.model.loader import load_model
 from alignedserve.engine.parallel.processes import RankProcesses
 from alignedserve.engine.runner import ModelRunner, allocate_cache
+from alignedserve.ranks.degrees import Degrees
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.plan import RunItem
 from alignedserve.testing.models import make_model

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from alignedserve.degrees import Degrees
 from alignedserve.engine.batch import ForwardItem
 from alignedserve.engine.model.host import cache_store
 from alignedserve.engine.model.inspect import inspect_model
@@ -27,6 +26,7 @@ from alignedserve.engine.parallel.processes import RankProcesses
 from alignedserve.engine.runner import ModelRunner, allocate_cache
 from alignedserve.geometry import KvGeometry
 from alignedserve.model import ModelInfo
+from alignedserve.ranks.degrees import Degrees
 from alignedserve.testing.models import make_model
 
 BLOCK = 16

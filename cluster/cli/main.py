@@ -47,14 +47,26 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
         "cluster.pipeline_parallel",
         {"type": int, "metavar": "N", "help": "stages that share out an instance's layers (CPUs only so far)"},
     ),
-    "--prefill-tp": ("prefill.tensor_parallel", {"type": int, "metavar": "N", "help": "that of prefill instances"}),
-    "--decode-tp": ("decode.tensor_parallel", {"type": int, "metavar": "N", "help": "that of decode instances"}),
-    "--prefill-pp": ("prefill.pipeline_parallel", {"type": int, "metavar": "N", "help": "that of prefill instances"}),
+    "--prefill-tp": (
+        "prefill.tensor_parallel",
+        {"type": int, "metavar": "N", "help": "--tensor-parallel-size of prefill instances"},
+    ),
+    "--decode-tp": (
+        "decode.tensor_parallel",
+        {"type": int, "metavar": "N", "help": "--tensor-parallel-size of decode instances"},
+    ),
+    "--prefill-pp": (
+        "prefill.pipeline_parallel",
+        {"type": int, "metavar": "N", "help": "--pipeline-parallel-size of prefill instances"},
+    ),
+    "--decode-pp": (
+        "decode.pipeline_parallel",
+        {"type": int, "metavar": "N", "help": "--pipeline-parallel-size of decode instances"},
+    ),
     "--decode-ep": (
         "decode.expert_parallel",
         {"type": int, "metavar": "N", "help": "ranks of decode instances that share a mixture's experts (CPUs only)"},
     ),
-    "--decode-pp": ("decode.pipeline_parallel", {"type": int, "metavar": "N", "help": "that of decode instances"}),
     "--spares": ("supervisor.spares", {"type": int, "metavar": "N", "help": "warm spare processes"}),
     "--chat-template": (
         "model.chat_template",

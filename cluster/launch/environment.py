@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, SPARE
+from alignedserve.config_sources import from_tree
 from alignedserve.control.runtime import RoleSettings
-from alignedserve.degrees import Degrees
 from alignedserve.memory import usable_cores
 from alignedserve.model import SHIPPED_MODELS
-from alignedserve.rank_forks import RANKS_VARIABLE
+from alignedserve.ranks.forks import RANKS_VARIABLE
 
 
 def role_environment(settings: RoleSettings) -> dict[str, str]:
@@ -31,10 +31,10 @@ def role_environment(settings: RoleSettings) -> dict[str, str]:
     if holds_model:
         # By default oneDNN and torch each cache 1,024 compiled products of 256 KiB, one for each number of rows of each
         # layer. They would grow to half a GiB, and in bfloat16 a miss costs no more than a hit (docs/measurements).
-        variables |= ranks_environment(settings)
         variables |= {
             name: os.environ.get(name, "64") for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
         }
+        variables |= ranks_environment(settings)
     else:
         variables["MALLOC_ARENA_MAX"] = "2"  # threads that mostly wait need no separate heaps
     if is_local_model(str(settings.config.get("model", {}).get("path", ""))):
@@ -44,7 +44,7 @@ def role_environment(settings: RoleSettings) -> dict[str, str]:
 
 def ranks_environment(settings: RoleSettings) -> dict[str, str]:
     """What has a fork server prepare the other ranks of an instance; nothing for other processes."""
-    ranks = Degrees.in_tree(settings.config, settings.role).ranks if settings.role in MODEL_ROLES else 1
+    ranks = from_tree(settings.config).degrees(settings.role).ranks if settings.role in MODEL_ROLES else 1
     return {RANKS_VARIABLE: str(ranks - 1)} if ranks > 1 else {}
 
 

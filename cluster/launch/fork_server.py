@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from alignedserve import rank_forks
+from alignedserve.ranks import forks
 
 ORDER_BYTES = 1 << 18
 ORDER_WAIT_S = 1.0
@@ -93,7 +93,7 @@ def become(module: str, arguments: Sequence[str], environment: Mapping[str, str]
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = [module, *arguments]
-        rank_forks.prepare(int(environment.get(rank_forks.RANKS_VARIABLE, "0")))
+        forks.prepare(int(environment.get(forks.RANKS_VARIABLE, "0")))
         if module.endswith(".py"):
             runpy.run_path(module, run_name="__main__")
         else:

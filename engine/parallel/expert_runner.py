@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from alignedserve.degrees import RankPlace
 from alignedserve.engine.batch import ForwardItem
 from alignedserve.engine.model.loader import LoadedModel
 from alignedserve.engine.parallel.experts import exchanges_of
 from alignedserve.engine.parallel.group import Groups
 from alignedserve.engine.parallel.runner import DrivenRunner
 from alignedserve.errors import AccountingError
+from alignedserve.ranks.degrees import RankPlace
 
 
 class ExpertRunner(DrivenRunner):

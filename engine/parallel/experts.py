@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from alignedserve.degrees import RankPlace
 from alignedserve.engine.parallel.cuts import Cut
 from alignedserve.engine.parallel.group import RankGroup
 from alignedserve.errors import UnsupportedModelError
+from alignedserve.ranks.degrees import RankPlace
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

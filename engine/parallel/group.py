@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from alignedserve.degrees import RankPlace
 from alignedserve.errors import RankLostError
+from alignedserve.ranks.degrees import RankPlace
 
 _dist: Any = dist  # its process groups are untyped
 BACKLOG = 8
@@ -118,10 +118,10 @@ class RankGroup:
         """Begin to receive the next message of a rank into a tensor. What is returned waits for it."""
         tag = self._received[of] % _TAGS
         self._received[of] += 1
-        with_peer = self._checked(lambda: self._group.recv([tensor], of, tag))
+        work = self._checked(lambda: self._group.recv([tensor], of, tag))
 
         def wait() -> torch.Tensor:
-            self._wait(lambda: with_peer)
+            self._wait(lambda: work)
             return tensor
 
         return wait

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from alignedserve.degrees import RankPlace
 from alignedserve.engine.model.cpu_linear import pack_linears
 from alignedserve.engine.model.loader import LoadedModel, before_probe
 from alignedserve.engine.model.probe import probe
@@ -14,6 +13,7 @@ from alignedserve.engine.parallel.group import Groups
 from alignedserve.engine.parallel.sharded import ShardedModel
 from alignedserve.engine.step_progress import Progress
 from alignedserve.model import ModelInfo
+from alignedserve.ranks.degrees import RankPlace
 
 
 def load_part(

@@ -20,9 +20,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from alignedserve import rank_forks
 from alignedserve.config import Config
-from alignedserve.degrees import Degrees, RankPlace
 from alignedserve.engine.model.loader import LoadedModel
 from alignedserve.engine.parallel.cuts import Ranks
 from alignedserve.engine.parallel.expert_runner import ExpertRunner
@@ -33,6 +31,8 @@ from alignedserve.engine.runner import ModelRunner
 from alignedserve.engine.step_progress import Progress
 from alignedserve.errors import AlignedServeError, RankLostError, by_code
 from alignedserve.model import ModelInfo
+from alignedserve.ranks import forks
+from alignedserve.ranks.degrees import Degrees, RankPlace
 
 SILENT_S = 60.0  # a rank that says nothing for so long within a pass is lost
 _IDLE_S = 20 * 86400.0  # the next pass may be late; Gloo counts milliseconds in 31 bits
@@ -118,7 +118,7 @@ class RankProcesses:
         degrees.require_layers(info.name, info.layers)
         degrees.require_kind()
         self._folder = Path(tempfile.mkdtemp(prefix="alignedserve-ranks-"))
-        self._children: list[subprocess.Popen[bytes] | rank_forks.ForkedRank] = []
+        self._children: list[subprocess.Popen[bytes] | forks.ForkedRank] = []
         self._channels: list[socket.socket] = []
         self._closed = False
         self._groups: Groups | None = None
@@ -142,7 +142,7 @@ class RankProcesses:
             self._start(order)
 
     def _start(self, order: RankOrder) -> None:
-        if (prepared := rank_forks.take()) is not None:
+        if (prepared := forks.take()) is not None:
             child, channel = prepared
             self._children.append(child)
             self._channels.append(channel)

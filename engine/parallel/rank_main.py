@@ -19,7 +19,7 @@ from alignedserve.engine.parallel.processes import MESSAGE_BYTES, RankOrder, Sto
 from alignedserve.engine.runner import allocate_cache
 from alignedserve.errors import AlignedServeError, RankLostError
 from alignedserve.model import ModelInfo
-from alignedserve.rank_forks import bind_to_parent
+from alignedserve.ranks.forks import bind_to_parent
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from alignedserve.degrees import RankPlace
 from alignedserve.engine.attention import Place
 from alignedserve.engine.batch import ForwardItem, PackedBatch, build_batch
 from alignedserve.engine.model.loader import LoadedModel
@@ -21,6 +20,7 @@ from alignedserve.engine.parallel.group import Groups
 from alignedserve.engine.parallel.steps import from_words, to_words
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.errors import RankLostError
+from alignedserve.ranks.degrees import RankPlace
 
 _END = 0  # the length of the message after which the other ranks end
 

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from alignedserve.degrees import RankPlace
 from alignedserve.engine import attention
 from alignedserve.engine.parallel.checkpoint import Checkpoint
 from alignedserve.engine.parallel.cuts import WHOLE, Cut, Plan, Ranks, Style, cut_of
@@ -21,6 +20,7 @@ from alignedserve.engine.parallel.stages import Stage
 from alignedserve.engine.step_progress import Progress
 from alignedserve.errors import ModelError, UnsupportedModelError
 from alignedserve.model import ModelInfo, check_model_folder
+from alignedserve.ranks.degrees import RankPlace
 from alignedserve.weights.files import weight_files
 
 

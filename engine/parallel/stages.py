@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from alignedserve.degrees import RankPlace
 from alignedserve.engine.parallel.group import RankGroup
 from alignedserve.errors import UnsupportedModelError
+from alignedserve.ranks.degrees import RankPlace
 
 
 def shares(costs: Sequence[float], stages: int, end: float) -> list[range]:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.batch_size import LEAST, MOST
-from alignedserve.degrees import PLACEMENTS, Degrees
 from alignedserve.errors import ConfigError
 from alignedserve.graph_sizes import graph_sizes
+from alignedserve.ranks.degrees import PLACEMENTS, Degrees
 from alignedserve.resources import parse_resources
 
 CPU_PASS_TOKENS = 512

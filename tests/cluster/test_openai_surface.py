@@ -255,7 +255,7 @@ async def test_every_line_of_the_logs_is_json_and_names_the_request(
 @needs(why_not())
 async def test_the_archive_for_an_issue_report(server: ServeProcess, world: World, tmp_path: Path) -> None:
     await until(lambda: decode_is_ready(server))
-    secret = "a sentence that nobody else may read"
+    secret = "The account number is 5127 8840"
     async with client(world) as http:
         (await http.post("/v1/completions", json={"prompt": secret, "max_tokens": 2})).raise_for_status()
     out = tmp_path / "report.tar.gz"

@@ -13,7 +13,7 @@ from alignedserve.cluster.local import LocalCluster
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
-from alignedserve.degrees import Degrees
+from alignedserve.ranks.degrees import Degrees
 from support.gateway import http_to, joined_gateway
 from support.held import wait_nothing_held
 

@@ -12,9 +12,9 @@ import pytest
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
-from alignedserve.degrees import Degrees
 from alignedserve.proc_stat import is_alive
-from alignedserve.rank_forks import NAME
+from alignedserve.ranks.degrees import Degrees
+from alignedserve.ranks.forks import NAME
 from alignedserve.request import SamplingParams
 from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts

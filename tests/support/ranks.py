@@ -13,7 +13,6 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 
-from alignedserve.degrees import Degrees, RankPlace
 from alignedserve.engine.batch import ForwardItem
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.parallel.group import Groups
@@ -21,6 +20,7 @@ from alignedserve.engine.parallel.load import load_part
 from alignedserve.engine.parallel.processes import runner_of
 from alignedserve.engine.parallel.runner import DrivenRunner
 from alignedserve.errors import RankLostError
+from alignedserve.ranks.degrees import Degrees, RankPlace
 
 _dist: Any = torch.distributed  # untyped
 _multiprocessing: Any = torch.multiprocessing

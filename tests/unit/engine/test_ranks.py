@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from alignedserve.degrees import Degrees, RankPlace
 from alignedserve.engine.batch import ForwardItem
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.parallel.checkpoint import Checkpoint
@@ -17,6 +16,7 @@ from alignedserve.engine.parallel.sharded import ShardedModel
 from alignedserve.engine.parallel.stages import shares
 from alignedserve.engine.parallel.steps import from_words, to_words
 from alignedserve.errors import ConfigError, ModelError
+from alignedserve.ranks.degrees import Degrees, RankPlace
 from alignedserve.testing.models import KINDS, make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 from alignedserve.weights.files import weight_files

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from alignedserve.decode_worker.rank_placer import RankPlacer
-from alignedserve.degrees import PLACEMENTS
+from alignedserve.ranks.degrees import PLACEMENTS
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.plan import RunItem
 from alignedserve.scheduler.ranks import names

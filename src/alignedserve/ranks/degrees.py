@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,6 @@ from alignedserve.errors import ConfigError
 
 PLACEMENTS = ("shared-pool", "balance-route", "least-tokens", "least-requests", "round-robin")
 """Names of `scheduler/ranks/names.py`, the default first."""
-_DEGREES = ("tensor_parallel", "pipeline_parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +28,6 @@ class Degrees:
         tensor = role.tensor_parallel or cluster.tensor_parallel
         stages = role.pipeline_parallel or cluster.pipeline_parallel
         return cls(tensor, stages, getattr(role, "expert_parallel", 1))
-
-    @classmethod
-    def in_tree(cls, tree: Mapping[str, Any], role: str) -> Degrees:
-        """By a configuration's tree, in which keys may be missing."""
-        own, cluster = tree.get(role, {}), tree.get("cluster", {})
-        tensor, stages = (int(own.get(key) or cluster.get(key) or 1) for key in _DEGREES)
-        return cls(tensor, stages, int(own.get("expert_parallel") or 1))
 
     @property
     def ranks(self) -> int:

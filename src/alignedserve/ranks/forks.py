@@ -36,7 +36,7 @@ class ForkedRank:
         if self._status is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # somebody else has waited for it
+            except ChildProcessError:  # its status was collected elsewhere in this process
                 self._status = -1
             else:
                 self._status = os.waitstatus_to_exitcode(status) if pid else None

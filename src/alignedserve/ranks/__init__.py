@@ -1,0 +1,1 @@
+"""Ranks: the processes that compute an instance's model together."""
