@@ -140,7 +140,7 @@ class SupervisorDeployment:
         }
 
     async def progress(self, pid: int = 0, host: str = "") -> dict[str, Any]:
-        """Progress of the start, as plain values, and whether a stop was requested.
+        """The cluster's processes and warnings, as plain values, and whether a stop was requested.
 
         `pid` and `host` are those of the command that will end this cluster. It calls this once a second.
         """
@@ -160,6 +160,7 @@ class SupervisorDeployment:
                 {"role": p.process.role, "id": p.process.id, "pid": p.pid, "state": p.state, "holds": p.holds}
                 for p in status.peers
             ],
+            "warnings": self._supervisor.events.warnings(),
         }
 
     async def _metrics(self) -> str:

@@ -140,7 +140,8 @@ class _ServeCommand:
         self._gone = False  # whether Serve no longer has the application
         self._deployed = threading.Event()
         self._handle_signals_again = threading.Event()
-        self._shown: dict[str, str] = {}
+        self._shown: dict[str, tuple[str, int]] = {}
+        self._warned_s = 0.0  # of the last warning shown, by the supervisor's clock
 
     def run(self, folder: str) -> int:
         self._greet(folder)
@@ -207,19 +208,27 @@ class _ServeCommand:
         return False
 
     def _show(self, progress: dict[str, Any]) -> bool:
-        """Show a line for each process that loads the model or is ready. Returns whether all are ready."""
+        """Show the processes. Returns whether all are ready."""
+        self._show_processes(progress)
+        if progress["failure"] is not None:
+            self._failure = AlignedServeError(progress["failure"]["message"])
+        return progress["state"] in ("ready", "degraded")
+
+    def _show_processes(self, progress: dict[str, Any]) -> None:
+        """Show a line for each warning, and for each process that loads the model, is ready, or could not start."""
+        for at_s, text in progress["warnings"]:
+            if at_s > self._warned_s:
+                self._warned_s = at_s
+                self._console.step(text)
         for role in progress["roles"]:
             loads = role["state"] == "loading" and role["role"] in MODEL_ROLES
             if loads or role["state"] in ("ready", "failed"):
                 label = f"{role['id']:<14} {role['state']}"
-                if self._shown.get(role["id"]) != label:
-                    self._shown[role["id"]] = label
+                if self._shown.get(role["id"]) != (label, role["pid"]):
+                    self._shown[role["id"]] = (label, role["pid"])
                     self._console.step(f"{label}  pid {role['pid']}  {role['holds']}".rstrip())
                 elif loads and role["holds"]:
                     self._console.passing(f"{label}  {role['holds']}")
-        if progress["failure"] is not None:
-            self._failure = AlignedServeError(progress["failure"]["message"])
-        return progress["state"] in ("ready", "degraded")
 
     def _answers(self) -> bool:
         try:
@@ -241,6 +250,8 @@ class _ServeCommand:
     def _wait_for_end(self) -> None:
         """Wait for a signal, for `alignedserve stop`, until the application is gone, or until Ray is broken."""
         while not self._stopping.wait(LOOK_S):
+            if self._progress is not None:
+                self._show_processes(self._progress)
             if self._has_ended():
                 return
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from alignedserve.proto import supervisor_pb2 as sv
 
 MOST_EVENTS = 300
+MOST_WARNINGS = 20
 _LOGGER = "alignedserve.cluster.supervisor"
 
 
@@ -32,3 +33,8 @@ class RecentEvents(logging.Handler):
     def newest(self) -> Iterable[sv.ClusterEvent]:
         """Oldest first."""
         return list(self._events)
+
+    def warnings(self) -> list[tuple[float, str]]:
+        """(Unix time, text) of the newest that are no mere news, oldest first."""
+        found = [(one.unix_s, one.text) for one in self._events if one.level != "info"]
+        return found[-MOST_WARNINGS:]

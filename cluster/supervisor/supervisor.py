@@ -69,7 +69,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._outboxes: dict[str, Outbox[sv.RoleOrder]] = {}  # by id, of processes with an open stream
         self._told_version = 0  # of the view that was last sent to all processes; 0: none
         self._collector = Collector(self._outboxes)  # asks all processes for their metrics
-        self._events = RecentEvents()  # of this supervisor, from `start` to `close`
+        self.events = RecentEvents()  # of this supervisor, from `start` to `close`
         self._fencer = Fencer(lambda: self.core.roster, launcher, identity.token)  # ends processes
         self._watchdog = Watchdog(self._on_dead)  # watches the processes of this node
         self._here = ""  # id of this process's node; "" until `start`
@@ -95,7 +95,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
     async def start(self, change: Change = NO_CHANGE) -> None:
         """Serve, find running processes and start the missing ones. `change` says how running processes follow the
         configuration. Raises ResourceError if no node has the required resources."""
-        self._events.start()
+        self.events.start()
         nodes = list(await self._launcher.nodes())
         self._here = self._fencer.here = nodes[0].node_id
         found = await self._launcher.find()
@@ -204,7 +204,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
             await self._server.stop()
         await end_tasks(self._tasks)
         self._watchdog.close()
-        self._events.stop()
+        self.events.stop()
         await self._launcher.close()
 
     def _let_roles_go(self) -> None:
@@ -268,7 +268,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         lives = {member.key.id: member.beat.live for member, _ in self.core.roster.members() if member.beat.live}
         status = await self.status(fresh=False)
         config = to_yaml(self.config, docs=False) if request.config else ""
-        return sv.LiveState(status=status, lives=lives, events=self._events.newest(), config=config)
+        return sv.LiveState(status=status, lives=lives, events=self.events.newest(), config=config)
 
     async def CheckIntegrity(
         self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, sv.IntegrityReport]

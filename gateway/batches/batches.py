@@ -183,12 +183,18 @@ class BatchStore:
         return {row["key"] - base for row in self._db.rows(query, *(base + index for index in indices))}
 
     def record(self, claim: Claim, answers: Iterable[LineAnswer]) -> int:
-        """Writes answers and counts them. An answer of a line that has one is dropped. Returns how many are new."""
+        """Writes answers and counts them. An answer of a line that has one is dropped. Returns how many are new.
+
+        Raises AccountingError before `begin`.
+        """
         base = claim.number << LINE_BITS
         counts, sizes = [0, 0], [0, 0]
         with self._db.transaction():
-            if BatchStatus(self._held(claim)["status"]).ended:
+            status = BatchStatus(self._held(claim)["status"])
+            if status.ended:
                 raise StaleError(f"batch {claim.id} has ended")
+            if status is BatchStatus.VALIDATING:
+                raise AccountingError(f"batch {claim.id} has no lines yet: it is being validated")
             for answer in answers:
                 statement = "INSERT INTO lines (key, failed, row) VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
                 if self._db.write(statement, base + answer.index, int(answer.failed), answer.row):

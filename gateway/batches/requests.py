@@ -11,11 +11,10 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body.validation_errors import as_request_error, shown
-from alignedserve.gateway.body.values import Between, Body
+from alignedserve.gateway.body.values import Between, Body, Metadata
 from alignedserve.gateway.http.asgi import Scope
 
 LEAST_KEPT_S, MOST_KEPT_S = 3600, 2_592_000
-MOST_ENTRIES, MAX_KEY, MAX_VALUE = 16, 64, 512
 MOST_FILES, MOST_BATCHES = 10_000, 100
 
 
@@ -41,13 +40,7 @@ class BatchRequest(Body):
         description="The url of every line."
     )
     completion_window: Literal["24h"] = Field(description="Lines without an answer by then end with an error.")
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=MAX_KEY)], Annotated[str, Field(max_length=MAX_VALUE)]],
-            Field(max_length=MOST_ENTRIES),
-        ]
-        | None
-    ) = Field(None, description="Returned with the batch.")
+    metadata: Metadata | None = Field(None, description="Returned with the batch.")
     output_expires_after: ExpiresAfter | None = Field(None, description="For the files with answers and errors.")
 
 

@@ -52,7 +52,8 @@ async def chat_form(model: ServedModel, request: ChatRequest, use: ToolUse, prom
     if begun and request.without_reasoning:
         field = "reasoning_effort" if request.enable_thinking is None else "enable_thinking"
         raise UnsupportedFeatureError(f"{field}: this model's reasoning cannot be turned off", param=field)
-    bound = use.forced or (dialects.tools is not None and (use.most == 1 or any(tool.strict for tool in use.tools)))
+    exact = use.limited or use.most == 1 or any(tool.strict for tool in use.tools)
+    bound = use.forced or (dialects.tools is not None and exact)
     asked = request.grammar_spec()
     grammar = await _grammar(model, dialects, asked, use, bound=bound, begun=begun)
     reading = None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body import refused
@@ -20,7 +20,16 @@ from alignedserve.gateway.body.exclusions import ExclusionFields
 from alignedserve.gateway.body.messages import MAX_MESSAGES, EarlierCalls, Message
 from alignedserve.gateway.body.structured import StructuredFields
 from alignedserve.gateway.body.validation_errors import TOKEN_LIMIT, as_request_error, shown
-from alignedserve.gateway.body.values import INT64, Between, Body, LogitBias, Prompt, StopStrings, StopTokens
+from alignedserve.gateway.body.values import (
+    INT64,
+    Between,
+    Body,
+    LogitBias,
+    Prompt,
+    StopStrings,
+    StopTokens,
+    unknown_fields,
+)
 from alignedserve.request import MAX_LOGPROBS, MAX_SAMPLES, WAIT_OBJECTIVE_S
 
 _Tokens = Annotated[int, Between(0, TOKEN_LIMIT)]
@@ -207,9 +216,9 @@ class GenerationRequest(SamplingOptions, StructuredFields, Aliases, Unread, ABC)
     @property
     def ignored(self) -> list[str]:
         """Names of the fields that the client sent and the server ignores."""
-        within = [] if self.stream_options is None else _unknown(self.stream_options, "stream_options.")
-        return [*(name for name in Unread.model_fields if getattr(self, name) is not None), *_unknown(self), *within,
-                *self.unread_formats]  # fmt: skip
+        unread = [name for name in Unread.model_fields if getattr(self, name) is not None]
+        within = [] if self.stream_options is None else unknown_fields(self.stream_options, "stream_options.")
+        return [*unread, *unknown_fields(self), *within, *self.unread_formats]
 
 
 class CompletionRequest(GenerationRequest):
@@ -316,16 +325,12 @@ class ChatRequest(GenerationRequest, ConversationFields):
     @property
     def ignored(self) -> list[str]:
         within = dict.fromkeys(
-            name for message in self.messages if message.model_extra for name in _unknown(message, "messages.")
+            name
+            for message in self.messages
+            if message.model_extra
+            for name in unknown_fields(message, "messages.", refused.MESSAGE)
         )
         return [*super().ignored, *within, *self.unread]
-
-
-def _unknown(body: BaseModel, prefix: str = "") -> list[str]:
-    known = refused.MESSAGE if isinstance(body, Message) else {}
-    return [
-        f"{prefix}{name}" for name, value in (body.model_extra or {}).items() if value is not None and name not in known
-    ]
 
 
 def parse_completion(body: Any, max_prompts: int = 256) -> CompletionRequest:

@@ -29,17 +29,28 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}  # what a 
 class ToolUse:
     """What a request says about tools: `tools` that may be called, and `written`, as the chat template gets them.
 
-    `forced`: the answer is calls. `most`: of calls; None: any number.
+    `forced`: the answer is calls. `most`: of calls; None: any number. `limited`: others are written that may not be
+    called.
     """
 
     tools: tuple[Tool, ...] = ()
     written: tuple[dict[str, Any], ...] = ()
     forced: bool = False
     most: int | None = None
+    limited: bool = False
 
     @property
     def any(self) -> bool:
         return bool(self.tools)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """`names`: of the functions that may be called; None: all. `one`: the answer is one call."""
+
+    names: tuple[str, ...] | None = None
+    forced: bool = False
+    one: bool = False
 
 
 class ToolFields(Body):
@@ -49,7 +60,9 @@ class ToolFields(Body):
         None, max_length=MAX_TOOLS, description="Functions that the model may call, each with a JSON schema."
     )
     tool_choice: Any = Field(
-        None, description="none, auto, required, or one function: the answer is then a call of it. By default auto."
+        None,
+        description="none, auto, required, one function (the answer is then a call of it), or allowed_tools. "
+        "By default auto.",
     )
     parallel_tool_calls: bool | None = Field(None, description="If false, an answer has at most one call.")
     functions: list[dict[str, Any]] | None = Field(
@@ -74,7 +87,8 @@ class ToolFields(Body):
             if isinstance(one, dict):
                 found |= dict.fromkeys(f"{place}.{name[:60]}" for name in one if name not in _OF_A_FUNCTION)
         if isinstance(self.tool_choice, dict):
-            found |= dict.fromkeys(f"tool_choice.{name[:60]}" for name in self.tool_choice if name not in _OF_A_TOOL)
+            known = ("type", "allowed_tools" if self.tool_choice.get("type") == "allowed_tools" else "function")
+            found |= dict.fromkeys(f"tool_choice.{name[:60]}" for name in self.tool_choice if name not in known)
         return list(found)
 
     def tool_use(self) -> ToolUse:
@@ -89,53 +103,73 @@ class ToolFields(Body):
             if name in names[:number]:
                 where = f"{place.format(number)}.name"
                 raise InvalidRequestError(f"{where}: another tool is called {name!r}, too", param=where)
-        chosen, forced = self._choice(names)
-        offered = [tool for tool in tools if chosen is None or tool.name == chosen]
+        chosen = self._choice(names)
+        offered = [tool for tool in tools if chosen.names is None or tool.name in chosen.names]
         if not offered or "none" in (self.tool_choice, self.function_call if self.older else None):
             return ToolUse()
-        most = 1 if self.parallel_tool_calls is False or chosen is not None or self.older else None
-        return ToolUse(tuple(offered), tuple(written), forced, most)
+        most = 1 if self.parallel_tool_calls is False or chosen.one or self.older else None
+        return ToolUse(tuple(offered), tuple(written), chosen.forced, most, len(offered) < len(tools))
 
-    def _choice(self, names: Sequence[str]) -> tuple[str | None, bool]:
-        """The function that must be called (None: any), and whether one must be called."""
+    def _choice(self, names: Sequence[str]) -> _Choice:
+        """`names`: of the tools."""
         asked = [
             (param, kind, choice)
             for param, kind in (("tool_choice", "tools"), ("function_call", "functions"))
             if (choice := getattr(self, param)) is not None and choice not in ("none", "auto")
         ]
         if not asked:
-            return None, False
+            return _Choice()
         param, kind, choice = asked[0]
         if not getattr(self, kind):
             raise InvalidRequestError(f"{param} asks for a call, but there are no {kind}", param=param)
         if choice == "required" and not self.older:
-            return None, True
-        name = _chosen_function(choice) if self.older else _chosen(choice)
-        if name not in names:
-            raise InvalidRequestError(f"{param}: no tool is called {shown(name)}", param=param)
-        return name, True
+            return _Choice(forced=True)
+        chosen = _chosen_function(choice) if self.older else _chosen(choice)
+        for name in chosen.names or ():
+            if name not in names:
+                raise InvalidRequestError(f"{param}: no tool is called {shown(name)}", param=param)
+        return chosen
 
 
-def _chosen_function(choice: Any) -> str:
-    """The name in `{"name": …}`."""
+def _chosen_function(choice: Any) -> _Choice:
+    """Of `{"name": …}`."""
     name = choice.get("name") if isinstance(choice, dict) else None
     if not isinstance(name, str):
         raise InvalidRequestError('function_call must be "none", "auto", or {"name": …}', param="function_call")
-    return name
+    return _Choice((name,), forced=True, one=True)
 
 
-def _chosen(choice: Any) -> str:
-    """The name in `{"type": "function", "function": {"name": …}}`."""
+def _chosen(choice: Any) -> _Choice:
+    """Of `{"type": "function", "function": {"name": …}}`, or of `allowed_tools`."""
     param = "tool_choice"
-    if isinstance(choice, dict) and choice.get("type") != "function":
-        kind = shown(choice.get("type"))
-        raise UnsupportedFeatureError(f"tool_choice of type {kind} is not supported", param=param)
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+    kind = choice.get("type") if isinstance(choice, dict) else "function"
+    if kind == "allowed_tools":
+        return _allowed(choice.get(kind), f"{param}.{kind}")
+    if kind != "function":
+        raise UnsupportedFeatureError(f"tool_choice of type {shown(kind)} is not supported", param=param)
+    name = _function_name(choice)
+    if name is None:
         wanted = '"none", "auto", "required", or {"type": "function", "function": {"name": …}}'
         raise InvalidRequestError(f"tool_choice must be {wanted}", param=param)
-    return name
+    return _Choice((name,), forced=True, one=True)
+
+
+def _allowed(choice: Any, where: str) -> _Choice:
+    """Of `{"mode": "auto" or "required", "tools": [{"type": "function", "function": {"name": …}}, …]}`."""
+    mode, tools = (choice.get("mode"), choice.get("tools")) if isinstance(choice, dict) else (None, None)
+    if mode not in ("auto", "required"):
+        raise InvalidRequestError(f"{where}.mode must be auto or required, not {shown(mode)}", param=f"{where}.mode")
+    names = [_function_name(tool) for tool in tools] if isinstance(tools, list) else []
+    if not names or None in names:
+        wanted = 'an array of {"type": "function", "function": {"name": …}}'
+        raise InvalidRequestError(f"{where}.tools must be {wanted}", param=f"{where}.tools")
+    return _Choice(tuple(name for name in names if name is not None), forced=mode == "required")
+
+
+def _function_name(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _tool(entry: dict[str, Any], where: str, longest_name: int) -> Tool:

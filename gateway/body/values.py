@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -54,6 +54,12 @@ class Body(BaseModel):
             else:
                 refusal.check(entry, name)
         return given
+
+
+def unknown_fields(body: BaseModel, prefix: str = "", known: Container[str] = ()) -> list[str]:
+    """Names of the fields that the client sent and the model does not have, without those that are `known`."""
+    extra = body.model_extra or {}
+    return [f"{prefix}{name}" for name, value in extra.items() if value is not None and name not in known]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +155,9 @@ StopTokens = Annotated[
     tuple[int, ...], Sent(Annotated[list[_StopToken], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)], tuple)
 ]
 _Biases = dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Annotated[float, Between(-100, 100)]]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 LogitBias = Annotated[
     tuple[tuple[int, float], ...],
     Sent(Annotated[_Biases, Field(max_length=MAX_LOGIT_BIASES), BeforeValidator(_few)], _by_token),

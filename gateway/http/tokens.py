@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from alignedserve.gateway.body.planning import ServedModel
 from alignedserve.gateway.body.token_requests import TokenizeRequest, parse_detokenize, parse_tokenize
 from alignedserve.gateway.body.tokenising import TooManyTokens, in_turn, tokenise
 from alignedserve.gateway.body.truncation import MOST
+from alignedserve.gateway.body.values import unknown_fields
 from alignedserve.gateway.failures import error_object
 from alignedserve.gateway.http.asgi import (
     ClientGoneError,
@@ -18,6 +19,7 @@ from alignedserve.gateway.http.asgi import (
     Receive,
     Scope,
     Send,
+    ignored_header,
     parse_json,
     report,
     send_error,
@@ -28,7 +30,7 @@ from alignedserve.gateway.translated.messages_reply import messages_error
 from alignedserve.gateway.translated.messages_request import count_tokens
 from alignedserve.text import Prompt, PromptEncoder, Tokenizer
 
-Work = Callable[[Any], Awaitable[dict[str, Any]]]  # the answer to a parsed body
+Work = Callable[[Any], Awaitable[tuple[dict[str, Any], Sequence[str]]]]  # a body's answer, and its fields not read
 
 
 class TokenEndpoints:
@@ -59,21 +61,21 @@ class TokenEndpoints:
         work: Work,
         error_body: Callable[[AlignedServeError], dict[str, Any]] = error_object,
     ) -> None:
-        async def of(body: bytes) -> dict[str, Any]:
+        async def of(body: bytes) -> tuple[dict[str, Any], Sequence[str]]:
             return await work(parse_json(body))
 
         try:
             body = await self._bodies.read(scope, receive)
             with DisconnectWatch(receive) as watch:
-                answer = await watch.unless_gone(of(body))
+                answer, ignored = await watch.unless_gone(of(body))
         except ClientGoneError:
             return
         except Exception as error:
             await send_error(send, report(error), body=error_body)
             return
-        await send_json(send, answer)
+        await send_json(send, answer, headers=ignored_header(ignored))
 
-    async def _tokens(self, body: Any) -> dict[str, Any]:
+    async def _tokens(self, body: Any) -> tuple[dict[str, Any], Sequence[str]]:
         request = parse_tokenize(body)
         self._model.require(request.model)
         tokenizer, encoder = self._tokenizer(), self._model.encoder
@@ -90,12 +92,13 @@ class TokenEndpoints:
         spelled = (
             [tokenizer.backend.id_to_token(token) or "" for token in tokens] if request.return_token_strs else None
         )
-        return {
+        answer = {
             "count": len(tokens),
             "max_model_len": self._model.limit[0],
             "tokens": tokens,
             "token_strs": spelled,
         }
+        return answer, [*unknown_fields(request), *request.unread]
 
     async def _prompt(self, encoder: PromptEncoder, request: TokenizeRequest) -> Prompt:
         if request.messages is None:
@@ -110,14 +113,15 @@ class TokenEndpoints:
             return await in_turn(partial(encoder.of_begun_answer, template, turns, variables))
         return await in_turn(partial(encoder.of_chat, template, turns, variables, request.add_generation_prompt))
 
-    async def _text(self, body: Any) -> dict[str, Any]:
+    async def _text(self, body: Any) -> tuple[dict[str, Any], Sequence[str]]:
         request = parse_detokenize(body)
         info, tokenizer = self._model.require(request.model), self._tokenizer()
         for token in (min(request.tokens, default=0), max(request.tokens, default=0)):
             if not 0 <= token < info.vocab_size:
                 message = f"tokens: token id {token} is outside the vocabulary of {info.vocab_size}"
                 raise InvalidRequestError(message, param="tokens")
-        return {"prompt": await in_turn(partial(tokenizer.decode, request.tokens, skip_special=False))}
+        text = await in_turn(partial(tokenizer.decode, request.tokens, skip_special=False))
+        return {"prompt": text}, unknown_fields(request)
 
     def _tokenizer(self) -> Tokenizer:
         if self._model.tokenizer is None:

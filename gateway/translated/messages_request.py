@@ -110,12 +110,16 @@ async def plan_message(model: ServedModel, request: MessagesChat) -> CallPlan:
         return await plan_chat(model, _for_model(model, request))
 
 
-async def count_tokens(model: ServedModel, body: Any) -> dict[str, Any]:
-    """The answer of /v1/messages/count_tokens. Raises InvalidRequestError (or one of its kinds), ModelNotFoundError."""
+async def count_tokens(model: ServedModel, body: Any) -> tuple[dict[str, Any], list[str]]:
+    """The answer of /v1/messages/count_tokens, and fields that are ignored.
+
+    Raises InvalidRequestError (or one of its kinds), ModelNotFoundError.
+    """
     request = _parsed({"max_tokens": 1, **body} if isinstance(body, dict) else body)
     model.require(request.model)
     with renamed(_NAMES, _SCHEMA):
-        return {"input_tokens": await counted(model, _for_model(model, request), "messages")}
+        answer = {"input_tokens": await counted(model, _for_model(model, request), "messages")}
+    return answer, request.ignored
 
 
 def _for_model(model: ServedModel, request: MessagesChat) -> MessagesChat:
@@ -249,8 +253,10 @@ def _of_assistant(message: Fields) -> list[dict[str, Any]]:
     for block in message.objects("content"):
         kind = block.text("type")
         if kind == "tool_use":
-            check_depth(block.required("input"), block.place("input"))
-            arguments = orjson.dumps(block.raw("input")).decode()
+            block.required("input")
+            given = block.get("input", dict, "an object")
+            check_depth(given, block.place("input"))
+            arguments = orjson.dumps(given).decode()
             function = {"name": block.text("name"), "arguments": arguments}
             turn.setdefault("tool_calls", []).append({"id": block.text("id"), "type": "function", "function": function})
         elif kind == "thinking":

@@ -66,10 +66,13 @@ class ResponsesEndpoint(GenerateEndpoint):
         found = await self._service.call(store.items, wanted, caller.get())
         return {**body, "input": [found[item["id"]] if _is_reference(item) else item for item in given]}
 
-    async def count(self, body: Any) -> dict[str, Any]:
-        """The answer of /v1/responses/input_tokens: the conversation that the body goes on from counts too."""
-        tokens = await count_input(self._model, await self.read(body))
-        return {"object": "response.input_tokens", "input_tokens": tokens}
+    async def count(self, body: Any) -> tuple[dict[str, Any], list[str]]:
+        """The answer of /v1/responses/input_tokens, and fields that are ignored. The conversation that the body goes on
+        from counts too.
+        """
+        request = await self.read(body)
+        tokens = await count_input(self._model, request)
+        return {"object": "response.input_tokens", "input_tokens": tokens}, request.ignored
 
     async def before_end(self, reply: Reply) -> None:
         """Stores the response. If the store fails, the response says that it is not stored."""

@@ -14,6 +14,7 @@ from alignedserve.gateway.body.planning import CallPlan, ServedModel, counted, p
 from alignedserve.gateway.body.refused import Refusal
 from alignedserve.gateway.body.requests import ChatRequest, checked
 from alignedserve.gateway.body.validation_errors import shown, wrong_type
+from alignedserve.gateway.body.values import Metadata
 from alignedserve.gateway.failures import MissingFieldError
 from alignedserve.gateway.translated.fields import Fields, refusals, refuse, renamed, text_of, unread, unsupported
 
@@ -57,6 +58,8 @@ _PARTS = ("input_text", "output_text", "text")
 
 class ResponsesChat(ChatRequest):
     """A chat request that was sent to /v1/responses."""
+
+    metadata: Metadata | None = None  # the reply repeats it
 
     _body: dict[str, Any] = PrivateAttr(default_factory=dict)
     _earlier: Sequence[dict[str, Any]] = PrivateAttr(default=())
@@ -158,7 +161,7 @@ def _tools(fields: Fields) -> dict[str, Any]:
         tools.append({"type": "function", "function": {k: v for k, v in tool.values().items() if k != "type"}})
     choice = fields.raw("tool_choice")
     if isinstance(choice, dict):
-        tools, choice = _choice(Fields(choice, "tool_choice"), tools)
+        choice = _choice(Fields(choice, "tool_choice"), tools)
     found: dict[str, Any] = {}
     if tools:
         found["tools"] = tools
@@ -167,18 +170,26 @@ def _tools(fields: Fields) -> dict[str, Any]:
     return found
 
 
-def _choice(choice: Fields, tools: list[Any]) -> tuple[list[Any], Any]:
-    """The tools that may be called, and chat's tool_choice."""
+def _choice(choice: Fields, tools: list[Any]) -> dict[str, Any]:
+    """Chat's tool_choice."""
     kind = choice.text("type")
     if kind == "function":
-        return tools, {"type": "function", "function": {"name": choice.text("name")}}
+        return _function(choice.text("name"))
     if kind != "allowed_tools":
         raise unsupported(choice, "type", f"tool_choice of type {kind} is not supported: only functions are")
-    names = [tool.text("name") for tool in choice.objects("tools")]
+    mode, names = choice.text("mode"), [tool.text("name") for tool in choice.objects("tools")]
+    if mode not in ("auto", "required"):
+        raise InvalidRequestError(
+            f"tool_choice.mode must be auto or required, not {shown(mode)}", param="tool_choice.mode"
+        )
     missing = [name for name in names if name not in [tool["function"].get("name") for tool in tools]]
     if missing:
         raise InvalidRequestError(f"tool_choice.tools: tools has no {shown(missing[0])}", param="tool_choice.tools")
-    return [tool for tool in tools if tool["function"].get("name") in names], choice.text("mode")
+    return {"type": kind, kind: {"mode": mode, "tools": [_function(name) for name in names]}}
+
+
+def _function(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
 
 
 def _items(fields: Fields) -> list[Fields]:

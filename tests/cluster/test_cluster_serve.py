@@ -84,6 +84,8 @@ def test_a_cluster_comes_up_replaces_what_dies_and_leaves_nothing(
         spare = wait_ready(server, "spare-0")
         os.kill(roles["decode-0"], signal.SIGKILL)
         assert wait_ready(server, "decode-0", roles["decode-0"]) == spare
+        wait_printed(server, "decode-0 has ended: ")
+        wait_printed(server, f"decode-0       ready  pid {spare}")
         for role_id in ("node_agent-0", "supervisor-0", "kv_pool-0"):
             os.kill(roles[role_id], signal.SIGKILL)
             wait_ready(server, role_id, roles[role_id])

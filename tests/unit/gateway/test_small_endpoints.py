@@ -46,6 +46,20 @@ async def test_a_prompt_has_the_tokens_that_a_completion_computes(front: Front, 
     assert back == {"prompt": text}
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [7]}),
+        ("/v1/messages/count_tokens", {"model": "tiny", "messages": HI}),
+    ],
+)
+async def test_a_field_that_is_not_read_is_named(front: Front, path: str, body: dict[str, Any]) -> None:
+    answer = await front.client.post(path, json={**body, "color": "red"})
+    assert answer.status_code == 200
+    assert answer.headers["x-alignedserve-ignored-fields"] == "color"
+
+
 async def test_special_tokens_are_text_unless_they_are_allowed_and_come_back_by_name(front: Front) -> None:
     plain = await post(front, "/tokenize", prompt="a<|end|>b")
     special = await post(front, "/tokenize", prompt="a<|end|>b", allow_special_tokens=True)

@@ -64,6 +64,12 @@ def text_of(tokens: Any) -> str:
     return TOKENIZER.backend.decode(list(tokens), skip_special_tokens=False)
 
 
+def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
+    """A tool_choice. `tools`: whole functions, or their names alone."""
+    named = [{"type": "function", "function": {"name": tool["function"]["name"]}} for tool in tools]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+
+
 def openai_of(gateway: RunningGateway) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=10.0)
 
@@ -84,7 +90,9 @@ async def client(gateway: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
         ({"tools": [NOW], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"tools": [NOW], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools.mode"),
+        ({"tools": [NOW], "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
+        ({"tools": [NOW], "tool_choice": allowed("auto", LOOK)}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": 3}, "tool_choice"),
         ({"tools": [NOW, NOW]}, "tools[1].function.name"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
@@ -202,6 +210,9 @@ async def test_no_text_of_tools_or_calls_becomes_a_special_token() -> None:
         ({"parallel_tool_calls": False}, True),
         ({"tools": [{"type": "function", "function": {"name": "now", "strict": True}}]}, True),
         ({"response_format": {"type": "json_object"}}, True),
+        ({"tool_choice": allowed("required", NOW)}, True),
+        ({"tool_choice": allowed("auto", NOW)}, True),
+        ({"tool_choice": allowed("auto", NOW, LOOK)}, False),
     ],
 )
 async def test_calls_that_must_be_exact_have_a_grammar(fields: dict[str, Any], bound: bool) -> None:
@@ -209,6 +220,17 @@ async def test_calls_that_must_be_exact_have_a_grammar(fields: dict[str, Any], b
     grammar = submitted.sampling.grammar
     assert (grammar is not None) is bound
     assert grammar is None or grammar.kind is GrammarKind.COMPOSED
+
+
+async def test_only_allowed_tools_are_called_and_the_prompt_has_all() -> None:
+    sent = {"messages": HI, "tools": [LOOK, NOW]}
+    (plain,), (submitted,) = [
+        await Front().submit(CHAT, {**sent, **more}) for more in ({}, {"tool_choice": allowed("auto", NOW)})
+    ]
+    assert submitted.prompt_token_ids == plain.prompt_token_ids
+    assert submitted.sampling.grammar is not None
+    assert "now" in submitted.sampling.grammar.text
+    assert "look" not in submitted.sampling.grammar.text
 
 
 async def test_a_schema_that_cannot_be_followed_is_loosened_only_without_strict() -> None:

@@ -182,8 +182,10 @@ def test_tools_formats_and_effort_become_chats() -> None:
     assert body["top_k"] == 3
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
     body = chat(tools=[tool, {**tool, "name": "g"}], tool_choice=allowed, reasoning={"effort": "low"})
-    assert [one["function"]["name"] for one in body["tools"]] == ["f"]
-    assert (body["tool_choice"], body["reasoning_effort"]) == ("required", "low")
+    assert [one["function"]["name"] for one in body["tools"]] == ["f", "g"]
+    named = [{"type": "function", "function": {"name": "f"}}]
+    assert body["tool_choice"] == {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
+    assert body["reasoning_effort"] == "low"
 
 
 @pytest.mark.parametrize(
@@ -205,6 +207,8 @@ def test_tools_formats_and_effort_become_chats() -> None:
         ({"input": [USER, {"type": "function_call", "name": "f"}]}, "input[1].arguments"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "f"}]}}, "tool_choice.tools"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "any", "tools": []}}, "tool_choice.mode"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
         ({"temperature": "hot"}, "temperature"),
         ({"max_tokens": 3}, "max_tokens"),
         ({"n": 2}, "n"),
@@ -463,6 +467,10 @@ def test_tools_thinking_and_formats_become_chats() -> None:
         ({"stop_sequences": [3]}, "stop_sequences"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": [USER, {"role": "assistant", "content": [{**USE, "input": {}}]}]}, "messages"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": [{**USE, "input": "{}"}]}]},
+            "messages[1].content[0].input",
+        ),
         ({"n": 2}, "n"),
         ({"stop": ["x"]}, "stop"),
         ({"logprobs": True}, "logprobs"),
