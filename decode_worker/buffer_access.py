@@ -17,7 +17,7 @@ from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.device import attach_device_store
 from alignedserve.transfer.handles import CUDA, StoreHandle
 from alignedserve.transfer.links import ask_driver, place_of, wrapped
-from alignedserve.transfer.pair_choice import PAIRED, choose_pair_channel, require_packages
+from alignedserve.transfer.pair_choice import PAIRED, choose_pair_channel, nixl_missing, require_packages
 from alignedserve.transfer.paired.channel import PairedChannel
 from alignedserve.transfer.paired.client import PairClient
 from alignedserve.transfer.paired.nccl import no_nccl_here
@@ -134,6 +134,7 @@ class BufferReach:
             (prefill_id, place_of(buffer)),
             ask_driver,
             no_nccl=self._no_nccl or no_nccl,
+            no_nixl=nixl_missing(),
             allow_slow=cluster.allow_slow_channel,
         )
         level = logging.WARNING if choice.slow else logging.INFO

@@ -45,6 +45,7 @@ from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.copier import Copier
 from alignedserve.transfer.device import compile_copies, reached_devices
 from alignedserve.transfer.links import connect
+from alignedserve.transfer.topology import shard_channel
 
 CACHING_BLOCKS = 256  # leased at most for answers that have ended
 
@@ -72,7 +73,8 @@ class DecodeInstance:
         self._post = post
         self._on_pool_wait = on_pool_wait
         self._linking = asyncio.Lock()  # held while the buffer links are changed
-        self._pool = PoolAttachment(settings, process, config.kv_pool.copy_timeout_s)  # shards and view
+        channel = shard_channel(config.cluster.channel)
+        self._pool = PoolAttachment(settings, process, config.kv_pool.copy_timeout_s, channel)  # shards and view
         # How the candidate buffers of a paired prefill instance are accessed.
         self._reach = BufferReach(settings, config, process, self._pool.segments, self._connect)
         # All copies of KV, with their checks and time limits.

@@ -46,7 +46,7 @@ from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore, HostBlockStore
 from alignedserve.transfer.segments import SegmentClient
-from alignedserve.transfer.topology import GLOO
+from alignedserve.transfer.topology import shard_channel
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,8 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._handover = AgentHandover(self._segments, settings.node_id)  # passes mappings to a new node agent
         timeout_s = self.config.kv_pool.copy_timeout_s
         # Copies that workers of other nodes ask for.
-        self._copies = PairedCopiesService(settings, self.process, self._stores, (GLOO,), timeout_s, writable=False)
+        channels = (shard_channel(self.config.cluster.channel),)
+        self._copies = PairedCopiesService(settings, self.process, self._stores, channels, timeout_s, writable=False)
         self._disk: DiskTier | None = None  # None until `on_start`, or without `kv_pool.disk_gib`
         self._cluster_served = False  # whether the cluster was ready before this process was
         self._cluster_ends = False  # the shard's memory ends with this process

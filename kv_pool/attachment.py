@@ -22,6 +22,7 @@ from alignedserve.transfer.block_store import HostBlockStore, attach_store
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.handles import StoreHandle
 from alignedserve.transfer.segments import SegmentClient
+from alignedserve.transfer.topology import GLOO
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,12 @@ class PoolAttachment:
     gets their descriptors. `others` reads the shards of other nodes. `stored` reads stored requests of any shard.
     """
 
-    def __init__(self, settings: RoleSettings, process: pb.ProcessKey, copy_timeout_s: float) -> None:
+    def __init__(
+        self, settings: RoleSettings, process: pb.ProcessKey, copy_timeout_s: float, channel: str = GLOO
+    ) -> None:
+        """`channel`: by which shards of other nodes are read."""
         self.segments = SegmentClient(settings.agent_socket, settings.token)
-        self.others = RemoteShards(settings, process, copy_timeout_s)
+        self.others = RemoteShards(settings, process, copy_timeout_s, channel)
         self.stored = StoredReader(settings.token)
         self.view = sv.ClusterView()
         self.plan: asyncio.Future[StorePlan] = asyncio.get_running_loop().create_future()

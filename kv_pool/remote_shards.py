@@ -50,8 +50,11 @@ class RemoteShards:
     Any thread may call `channel`; the rest is used from the event loop.
     """
 
-    def __init__(self, settings: RoleSettings, process: pb.ProcessKey, copy_timeout_s: float) -> None:
-        self._settings, self._process, self._timeout_s = settings, process, copy_timeout_s
+    def __init__(
+        self, settings: RoleSettings, process: pb.ProcessKey, copy_timeout_s: float, channel: str = GLOO
+    ) -> None:
+        """`channel`: as the shards serve (`shard_channel`)."""
+        self._settings, self._process, self._timeout_s, self._channel = settings, process, copy_timeout_s, channel
         self._geometry: KvGeometry | None = None
         self._capacity_blocks = 0
         self._view = sv.ClusterView()
@@ -128,12 +131,12 @@ class RemoteShards:
 
     def _open(self, pool_id: str, geometry: KvGeometry) -> _Shard:
         settings, node_id = self._settings, self._nodes[pool_id]
-        wiring = Wiring.between_workers(GLOO, ASKING_RANK, settings.host, settings.device, self._timeout_s)
+        wiring = Wiring.between_workers(self._channel, ASKING_RANK, settings.host, settings.device, self._timeout_s)
         # Longer than for a pair: a shard outlives its process, but a candidate buffer does not.
         client = PairClient(self._process, wiring, geometry, pool_id, away_s=self._timeout_s, read_only=True)
         whole = StoreSlice.whole(geometry)
         handle = StoreHandle(pool_id, HOST, geometry, whole, self._capacity_blocks, node_id)
-        logger.info("%s of node %s is read over %s", pool_id, node_id, GLOO)
+        logger.info("%s of node %s is read over %s", pool_id, node_id, self._channel)
         return _Shard(RemoteBlockStore(handle, client.checksums), client)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:

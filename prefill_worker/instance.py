@@ -48,6 +48,7 @@ from alignedserve.transfer.device import reached_devices
 from alignedserve.transfer.links import connect
 from alignedserve.transfer.pair_choice import require_packages
 from alignedserve.transfer.paired.nccl import no_nccl_here
+from alignedserve.transfer.topology import shard_channel
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,8 @@ class PrefillInstance:
         self._post = post
         self._on_pool_wait = on_pool_wait
         self.returns: PoolWriter | None = None  # leases blocks for candidates that go back; None until `load`
-        self._pool = PoolAttachment(settings, process, config.kv_pool.copy_timeout_s)  # shards and view
+        channel = shard_channel(config.cluster.channel)
+        self._pool = PoolAttachment(settings, process, config.kv_pool.copy_timeout_s, channel)  # shards and view
         # All copies of KV, with their checks and time limits.
         self.copier = Copier(verify=config.kv_pool.verify, timeout_s=config.kv_pool.copy_timeout_s)
         self._channels: list[Channel] = []  # between this node's shard and the cache and buffers; empty until `load`

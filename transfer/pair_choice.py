@@ -11,6 +11,7 @@ from alignedserve.transfer.topology import (
     CUDA_STAGED,
     GLOO,
     NCCL,
+    NIXL,
     PCIE,
     SHARED_MEMORY,
     ChannelChoice,
@@ -20,10 +21,12 @@ from alignedserve.transfer.topology import (
 )
 
 AUTO = "auto"
-PAIRED = (NCCL, GLOO)
+PAIRED = (NCCL, GLOO, NIXL)
 """Channels that both processes take part in."""
 MULTI_RANK_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+NIXL_PACKAGES = ("nixl_cu13", "nixl_cu12")
 INSTALL_NCCL = "pip install 'alignedserve[gpu-cu13]', or 'alignedserve[gpu-cu12]' for CUDA 12"
+INSTALL_NIXL = "pip install 'alignedserve[nixl-cu13]', or 'alignedserve[nixl-cu12]' for CUDA 12"
 _DIRECT = {
     SHARED_MEMORY: "both in host memory of this node",
     PCIE: "between host memory and a GPU of this node",
@@ -38,18 +41,19 @@ def choose_pair_channel(
     peer_access: PeerAccess,
     *,
     no_nccl: str = "",
+    no_nixl: str = "",
     allow_slow: bool = False,
 ) -> ChannelChoice:
     """The channel between two instances, each `(id, place)`.
 
-    `no_nccl`: why one of them cannot use NCCL, as far as is known. Raises ResourceError, with the cause and the remedy,
-    if the wanted channel is not possible and `allow_slow` does not permit the next best.
+    `no_nccl`, `no_nixl`: why one of them cannot use it, as far as is known. Raises ResourceError, with the cause and
+    the remedy, if the wanted channel is not possible and `allow_slow` does not permit the next best.
     """
     pair = f"{ours[0]} ({_describe(ours[1])}) and {theirs[0]} ({_describe(theirs[1])})"
     places = ours[1], theirs[1]
     if wanted == AUTO:
         return _best(pair, *places, peer_access, no_nccl, allow_slow=allow_slow)
-    problem = _problem(wanted, *places, peer_access, no_nccl)
+    problem = no_nixl if wanted == NIXL else _problem(wanted, *places, peer_access, no_nccl)
     if not problem:
         return ChannelChoice(wanted, f"cluster.channel is {wanted!r}")
     why = f"cluster.channel is {wanted!r}, which {pair} cannot use: {problem}"
@@ -63,9 +67,10 @@ def choose_pair_channel(
 
 def require_packages(wanted: str, no_nccl: str, *, allow_slow: bool) -> None:
     """Raises ResourceError if the configured channel needs packages that this process lacks."""
-    if wanted == NCCL and no_nccl and not allow_slow:
+    missing = {NCCL: no_nccl, NIXL: nixl_missing()}.get(wanted, "")
+    if missing and not allow_slow:
         raise ResourceError(
-            f"cluster.channel is 'nccl', but {no_nccl}. Fix that, choose another channel, or set "
+            f"cluster.channel is {wanted!r}, but {missing}. Fix that, choose another channel, or set "
             "cluster.allow_slow_channel: true to use the next best"
         )
 
@@ -73,6 +78,13 @@ def require_packages(wanted: str, no_nccl: str, *, allow_slow: bool) -> None:
 def cupy_missing() -> str:
     """Why NCCL is impossible here, without importing anything; "": it may be possible."""
     return "" if importlib.util.find_spec("cupy") else f"cupy is not installed: {INSTALL_NCCL}"
+
+
+def nixl_missing() -> str:
+    """Why NIXL is impossible here, without importing anything; "": it may be possible."""
+    if any(map(importlib.util.find_spec, NIXL_PACKAGES)):
+        return ""
+    return f"NIXL is not installed: {INSTALL_NIXL}"
 
 
 def _best(

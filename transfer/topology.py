@@ -11,6 +11,7 @@ CUDA_IPC = "cuda-ipc"
 CUDA_STAGED = "cuda-staged"
 NCCL = "nccl"
 GLOO = "gloo"
+NIXL = "nixl"
 
 PeerAccess = Callable[[str, str], bool]
 """Whether the first device can read the second's memory directly (NVLink, or PCIe peer to peer)."""
@@ -38,6 +39,11 @@ class ChannelChoice:
     name: str
     reason: str
     slow: bool = False
+
+
+def shard_channel(wanted: str) -> str:
+    """The channel by which workers read the shards of other nodes. `wanted`: `cluster.channel`."""
+    return NIXL if wanted == NIXL else GLOO
 
 
 def channel_between(first: Place, second: Place, peer_access: PeerAccess) -> str | None:

@@ -10,7 +10,7 @@ from alignedserve.config import ClusterConfig, Config
 from alignedserve.errors import AlignedServeError
 from alignedserve.scheduler.core.pairing import pair_up
 from alignedserve.transfer.links import ask_driver
-from alignedserve.transfer.pair_choice import choose_pair_channel, cupy_missing
+from alignedserve.transfer.pair_choice import choose_pair_channel, cupy_missing, nixl_missing
 from alignedserve.transfer.topology import ChannelChoice, PeerAccess, Place, link_rank
 
 Row = dict[str, str]
@@ -86,7 +86,7 @@ def _choose(
     wanted = cluster.channel if theirs.role == "prefill" else "auto"
     places = (ours.id, Place(HERE, ours.device)), (theirs.id, Place(HERE, theirs.device))
     slow = cluster.allow_slow_channel
-    return choose_pair_channel(wanted, *places, reach, no_nccl=cupy_missing(), allow_slow=slow)
+    return choose_pair_channel(wanted, *places, reach, no_nccl=cupy_missing(), no_nixl=nixl_missing(), allow_slow=slow)
 
 
 def _measure(channel: str, ours: str, theirs: str, problems: list[str]) -> tuple[str, str]:

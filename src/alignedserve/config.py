@@ -60,7 +60,7 @@ class ClusterConfig:
     channel: str = _key(
         "auto",
         "the channel that copies KV between paired instances; auto: the fastest available",
-        choices=("auto", "shared-memory", "cuda-ipc", "nccl", "gloo"),
+        choices=("auto", "shared-memory", "cuda-ipc", "nccl", "gloo", "nixl"),
     )
     role_metrics: bool = _key(False, "serve each process's metrics on a port of its own: GET /metrics/targets has them")
     ray_metrics: bool = _key(True, "show the cluster's metrics in Ray's own, too, where Ray collects metrics")

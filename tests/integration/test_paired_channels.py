@@ -1,4 +1,4 @@
-"""A whole cluster whose instances copy over Gloo: exact tokens, evictions both ways, deaths; and channels refused."""
+"""A cluster whose instances copy over Gloo or NIXL: exact tokens, evictions both ways, deaths; and channels refused."""
 
 from __future__ import annotations
 
@@ -36,33 +36,34 @@ def config(folder: Path, **cluster: Any) -> Config:
     )
 
 
-def moved(metrics: str, source: str, destination: str) -> float:
-    """Copies over Gloo between stores whose names begin so."""
+def moved(metrics: str, channel: str, source: str, destination: str) -> float:
+    """Copies over a channel between stores whose names begin so."""
     return sum(
         float(line.rsplit(" ", 1)[1])
         for line in metrics.splitlines()
         if line.startswith("alignedserve_transfer_copies_total")
-        and 'channel="gloo"' in line
+        and f'channel="{channel}"' in line
         and f'source="{source}' in line
         and f'destination="{destination}' in line
     )
 
 
-async def test_tokens_are_exact_over_gloo_and_survive_the_death_of_either_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("channel", ["gloo", "nixl"])
+async def test_tokens_are_exact_and_survive_the_death_of_either_end(tmp_path: Path, channel: str) -> None:
     folder = make_model("llama", tmp_path / "m", seed=21, vocab_size=VOCAB_SIZE)
     prompts = random_prompts([24] * 12, VOCAB_SIZE, seed=22)
     reference = load_reference(folder)
     expected = [greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
 
-    async with LocalCluster(config(folder)) as cluster:
+    async with LocalCluster(config(folder, channel=channel)) as cluster:
         await cluster.wait_ready()
         async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
             answers = await driver.generate(prompts, GREEDY)
             assert [answer.tokens for answer in answers] == expected
             await asyncio.sleep(0.4)
             metrics = (await cluster.status()).metrics
-            assert moved(metrics, "prefill-0/", "decode-0/cache") >= len(prompts)
-            assert moved(metrics, "decode-0/cache", "prefill-0/requests") > 0
+            assert moved(metrics, channel, "prefill-0/", "decode-0/cache") >= len(prompts)
+            assert moved(metrics, channel, "decode-0/cache", "prefill-0/requests") > 0
             assert value(metrics, "alignedserve_kv_checksum_mismatches_total") == 0
 
             for role_id in ("prefill-0", "decode-0"):

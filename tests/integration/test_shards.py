@@ -86,21 +86,23 @@ def loads_torch(cluster: LocalCluster, role_id: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("placed", "prefetch", "verify"),
+    ("placed", "prefetch", "verify", "channel"),
     [
-        (APART, True, True),
-        pytest.param(APART, False, False, marks=pytest.mark.slow),
-        pytest.param(APART, False, True, marks=pytest.mark.slow),
-        pytest.param(TWICE, True, False, marks=pytest.mark.slow),
-        pytest.param(TWICE, False, True, marks=pytest.mark.slow),
+        (APART, True, True, "gloo"),
+        pytest.param(APART, False, False, "gloo", marks=pytest.mark.slow),
+        pytest.param(APART, False, True, "gloo", marks=pytest.mark.slow),
+        pytest.param(APART, False, True, "nixl", marks=pytest.mark.slow),
+        pytest.param(TWICE, True, False, "gloo", marks=pytest.mark.slow),
+        pytest.param(TWICE, False, True, "gloo", marks=pytest.mark.slow),
     ],
-    ids=["apart-prefetch-verify", "apart", "apart-verify", "twice-prefetch", "twice-verify"],
+    ids=["apart-prefetch-verify", "apart", "apart-verify", "apart-verify-nixl", "twice-prefetch", "twice-verify"],
 )
 async def test_tokens_are_exact_where_prefill_and_decode_are_on_two_nodes(
-    folder: Path, placed: dict[str, str], *, prefetch: bool, verify: bool
+    folder: Path, placed: dict[str, str], *, prefetch: bool, verify: bool, channel: str
 ) -> None:
     prompts, expected = truth(folder)
-    asked = config(folder, placed, cluster={"prefetch": prefetch}, kv_pool={"verify": verify})
+    named = {} if channel == "gloo" else {"channel": channel}  # Gloo by itself
+    asked = config(folder, placed, cluster={"prefetch": prefetch, **named}, kv_pool={"verify": verify})
     async with LocalCluster(asked, nodes=NODES, placed=placed) as cluster:
         await cluster.wait_ready()
         first, second = (shard_of(cluster, node.node_id) for node in NODES)
@@ -117,9 +119,9 @@ async def test_tokens_are_exact_where_prefill_and_decode_are_on_two_nodes(
         if placed is APART:
             assert copies(metrics, "decode-0/cache", first) == 0
             if prefetch:
-                assert copies(metrics, "prefill-0/", "decode-0/cache", "gloo") >= len(prompts)
+                assert copies(metrics, "prefill-0/", "decode-0/cache", channel) >= len(prompts)
             else:
-                assert copies(metrics, first, "decode-0/cache", "gloo") >= len(prompts)
+                assert copies(metrics, first, "decode-0/cache", channel) >= len(prompts)
                 assert copies(metrics, "decode-0/cache", second, "shared-memory") > 0  # evictions, in full
                 assert copies(metrics, second, "decode-0/cache", "shared-memory") > 0
                 assert loads_torch(cluster, first)

@@ -53,7 +53,10 @@ class PackedBlocks(ABC):
 
     @abstractmethod
     def read(self, part: StoreSlice, ids: IdArray, packed: torch.Tensor, ready: Any) -> None:
-        """Gather into `packed`, uint8 `[len(ids) * width_bytes]` in host memory. Returns when it is complete."""
+        """Gather into `packed`, uint8 `[len(ids) * width_bytes]`, in host memory or where the blocks are.
+
+        Returns when it is complete.
+        """
 
     @abstractmethod
     def write(self, part: StoreSlice, ids: IdArray, packed: torch.Tensor, ready: Any) -> None:
@@ -137,9 +140,10 @@ class DeviceBlocks(PackedBlocks):
             return
         with on_stream(self._stream):
             self._after(ready)
-            staging = self._staged(packed.numel())
+            staging = packed if packed.is_cuda else self._staged(packed.numel())
             self.gather(part, self.upload(ids), staging)
-            packed.copy_(staging, non_blocking=True)
+            if staging is not packed:
+                packed.copy_(staging, non_blocking=True)
             self._settle()
 
     def write(self, part: StoreSlice, ids: IdArray, packed: torch.Tensor, ready: Any) -> None:
@@ -148,8 +152,9 @@ class DeviceBlocks(PackedBlocks):
             return
         with on_stream(self._stream):
             self._after(ready)
-            staging = self._staged(packed.numel())
-            staging.copy_(packed, non_blocking=True)
+            staging = packed if packed.is_cuda else self._staged(packed.numel())
+            if staging is not packed:
+                staging.copy_(packed, non_blocking=True)
             self.scatter(part, self.upload(ids), staging)
             self._settle()
 

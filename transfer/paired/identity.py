@@ -1,6 +1,6 @@
-"""Protection of Gloo's connections against other processes (docs/adr/0041).
+"""Protection of Gloo's and UCX's connections against other processes (docs/adr/0041).
 
-Gloo listens on the node's address without authentication, and takes the first process that connects for the peer. It
+Both listen on the node's addresses without authentication. Gloo takes the first process that connects for the peer. It
 also keeps every further connection open, and ends the process when there are too many.
 """
 
@@ -13,7 +13,7 @@ import hmac
 import logging
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from alignedserve.errors import TransferError
@@ -43,13 +43,38 @@ def close_door(address: bytes) -> bool:
     `address`: bytes that contain the socket's address in the kernel's form. Returns whether there was such a socket. It
     is not closed, since Gloo continues to accept on it and would end the process.
     """
+    for listener in _listeners():
+        if _kernel_address(listener) in address:
+            _drop_all(listener)
+            return True
+    return False
+
+
+def listening() -> set[tuple[str, int]]:
+    """Addresses at which this process listens."""
+    return {listener.getsockname()[:2] for listener in _listeners()}
+
+
+def close_new_doors(before: Collection[tuple[str, int]], description: bytes) -> bool:
+    """As `close_door`, for each listening socket that was not there `before`, and whose port is in the `description`.
+
+    Other threads open sockets, too: a port that the description does not contain is one of these.
+    """
+    closed = False
+    for listener in _listeners():
+        address = listener.getsockname()[:2]
+        if address not in before and struct.pack("!H", address[1]) in description:
+            _drop_all(listener)
+            closed = True
+    return closed
+
+
+def _listeners() -> Iterator[socket.socket]:
+    """The listening sockets of this process, each borrowed until the next one."""
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError), _borrowed(int(entry.name)) as listener:
-            listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and listener.family in _FAMILIES
-            if listens and _kernel_address(listener) in address:
-                _drop_all(listener)
-                return True
-    return False
+            if listener.family in _FAMILIES and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield listener
 
 
 @contextlib.contextmanager

@@ -12,10 +12,10 @@ from alignedserve.geometry import StoreSlice
 from alignedserve.transfer.paired.blocks import PackedBlocks
 from alignedserve.transfer.paired.rendezvous import Rendezvous
 from alignedserve.transfer.runs import IdArray
-from alignedserve.transfer.topology import GLOO, NCCL
+from alignedserve.transfer.topology import GLOO, NCCL, NIXL
 
 SERVING_RANK, ASKING_RANK = 0, 1
-PIECE_BYTES = {GLOO: 8 << 20, NCCL: 32 << 20}
+PIECE_BYTES = {GLOO: 8 << 20, NCCL: 32 << 20, NIXL: 8 << 20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,4 +86,8 @@ def open_transport(wiring: Wiring, name: str, rendezvous: Rendezvous) -> Transpo
         from alignedserve.transfer.paired.nccl import NcclTransport
 
         return NcclTransport(wiring, name, rendezvous)
-    raise TransferError(f"no paired channel is called {wiring.channel!r}; there are {GLOO!r} and {NCCL!r}")
+    if wiring.channel == NIXL:
+        from alignedserve.transfer.paired.nixl import NixlTransport
+
+        return NixlTransport(wiring, name, rendezvous)
+    raise TransferError(f"no paired channel is called {wiring.channel!r}; there are {', '.join(PIECE_BYTES)}")

@@ -40,7 +40,7 @@ class Pair:
 
     def __init__(self, peer: PeerProcess, cache: HostBlockStore | DeviceBlockStore | None = None) -> None:
         self.peer = peer
-        wiring = replace(SPEC.wiring(ASKING_RANK, "cpu"), piece_bytes=8 * GEOMETRY.block_bytes)
+        wiring = replace(peer.spec.wiring(ASKING_RANK, "cpu"), piece_bytes=8 * GEOMETRY.block_bytes)
         self.client = PairClient(pb.ProcessKey(role="decode", id="decode-0"), wiring, GEOMETRY, "peer", away_s=AWAY_S)
         self.cache = cache or HostBlockStore.private("cache", GEOMETRY, BLOCKS)
         self.batch, self.requests = (RemoteBlockStore(h, self.client.checksums) for h in self.peer.handles)
@@ -60,10 +60,10 @@ class Pair:
             channel.close()
 
 
-@pytest.fixture(scope="module")
-def peer() -> Iterator[PeerProcess]:
+@pytest.fixture(scope="module", params=["gloo", "nixl"])
+def peer(request: pytest.FixtureRequest) -> Iterator[PeerProcess]:
     """One process for most tests, as it takes seconds to start. Each test has its own client."""
-    with PeerProcess(SPEC) as peer:
+    with PeerProcess(replace(SPEC, channel=request.param)) as peer:
         yield peer
 
 
@@ -88,7 +88,7 @@ def test_blocks_come_from_the_peer_and_go_back_to_it(pair: Pair) -> None:
     assert pair.requests.checksums(back) == expected.checksums(theirs)
     counters = pair.pull.counters()
     assert (counters.copies, counters.blocks, counters.bytes) == (1, 30, 30 * GEOMETRY.block_bytes)
-    assert pair.pull.name == "gloo"
+    assert pair.pull.name == pair.peer.spec.channel
 
 
 def test_only_the_layers_that_are_asked_for_arrive(pair: Pair) -> None:
@@ -183,7 +183,7 @@ def test_a_session_that_breaks_in_a_copy_costs_a_second_try(pair: Pair) -> None:
 def test_a_dead_peer_is_noticed_at_once_and_a_stopped_one_after_its_time_and_neither_takes_another_pair(
     pair: Pair,
 ) -> None:
-    with PeerProcess(SPEC) as peer:
+    with PeerProcess(pair.peer.spec) as peer:
         mortal = Pair(peer)
         assert mortal.pull.copy([0], [0]).wait(20)
         os.kill(peer.process.pid, signal.SIGSTOP)
@@ -212,8 +212,10 @@ def test_a_dead_peer_is_noticed_at_once_and_a_stopped_one_after_its_time_and_nei
         mortal.close()
 
 
-def test_an_eviction_to_a_peer_that_is_silent_fails_in_time_and_is_in_doubt_until_the_peer_is_back() -> None:
-    with PeerProcess(SPEC) as peer:
+def test_an_eviction_to_a_peer_that_is_silent_fails_in_time_and_is_in_doubt_until_the_peer_is_back(
+    peer: PeerProcess,
+) -> None:
+    with PeerProcess(peer.spec) as peer:
         pair = Pair(peer)
         assert pair.push.copy([0], [0]).wait(20)
         os.kill(peer.process.pid, signal.SIGSTOP)

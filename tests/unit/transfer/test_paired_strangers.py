@@ -17,9 +17,9 @@ from alignedserve.errors import TransferError
 from alignedserve.geometry import KvGeometry
 from alignedserve.transfer.block_store import HostBlockStore
 from alignedserve.transfer.paired.blocks import HostBlocks
-from alignedserve.transfer.paired.gloo import GlooTransport
+from alignedserve.transfer.paired.identity import listening
 from alignedserve.transfer.paired.rendezvous import Rendezvous
-from alignedserve.transfer.paired.transport import Portion, Wiring
+from alignedserve.transfer.paired.transport import Portion, Transport, Wiring, open_transport
 
 GEOMETRY = KvGeometry("pair", "float16", layers=4, kv_heads=2, head_dim=8, block_size=4)
 BLOCKS = 16
@@ -28,7 +28,7 @@ SILENT_S = 3.0
 Look = Callable[[int, str, bytes], bytes]
 
 
-def meet(look: Look) -> list[GlooTransport | TransferError]:
+def meet(look: Look, channel: str = "gloo") -> list[Transport | TransferError]:
     """Connect both ends in two threads. `look(rank, key, value)` replaces what an end tells the other."""
     ends: list[Rendezvous] = []
 
@@ -37,10 +37,10 @@ def meet(look: Look) -> list[GlooTransport | TransferError]:
 
     ends.extend(Rendezvous(tell(rank)) for rank in range(2))
 
-    def connect(rank: int) -> GlooTransport | TransferError:
-        wiring = Wiring("gloo", rank, "127.0.0.1", "cpu", 1 << 20, SILENT_S)
+    def connect(rank: int) -> Transport | TransferError:
+        wiring = Wiring(channel, rank, "127.0.0.1", "cpu", 1 << 20, SILENT_S)
         try:
-            return GlooTransport(wiring, "pull", ends[rank])
+            return open_transport(wiring, "pull", ends[rank])
         except TransferError as error:
             return error
 
@@ -99,6 +99,19 @@ def test_once_the_ends_have_met_no_other_process_gets_a_connection() -> None:
                 socket.create_connection(("127.0.0.1", port), 0.3)
     assert len(doors.ports) == 2
     assert len(os.listdir("/proc/self/fd")) <= before  # Gloo would keep each until the process runs out of descriptors
+    assert copies(ends, 9)
+
+
+def test_once_the_ends_have_met_over_nixl_no_other_process_gets_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")  # as between nodes
+    before = listening()
+    ends = meet(lambda rank, key, value: value, "nixl")
+    doors = listening() - before
+    assert copies(ends, 7)
+    assert len(doors) >= 2
+    for door in doors:
+        with pytest.raises(OSError, match="timed out"):
+            socket.create_connection(door, 0.3)
     assert copies(ends, 9)
 
 
