@@ -118,7 +118,10 @@ LOOKS: dict[str, Callable[[argparse.Namespace], int]] = {
     "monitoring": monitoring_command.run,
 }
 # The flags that `profile` takes. It serves in a small cluster with a configuration of its own.
-PROFILE_FLAGS = ("--model", "--device", "--dtype", "--trust-remote-code")
+PROFILE_FLAGS = (
+    *("--model", "--device", "--dtype", "--trust-remote-code", "--tensor-parallel-size", "--pipeline-parallel-size"),
+    *("--prefill-tp", "--decode-tp", "--prefill-pp", "--decode-pp", "--decode-ep"),
+)
 SERVE_SWITCHES: dict[str, tuple[str, bool, str]] = {
     "--no-prefetch": (
         "cluster.prefetch",

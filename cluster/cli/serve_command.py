@@ -31,6 +31,7 @@ from alignedserve.cluster.launch.preflight import (
     check_ports,
     check_request_log,
     check_tls,
+    cost_model_note,
     model_note,
     open_door_note,
     policy_note,
@@ -391,8 +392,9 @@ class _ServeCommand:
         )
         if note := model_note(Path(folder)):
             self._console.line(note)
-        if note := policy_note(self._config):
-            self._console.line(note)
+        for note in (policy_note(self._config), cost_model_note(self._config)):
+            if note:
+                self._console.line(note)
         if note := open_door_note(self._config.gateway):
             self._console.line(note)
 

@@ -8,7 +8,9 @@ import ipaddress
 import json
 import os
 import socket
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from alignedserve.cluster.launch.gpus import count_gpus
@@ -74,6 +76,27 @@ def check_cost_model(config: Config) -> None:
         from alignedserve.scheduler.cost.load import configured_cost  # imports numpy, which is not needed otherwise
 
         configured_cost(config.scheduler)
+
+
+def cost_model_note(config: Config) -> str:
+    """A note if the cost model was measured with other degrees than the instances have; "" if not."""
+    if not config.scheduler.cost_model:
+        return ""
+    from alignedserve.scheduler.cost.load import shared_cost
+
+    cost = shared_cost(config.scheduler)
+    source: Any = {} if cost is None else cost.describe().get("source", {})
+    measured: Any = source.get("degrees")
+    if not isinstance(measured, dict):
+        return ""
+    here = {role: config.degrees(role) for role in MODEL_ROLES}
+    other = [role for role, degrees in here.items() if measured.get(role) != asdict(degrees)]
+    if not other:
+        return ""
+    return (
+        f"note: the cost model was measured with other ranks in {' and '.join(other)} instances than this cluster has: "
+        "give `alignedserve profile` the same flags (--decode-tp …)"
+    )
 
 
 def policy_note(config: Config) -> str:

@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from alignedserve.engine.model.host import cache_store
 from alignedserve.engine.model.loader import LoadedModel
+from alignedserve.engine.parallel.processes import RankProcesses
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
 from alignedserve.engine.sampling.sampler import Sampler, SampleRow
 from alignedserve.request import SamplingParams
@@ -142,11 +144,26 @@ class PassBench:
     changes; any other by the wall clock. `clocks` counts the passes by clock.
     """
 
-    def __init__(self, loaded: LoadedModel, plan: Sequence[Measurement], attention: str = "torch") -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        plan: Sequence[Measurement],
+        attention: str = "torch",
+        *,
+        ranks: RankProcesses | None = None,
+        experts: int = 1,
+    ) -> None:
+        """`loaded`: with `ranks`, rank 0's part. `experts`: ranks that take the requests of a pass by turns."""
         geometry = loaded.info.geometry(BLOCK_SIZE)
         most = max(sum(map(geometry.blocks_for, _widths(measurement.shape))) for measurement in plan)
         self.blocks = max(LEAST_BLOCKS, most)
-        self.runner = ModelRunner(loaded, allocate_cache(geometry, self.blocks, loaded.device), attention)
+        self.runner: ModelRunner
+        if ranks is None:
+            self.runner = ModelRunner(loaded, allocate_cache(geometry, self.blocks, loaded.device), attention)
+        else:
+            _, cache = cache_store("profile", geometry, self.blocks, "cpu", "", ranks.share)
+            self.runner = ranks.runner(loaded, cache)
+        self._ranks, self._experts = ranks, experts
         self.clocks: Counter[str] = Counter()
         self._geometry, self._sampler = geometry, Sampler()
         self._order = list(range(self.blocks))
@@ -155,7 +172,7 @@ class PassBench:
     def run(self, shape: PassShape) -> float:
         """Seconds of one pass, including sampling: the tokens are read back, so a GPU's work is over."""
         items, rows = self._build(shape)
-        alone = self.runner.threads(items) == 1
+        alone = self._ranks is None and self.runner.threads(items) == 1
         self.clocks[THREAD_CLOCK if alone else WALL_CLOCK] += 1
         now_s = time.thread_time if alone else time.perf_counter
         begun_s = now_s()
@@ -171,7 +188,8 @@ class PassBench:
             *((1, length) for length in shape.lengths),
         ):
             count = self._geometry.blocks_for(tokens + start)
-            items.append(ForwardItem([1] * tokens, start, self._order[used : used + count]))
+            rank = len(items) % self._experts
+            items.append(ForwardItem([1] * tokens, start, self._order[used : used + count], rank=rank))
             rows.append(SampleRow(SamplingParams(temperature=0.0), [1], []))
             used += count
         return items, rows

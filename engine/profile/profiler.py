@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from alignedserve.engine.model.loader import load_model
 from alignedserve.engine.profile.copies import host_copies
 from alignedserve.engine.profile.fit import Profiled, fit_profile
 from alignedserve.engine.profile.other_work import QUIET_SHARE, OtherWork
-from alignedserve.engine.profile.passes import PassBench, measure, plan_measurements
+from alignedserve.engine.profile.passes import measure, plan_measurements
+from alignedserve.engine.profile.role_benches import RoleBenches
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.errors import ConfigError
 from alignedserve.memory import available_memory_bytes
@@ -45,19 +48,20 @@ def profile(config: Config, device: str, limit_s: float, host_overhead_s: HostOv
     path = resolve_model(config.model.path, config.model.trust_remote_code)
     trusted = config.model.trust_remote_code
     info = inspect_model(config.served_model_name, path, config.model.dtype, device, trusted)
-    loaded = load_model(info, "cuda:0" if device == "cuda" else device, trusted)
     shape = _shape(info, path, trusted)
     if device == "cuda":
         from alignedserve.engine.profile.profiler_gpu import profile_gpu  # needs Triton
 
-        return profile_gpu(config, loaded, shape, memory_bytes, limit_s, host_overhead_s)
-    plan = plan_measurements(info.max_positions)
-    bench = PassBench(loaded, plan, config.engine.attention)
-    others = OtherWork()
-    rounds = measure(bench.run, plan, limit_s, time.monotonic)
-    host_s = {requests: host_overhead_s(bench.runner, bench.blocks, requests) for requests in HOST_REQUESTS}
+        return profile_gpu(config, load_model(info, "cuda:0", trusted), shape, memory_bytes, limit_s, host_overhead_s)
+    plan, threads = plan_measurements(info.max_positions), torch.get_num_threads()
+    with contextlib.closing(RoleBenches(config, info, plan)) as benches:
+        others = OtherWork()
+        rounds = measure(benches.run, plan, limit_s, time.monotonic)
+        decode = benches.decode
+        host_s = {requests: host_overhead_s(decode.runner, decode.blocks, requests) for requests in HOST_REQUESTS}
+    torch.set_num_threads(threads)
     profiled = Profiled(
-        name=f"{info.name}-{loaded.device.type}",
+        name=f"{info.name}-{device}",
         model=info.name,
         device=_processor(),
         shape=shape,
@@ -68,7 +72,8 @@ def profile(config: Config, device: str, limit_s: float, host_overhead_s: HostOv
         host_s=host_s,
     )
     content = fit_profile(profiled)
-    content["fit"] |= {"rounds": rounds, "passes_by_clock": dict(bench.clocks)}
+    content["fit"] |= {"rounds": rounds, "passes_by_clock": dict(benches.clocks)}
+    content["degrees"] = {role: asdict(degrees) for role, degrees in benches.degrees.items()}
     content["dtype"] = info.dtype
     return with_other_work(content, others)
 

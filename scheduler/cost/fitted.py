@@ -16,6 +16,8 @@
     skew              {bounds: {axis: [...]}, buckets: [[chunk, requests, share, longest, cached, alpha], ...]}
     hardware          fields of the simulator's Hardware; hardware_note names their source (optional)
     fit               errors of the fit (optional)
+    degrees           by role, over how many ranks the instances were that were measured: the fields of
+                      `ranks/degrees.py` (optional)
     gpu               what a profile of a GPU measured besides passes, for information: memory_bytes, versions, backends
                       by kernel mode, rates, bandwidth_by_blocks (bytes/s by thread blocks), links (bytes/s, seconds),
                       host_s (of the decode loop, by requests; not charged) (optional)
@@ -42,7 +44,7 @@ from alignedserve.scheduler.cost.skew import AXES, Bucket, SkewTable
 SCHEMA = "alignedserve-cost"
 VERSION = 1
 MIXED_AXES = ("tokens", "cached", "requests", "length")
-SOURCE_KEYS = ("model", "device", "attribution", "licence", "hardware_note", "fit")
+SOURCE_KEYS = ("model", "device", "attribution", "licence", "hardware_note", "fit", "degrees")
 
 
 def load_fitted(path: Path) -> CostParts:

@@ -6,13 +6,17 @@ import asyncio
 import json
 import os
 import signal
+from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from alignedserve.cluster.cli.main import main
+from alignedserve.cluster.launch.preflight import cost_model_note
 from alignedserve.cluster.runtime_dir import new_token
+from alignedserve.config_sources import from_tree
 from alignedserve.control.echo import measure_message_s
 from alignedserve.decode_worker import loop_overhead
 from alignedserve.decode_worker.loop_overhead import loop_overhead_s
@@ -33,6 +37,7 @@ from alignedserve.engine.profile.passes import (
 from alignedserve.engine.runner import ModelRunner, allocate_cache
 from alignedserve.errors import AlignedServeError
 from alignedserve.model import resolve_model
+from alignedserve.ranks.degrees import Degrees
 from alignedserve.scheduler.cost.load import default_hardware, load_step_cost
 from alignedserve.scheduler.cost.parts import ModelShape
 from alignedserve.scheduler.cost.step import ChunkShape
@@ -219,6 +224,36 @@ def test_profile_writes_a_file_that_loads(tmp_path: Path, capsys: pytest.Capture
     assert sum(fit["passes_by_clock"].values()) > 0
     assert fit["quiet"] == (fit["other_work_share"] <= QUIET_SHARE)
     assert load_step_cost(out, "no_split").step_s((), [100] * 4) > 0.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "prefill", "decode"),
+    [(("--decode-tp", "2"), Degrees(), Degrees(2)), (("--pipeline-parallel-size", "2"), *[Degrees(1, 2)] * 2)],
+)
+def test_a_profile_is_of_as_many_ranks_as_instances_have(
+    tmp_path: Path, flags: tuple[str, ...], prefill: Degrees, decode: Degrees
+) -> None:
+    out = tmp_path / "ranks.json"
+    assert main(["profile", "--device", "cpu", "--seconds", "0.1", "--no-cluster", "--out", str(out), *flags]) == 0
+    written = json.loads(out.read_text())
+    assert written["degrees"] == {"prefill": asdict(prefill), "decode": asdict(decode)}
+    assert WALL_CLOCK in written["fit"]["passes_by_clock"]
+    assert load_step_cost(out).step_s((), [100] * 4) > 0.0
+    assert not [child for child in psutil.Process().children() if "rank_main" in " ".join(child.cmdline())]
+
+    def note(**section: int) -> str:
+        return cost_model_note(from_tree({"scheduler": {"cost_model": str(out)}, "decode": section}))
+
+    assert "decode instances than this cluster has" in note(tensor_parallel=4)
+    same = {"cluster": {"pipeline_parallel": prefill.stages}, "decode": {"tensor_parallel": decode.tensor}}
+    assert cost_model_note(from_tree({"scheduler": {"cost_model": str(out)}, **same})) == ""
+
+
+def test_a_profile_of_ranks_that_share_experts(tmp_path: Path) -> None:
+    model, out = make_model("mixtral", tmp_path / "mixture", seed=1), tmp_path / "experts.json"
+    arguments = ("--model", str(model), "--dtype", "float32", "--device", "cpu", "--seconds", "0.1", "--out", str(out))
+    assert main(["profile", "--no-cluster", "--decode-ep", "2", *arguments]) == 0
+    assert json.loads(out.read_text())["degrees"]["decode"]["experts"] == 2
 
 
 def test_a_model_of_few_positions_is_profiled(tmp_path: Path) -> None:
