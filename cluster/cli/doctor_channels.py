@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from alignedserve.cluster.launch.gpus import count_gpus
-from alignedserve.cluster.supervisor.plan import PlannedRole, plan_roles
+from alignedserve.cluster.supervisor.plan import MODEL_ROLES, PlannedRole, plan_roles
 from alignedserve.config import ClusterConfig, Config
 from alignedserve.errors import AlignedServeError
 from alignedserve.scheduler.core.pairing import pair_up
 from alignedserve.transfer.links import ask_driver
 from alignedserve.transfer.pair_choice import choose_pair_channel, cupy_missing, nixl_missing
-from alignedserve.transfer.topology import ChannelChoice, PeerAccess, Place, link_rank
+from alignedserve.transfer.topology import GLOO, ChannelChoice, PeerAccess, Place, link_rank
 
 Row = dict[str, str]
 HERE = "here"
@@ -27,6 +27,13 @@ def examine_channels(config: Config) -> tuple[list[Row], list[Row], list[str]]:
     rows: list[Row] = []
     problems: list[str] = []
     reached: dict[tuple[str, str, str], tuple[str, str]] = {}
+
+    def measured(channel: str, ours: str, theirs: str) -> tuple[str, str]:
+        key = (channel, ours, theirs)
+        if key not in reached:
+            reached[key] = _measure(*key, problems)
+        return reached[key]
+
     for source, destination, ours, theirs in _copies(config.cluster, planned):
         row = {"source": source, "destination": destination}
         try:
@@ -35,11 +42,14 @@ def examine_channels(config: Config) -> tuple[list[Row], list[Row], list[str]]:
             problems.append(error.message)
             rows.append({**row, "channel": "none", "GB/s": "", "GB/s back": "", "reason": error.message})
             continue
-        key = (choice.name, ours.device, theirs.device)
-        if key not in reached:
-            reached[key] = _measure(*key, problems)
-        there, back = reached[key] if destination.startswith(f"{ours.id}/") else reversed(reached[key])
+        found = measured(choice.name, ours.device, theirs.device)
+        there, back = found if destination.startswith(f"{ours.id}/") else reversed(found)
         rows.append({**row, "channel": choice.name, "GB/s": there, "GB/s back": back, "reason": choice.reason})
+    for role in planned.values():
+        if role.role in MODEL_ROLES and (degrees := config.degrees(role.role)).ranks > 1:
+            there, back = measured(GLOO, role.device, role.device)
+            row = {"source": f"{role.id} rank 0", "destination": f"each of its {degrees.ranks - 1} others"}
+            rows.append({**row, "channel": GLOO, "GB/s": there, "GB/s back": back, "reason": f"it has {degrees}"})
     return roles, rows, problems
 
 

@@ -39,6 +39,9 @@ def test_each_pair_has_the_channel_that_is_configured_and_the_pool_its_own(monke
         ("prefill-0/buffers", "decode-1/cache"): ("gloo", "1", "2"),
     }
     assert not problems
+    _, rows, _ = examine_channels(from_tree({"cluster": {"device": "cpu"}, "decode": {"tensor_parallel": 2}}))
+    (ranks,) = (row for row in rows if "rank" in row["source"])
+    assert (ranks["source"], ranks["channel"], ranks["reason"]) == ("decode-0 rank 0", "gloo", "it has 2 ranks")
 
 
 def test_a_channel_that_cannot_be_had_or_does_not_work_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
