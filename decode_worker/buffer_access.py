@@ -17,7 +17,7 @@ from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.device import attach_device_store
 from alignedserve.transfer.handles import CUDA, StoreHandle
 from alignedserve.transfer.links import ask_driver, place_of, wrapped
-from alignedserve.transfer.pair_choice import PAIRED, choose_pair_channel, nixl_missing, require_packages
+from alignedserve.transfer.pair_choice import PAIRED, choose_pair_channel, require_packages
 from alignedserve.transfer.paired.channel import PairedChannel
 from alignedserve.transfer.paired.client import PairClient
 from alignedserve.transfer.paired.nccl import no_nccl_here
@@ -76,7 +76,7 @@ class AttachedBuffers(BufferAccess):
 
 
 class PairedBuffers(BufferAccess):
-    """NCCL or Gloo. The prefill instance takes part in each copy, which is requested over a separate stream."""
+    """NCCL, Gloo or NIXL. The prefill instance takes part in each copy, which is requested over a separate stream."""
 
     def __init__(self, client: PairClient, cache: BlockStore, channel: TokenChannel) -> None:
         """Begin to connect. Must be called in the event loop."""
@@ -134,7 +134,6 @@ class BufferReach:
             (prefill_id, place_of(buffer)),
             ask_driver,
             no_nccl=self._no_nccl or no_nccl,
-            no_nixl=nixl_missing(),
             allow_slow=cluster.allow_slow_channel,
         )
         level = logging.WARNING if choice.slow else logging.INFO

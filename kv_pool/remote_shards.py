@@ -1,4 +1,4 @@
-"""Reads the pool's shards on other nodes. Their processes take part in each copy, over Gloo (ADR 34, 39)."""
+"""Reads the pool's shards on other nodes. Their processes take part in each copy, over Gloo or NIXL (ADR 39, 83)."""
 
 from __future__ import annotations
 

@@ -41,19 +41,18 @@ def choose_pair_channel(
     peer_access: PeerAccess,
     *,
     no_nccl: str = "",
-    no_nixl: str = "",
     allow_slow: bool = False,
 ) -> ChannelChoice:
     """The channel between two instances, each `(id, place)`.
 
-    `no_nccl`, `no_nixl`: why one of them cannot use it, as far as is known. Raises ResourceError, with the cause and
-    the remedy, if the wanted channel is not possible and `allow_slow` does not permit the next best.
+    `no_nccl`: why one of them cannot use NCCL, as far as is known. Raises ResourceError, with the cause and the remedy,
+    if the wanted channel is not possible and `allow_slow` does not permit the next best.
     """
     pair = f"{ours[0]} ({_describe(ours[1])}) and {theirs[0]} ({_describe(theirs[1])})"
     places = ours[1], theirs[1]
     if wanted == AUTO:
         return _best(pair, *places, peer_access, no_nccl, allow_slow=allow_slow)
-    problem = no_nixl if wanted == NIXL else _problem(wanted, *places, peer_access, no_nccl)
+    problem = _problem(wanted, *places, peer_access, no_nccl)
     if not problem:
         return ChannelChoice(wanted, f"cluster.channel is {wanted!r}")
     why = f"cluster.channel is {wanted!r}, which {pair} cannot use: {problem}"
@@ -66,11 +65,15 @@ def choose_pair_channel(
 
 
 def require_packages(wanted: str, no_nccl: str, *, allow_slow: bool) -> None:
-    """Raises ResourceError if the configured channel needs packages that this process lacks."""
-    missing = {NCCL: no_nccl, NIXL: nixl_missing()}.get(wanted, "")
-    if missing and not allow_slow:
+    """Raises ResourceError if the configured channel needs packages that this process lacks.
+
+    NIXL has no next best: the shards of other nodes are read over it, too.
+    """
+    if wanted == NIXL and (missing := nixl_missing()):
+        raise ResourceError(f"cluster.channel is 'nixl', but {missing}. Every node needs it; or choose another channel")
+    if wanted == NCCL and no_nccl and not allow_slow:
         raise ResourceError(
-            f"cluster.channel is {wanted!r}, but {missing}. Fix that, choose another channel, or set "
+            f"cluster.channel is 'nccl', but {no_nccl}. Fix that, choose another channel, or set "
             "cluster.allow_slow_channel: true to use the next best"
         )
 
@@ -107,7 +110,7 @@ def _best(
 
 def _problem(wanted: str, first: Place, second: Place, peer_access: PeerAccess, no_nccl: str) -> str:
     """Why two places cannot have the channel; "" if they can."""
-    if wanted == GLOO:
+    if wanted in (GLOO, NIXL):  # `require_packages` has found NIXL in every process
         return ""
     same_node = first.node_id == second.node_id
     if wanted != NCCL and not same_node:

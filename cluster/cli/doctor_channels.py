@@ -10,7 +10,7 @@ from alignedserve.config import ClusterConfig, Config
 from alignedserve.errors import AlignedServeError
 from alignedserve.scheduler.core.pairing import pair_up
 from alignedserve.transfer.links import ask_driver
-from alignedserve.transfer.pair_choice import choose_pair_channel, cupy_missing, nixl_missing
+from alignedserve.transfer.pair_choice import choose_pair_channel, cupy_missing
 from alignedserve.transfer.topology import GLOO, ChannelChoice, PeerAccess, Place, link_rank
 
 Row = dict[str, str]
@@ -48,7 +48,7 @@ def examine_channels(config: Config) -> tuple[list[Row], list[Row], list[str]]:
     for role in planned.values():
         if role.role in MODEL_ROLES and (degrees := config.degrees(role.role)).ranks > 1:
             there, back = measured(GLOO, role.device, role.device)
-            row = {"source": f"{role.id} rank 0", "destination": f"each of its {degrees.ranks - 1} others"}
+            row = {"source": f"{role.id} rank 0", "destination": "its other ranks"}
             rows.append({**row, "channel": GLOO, "GB/s": there, "GB/s back": back, "reason": f"it has {degrees}"})
     return roles, rows, problems
 
@@ -96,7 +96,7 @@ def _choose(
     wanted = cluster.channel if theirs.role == "prefill" else "auto"
     places = (ours.id, Place(HERE, ours.device)), (theirs.id, Place(HERE, theirs.device))
     slow = cluster.allow_slow_channel
-    return choose_pair_channel(wanted, *places, reach, no_nccl=cupy_missing(), no_nixl=nixl_missing(), allow_slow=slow)
+    return choose_pair_channel(wanted, *places, reach, no_nccl=cupy_missing(), allow_slow=slow)
 
 
 def _measure(channel: str, ours: str, theirs: str, problems: list[str]) -> tuple[str, str]:

@@ -251,8 +251,8 @@ class _ServeCommand:
     def _wait_for_end(self) -> None:
         """Wait for a signal, for `alignedserve stop`, until the application is gone, or until Ray is broken."""
         while not self._stopping.wait(LOOK_S):
-            if self._progress is not None:
-                self._show_processes(self._progress)
+            if (progress := self._progress) is not None:
+                self._show_processes(progress)
             if self._has_ended():
                 return
 

@@ -77,6 +77,13 @@ def resolve_device(config: Config, gpus: int) -> str:
     return "cuda" if gpus else "cpu"
 
 
+def check_ranks(config: Config) -> None:
+    """For instances on GPUs. Raises ConfigError if they have several ranks."""
+    if (ranks := max(config.degrees(role).ranks for role in MODEL_ROLES)) > 1:
+        keys = "tensor_parallel, pipeline_parallel, expert_parallel"
+        raise ConfigError(f"instances of {ranks} ranks ({keys}) run on CPUs only so far: use --device cpu")
+
+
 def check_gpus(config: Config, gpus: int, shape: Shape | None = None) -> None:
     """Raises ResourceError if the instances need more GPUs than there are, ConfigError if their ranks cannot use them.
 
@@ -84,9 +91,7 @@ def check_gpus(config: Config, gpus: int, shape: Shape | None = None) -> None:
     """
     if resolve_device(config, gpus) == "cpu":
         return
-    if (ranks := max(config.degrees(role).ranks for role in MODEL_ROLES)) > 1:
-        keys = "tensor_parallel, pipeline_parallel, expert_parallel"
-        raise ConfigError(f"instances of {ranks} ranks ({keys}) run on CPUs only so far: use --device cpu")
+    check_ranks(config)
     shape = shape or Shape.configured(config)
     instances, asked = shape.instances, str(shape)
     if gpus == 0:

@@ -33,7 +33,11 @@ class RoleBenches:
         except BaseException:
             self.close()
             raise
-        self.decode = self._of("decode")
+
+    @property
+    def decode(self) -> PassBench:
+        """From now on this thread computes with the threads of a decode instance."""
+        return self._of("decode")
 
     def run(self, shape: PassShape) -> float:
         """As `PassBench.run`."""

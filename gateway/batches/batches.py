@@ -185,7 +185,7 @@ class BatchStore:
     def record(self, claim: Claim, answers: Iterable[LineAnswer]) -> int:
         """Writes answers and counts them. An answer of a line that has one is dropped. Returns how many are new.
 
-        Raises AccountingError before `begin`.
+        Raises AccountingError while the batch is validated.
         """
         base = claim.number << LINE_BITS
         counts, sizes = [0, 0], [0, 0]

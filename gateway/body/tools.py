@@ -89,6 +89,9 @@ class ToolFields(Body):
         if isinstance(self.tool_choice, dict):
             known = ("type", "allowed_tools" if self.tool_choice.get("type") == "allowed_tools" else "function")
             found |= dict.fromkeys(f"tool_choice.{name[:60]}" for name in self.tool_choice if name not in known)
+            if isinstance(within := self.tool_choice.get("allowed_tools"), dict):
+                place = "tool_choice.allowed_tools"
+                found |= dict.fromkeys(f"{place}.{name[:60]}" for name in within if name not in ("mode", "tools"))
         return list(found)
 
     def tool_use(self) -> ToolUse:
@@ -121,7 +124,7 @@ class ToolFields(Body):
             return _Choice()
         param, kind, choice = asked[0]
         if not getattr(self, kind):
-            raise InvalidRequestError(f"{param} asks for a call, but there are no {kind}", param=param)
+            raise InvalidRequestError(f"{param} names what to call, but there are no {kind}", param=param)
         if choice == "required" and not self.older:
             return _Choice(forced=True)
         chosen = _chosen_function(choice) if self.older else _chosen(choice)

@@ -182,6 +182,8 @@ def _choice(choice: Fields, tools: list[Any]) -> dict[str, Any]:
         raise InvalidRequestError(
             f"tool_choice.mode must be auto or required, not {shown(mode)}", param="tool_choice.mode"
         )
+    if not names:
+        raise InvalidRequestError("tool_choice.tools must name a tool", param="tool_choice.tools")
     missing = [name for name in names if name not in [tool["function"].get("name") for tool in tools]]
     if missing:
         raise InvalidRequestError(f"tool_choice.tools: tools has no {shown(missing[0])}", param="tool_choice.tools")

@@ -289,20 +289,21 @@ class ClientSession:
                 del self._replies[number]
 
     def trouble(self, reason: str) -> None:
-        """The session is unusable: end it, and report it."""
-        self.end(reason)
-        self._on_trouble()
+        """The session is unusable: end it, and report it once. A report of an ended one would end its successor."""
+        if self.end(reason):
+            self._on_trouble()
 
-    def end(self, reason: str) -> None:
-        """Fail waiting and running requests; idempotent."""
+    def end(self, reason: str) -> bool:
+        """Fail waiting and running requests; idempotent. Returns whether this call has ended it."""
         with self._changed:
             self.up = False
-            self._broken = self._broken or reason
+            first, self._broken = not self._broken, self._broken or reason
             transports = list(self._transports.values())
             self._changed.notify_all()
         self._rendezvous.end(reason)
         for transport in transports:
             transport.abort()
+        return first
 
     def _wait(self, there: Callable[[], bool], timeout_s: float | None = None) -> None:
         limit_s = timeout_s or self._wiring.silent_s

@@ -20,6 +20,8 @@ from alignedserve.errors import TransferError
 
 logger = logging.getLogger(__name__)
 
+Address = tuple[str, int]  # host and port
+
 SECRET_BYTES = PROOF_BYTES = 32
 _SO_ATTACH_FILTER = 26
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -43,38 +45,37 @@ def close_door(address: bytes) -> bool:
     `address`: bytes that contain the socket's address in the kernel's form. Returns whether there was such a socket. It
     is not closed, since Gloo continues to accept on it and would end the process.
     """
-    for listener in _listeners():
-        if _kernel_address(listener) in address:
+    for listener, own in _listeners():
+        if _kernel_address(listener.family, own) in address:
             _drop_all(listener)
             return True
     return False
 
 
-def listening() -> set[tuple[str, int]]:
+def listening() -> set[Address]:
     """Addresses at which this process listens."""
-    return {listener.getsockname()[:2] for listener in _listeners()}
+    return {own for _, own in _listeners()}
 
 
-def close_new_doors(before: Collection[tuple[str, int]], description: bytes) -> bool:
-    """As `close_door`, for each listening socket that was not there `before`, and whose port is in the `description`.
+def close_new_doors(new: Collection[Address], description: bytes) -> bool:
+    """As `close_door`, for each listening socket with an address in `new`, and whose port is in the `description`.
 
     Other threads open sockets, too: a port that the description does not contain is one of these.
     """
     closed = False
-    for listener in _listeners():
-        address = listener.getsockname()[:2]
-        if address not in before and struct.pack("!H", address[1]) in description:
+    for listener, own in _listeners():
+        if own in new and struct.pack("!H", own[1]) in description:
             _drop_all(listener)
             closed = True
     return closed
 
 
-def _listeners() -> Iterator[socket.socket]:
-    """The listening sockets of this process, each borrowed until the next one."""
+def _listeners() -> Iterator[tuple[socket.socket, Address]]:
+    """The listening sockets of this process, each borrowed until the next one, and its address."""
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError), _borrowed(int(entry.name)) as listener:
             if listener.family in _FAMILIES and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                yield listener
+                yield listener, listener.getsockname()[:2]
 
 
 @contextlib.contextmanager
@@ -90,13 +91,11 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
         found.detach()
 
 
-def _kernel_address(listener: socket.socket) -> bytes:
+def _kernel_address(family: int, address: Address) -> bytes:
     """The beginning of its sockaddr: family, port and address."""
-    host, port = listener.getsockname()[:2]
-    family = struct.pack("=H", listener.family) + struct.pack("!H", port)
-    if listener.family == socket.AF_INET6:
-        return family + bytes(4) + socket.inet_pton(socket.AF_INET6, host)
-    return family + socket.inet_pton(socket.AF_INET, host)
+    host, port = address
+    begin = struct.pack("=H", family) + struct.pack("!H", port)
+    return begin + (bytes(4) if family == socket.AF_INET6 else b"") + socket.inet_pton(family, host)
 
 
 def _drop_all(listener: socket.socket) -> None:

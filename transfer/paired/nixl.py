@@ -2,15 +2,21 @@
 
 Each end has two registered buffers, in host memory or in its GPU's. A piece is gathered into one, written into the
 peer's with a single operation, and announced by the notification that comes with it. Not yet run on a GPU.
+
+Ways by which a process writes into another one's memory without the other taking part are left out: they would go on
+after the other has given the buffers back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import ipaddress
 import logging
+import os
 import secrets
 import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,46 +26,62 @@ from typing import Any
 import torch
 
 from alignedserve.errors import TransferError
-from alignedserve.transfer.pair_choice import NIXL_PACKAGES
+from alignedserve.transfer.pair_choice import INSTALL_NIXL, NIXL_PACKAGES
 from alignedserve.transfer.paired.identity import close_new_doors, listening
 from alignedserve.transfer.paired.rendezvous import Rendezvous
-from alignedserve.transfer.paired.transport import Portion, Transport, Wiring
+from alignedserve.transfer.paired.transport import SERVING_RANK, Portion, Transport, Wiring
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 50e-6
 _BACKEND = "UCX"
-_HELLO, _PIECE, _FREE = b"hello", b"piece", b"free"
+_HELLO, _FREE = b"hello", b"free"
+_PIECES = (b"piece 0", b"piece 1")  # in the first buffer, in the second one
+_PATIENCE = 4  # an agent takes half a second to start, its library another one, and directions connect one by one
+_ENVIRONMENT = {"UCX_TLS": "^cma,knem,xpmem,cuda_ipc", "UCX_LOG_FILE": "stderr"}
+_making = threading.Lock()  # of an agent, so that the sockets that appear meanwhile are its own
 _PLACE = struct.Struct("!QQQIB")  # addresses of the two buffers, their size, the device's number, whether it is a GPU
 
 
-def load_library() -> Any:
-    """The wheel for this process's CUDA if it is installed, else the other one. Raises TransferError."""
+def load_library(host: str) -> Any:
+    """The wheel for this process's CUDA if it can be imported, else the other one. Raises TransferError.
+
+    `host`: this process's address. UCX is told about it only if it is loopback, since RDMA has devices of its own.
+    """
+    only_here = {"UCX_NET_DEVICES": "lo"} if ipaddress.ip_address(host).is_loopback else {}
+    for name, value in {**_ENVIRONMENT, **only_here}.items():
+        os.environ.setdefault(name, value)
     names = sorted(NIXL_PACKAGES, key=lambda name: not name.endswith((torch.version.cuda or "").partition(".")[0]))
+    reasons, raises = [], logging.raiseExceptions
     for name in names:
-        with contextlib.suppress(ModuleNotFoundError):
+        try:
             library = importlib.import_module(f"{name}._api")
-            own = logging.getLogger("nixl")  # it writes to stdout
-            own.handlers.clear()
-            own.propagate = True
-            own.setLevel(logging.WARNING)
-            return library
-    raise TransferError(f"none of {', '.join(NIXL_PACKAGES)} is installed")
+        except ImportError as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        finally:
+            logging.raiseExceptions = raises  # the library changes it
+        own = logging.getLogger("nixl")  # it writes to stdout
+        own.handlers.clear()
+        own.propagate = True
+        own.setLevel(logging.WARNING)
+        return library
+    raise TransferError(f"NIXL cannot be imported ({'; '.join(reasons)}): {INSTALL_NIXL}")
 
 
 class NixlTransport(Transport):
-    """One direction of a pair: a piece is gathered or scattered while the next one is in flight."""
+    """One direction of a pair: a piece is gathered while the one before is in flight."""
 
     def __init__(self, wiring: Wiring, name: str, rendezvous: Rendezvous) -> None:
         """As `open_transport`."""
         self._rank, self._name, self._rendezvous = wiring.rank, name, rendezvous
         self._piece_bytes, self._silent_s = wiring.piece_bytes, wiring.silent_s
         self._device = torch.device(wiring.device)
-        self._library = load_library()
         self._aborted = False
         self._ends = 0
         self._end: _End | None = None
         with self._failing(f"NIXL could not connect ({name})"):
+            self._library = load_library(wiring.host)
             self._end = self._connect(wiring.piece_bytes)
 
     def send(self, portion: Portion) -> None:
@@ -67,22 +89,24 @@ class NixlTransport(Transport):
             end = self._large_enough(portion)
             for begin, stop in portion.pieces(self._piece_bytes):
                 slot = end.moved % 2
-                self._until(partial(end.written, slot))
-                self._until(lambda: end.heard[_FREE] > end.moved - 2)
+                self._until(end.has_room)
                 buffer = end.buffer(portion, slot, stop - begin)
                 with portion.blocks.in_use():
                     portion.blocks.read(portion.part, portion.ids[begin:stop], buffer, portion.ready)
-                end.write(slot, buffer.numel(), _PIECE)
+                if self._aborted:
+                    raise TransferError("it was ended")
+                end.write(slot, buffer.numel(), _PIECES[slot])
                 end.moved += 1
-            for slot in range(2):
-                self._until(partial(end.written, slot))
+            for number in range(2):
+                self._until(partial(end.written, (end.moved + number) % 2))  # the older one first
 
     def receive(self, portion: Portion) -> None:
         with self._failing("the connection to the other process of this pair broke"):
             end = self._large_enough(portion)
             for begin, stop in portion.pieces(self._piece_bytes):
-                self._until(lambda: end.heard[_PIECE] > end.moved)
-                buffer = end.buffer(portion, end.moved % 2, stop - begin)
+                slot = end.moved % 2
+                self._until(end.has_piece)
+                buffer = end.buffer(portion, slot, stop - begin)
                 with portion.blocks.in_use():
                     portion.blocks.write(portion.part, portion.ids[begin:stop], buffer, portion.ready)
                 end.tell(_FREE)
@@ -94,16 +118,22 @@ class NixlTransport(Transport):
 
     def _connect(self, size: int) -> _End:
         """Both ends call it at the same time. Each writes its whole buffer once, so that all of UCX's connections exist
-        when the doors are closed.
+        when the doors are closed. The server listens only once the client is there.
         """
-        key, before = f"{self._name}/{self._ends}", listening()
+        key, theirs, patience_s = f"{self._name}/{self._ends}", b"", _PATIENCE * self._silent_s
         self._ends += 1
-        end = _End(self._library, size, self._device)
+        if self._rank == SERVING_RANK:
+            theirs = self._rendezvous.get(f"{key}/{1 - self._rank}", patience_s)
+        with _making:
+            before = listening()
+            end = _End(self._library, size, self._device)
+            doors = listening() - before
         self._rendezvous.set(f"{key}/{self._rank}", end.description)
-        end.meet(self._rendezvous.get(f"{key}/{1 - self._rank}", self._silent_s))
+        end.meet(theirs or self._rendezvous.get(f"{key}/{1 - self._rank}", patience_s))
         end.write(0, size, _HELLO)
-        self._until(lambda: end.written(0) and end.heard[_HELLO] > 0)
-        if not close_new_doors(before, end.description):
+        self._until(lambda: end.heard[_HELLO] > 0)
+        self._until(partial(end.written, 0))
+        if doors and not close_new_doors(doors, end.description):
             logger.warning("the ports on which UCX listens for %s stay open to other processes", self._name)
         return end
 
@@ -129,15 +159,21 @@ class NixlTransport(Transport):
     @contextlib.contextmanager
     def _failing(self, what: str) -> Iterator[None]:
         """After any error the connection ends. The library's errors have no common class."""
+        on_gpu = self._device.type == "cuda"
         try:
-            yield
+            with torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext():
+                yield
         except Exception as error:
             self.abort()
             raise TransferError(f"{what}: {error}") from error
 
 
 class _End:
-    """An agent with two registered buffers, and the peer's. The peer cannot write to them once this is deleted."""
+    """An agent with two registered buffers, and the peer's.
+
+    The peer cannot write to the buffers once this is deleted: its connection ends with the agent, and RDMA's keys with
+    the registration.
+    """
 
     def __init__(self, library: Any, size: int, device: torch.device) -> None:
         self.size = size
@@ -145,7 +181,10 @@ class _End:
         self._heard: Counter[bytes] = Counter()
         self._handles: list[Any] = [None, None]
         on_gpu = device.type == "cuda"
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        # Zeros, since the peer gets the first one whole when it meets this end.
+        self._buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        if on_gpu:
+            torch.cuda.current_stream(device).synchronize()  # NIXL knows no streams
         # Without a thread that makes progress: it would spin. Both ends poll while they copy.
         config = library.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
         # The name is known to the peer only, so that nobody else can speak for this end.
@@ -163,10 +202,20 @@ class _End:
 
     @property
     def heard(self) -> Counter[bytes]:
-        """How many notifications of each kind the peer has sent."""
+        """How many notifications of each kind the peer has sent. Looks after our own writes, too: nothing else does."""
+        for slot in range(2):
+            self.written((self.moved + slot) % 2)
         for message in self._agent.get_new_notifs(backends=[_BACKEND]).get(self._peer, ()):
             self._heard[message] += 1
         return self._heard
+
+    def has_room(self) -> bool:
+        """Whether the next piece can be gathered here, and written there."""
+        return self.heard[_FREE] > self.moved - 2 and self.written(self.moved % 2)
+
+    def has_piece(self) -> bool:
+        """Whether the next piece has come."""
+        return self.heard[_PIECES[self.moved % 2]] > self.moved // 2
 
     def meet(self, description: bytes) -> None:
         """Raises TransferError if the peer's buffers differ in size."""

@@ -58,7 +58,7 @@ class Transport(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """Parameters of a transport. `silent_s`: how long a peer may be silent; `host`: the address that Gloo binds."""
+    """Parameters of a transport. `silent_s`: how long a peer may be silent; `host`: this process's address."""
 
     channel: str
     rank: int

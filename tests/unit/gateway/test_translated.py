@@ -172,7 +172,8 @@ def test_items_become_messages() -> None:
 def test_tools_formats_and_effort_become_chats() -> None:
     tool = {"type": "function", "name": "f", "parameters": SCHEMA, "strict": True}
     wanted = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
-    body = chat(tools=[tool], tool_choice={"type": "function", "name": "f"}, text={"format": wanted}, top_k=3)
+    named = {"type": "function", "name": "f"}
+    body = chat(tools=[tool], tool_choice=named, text={"format": wanted}, top_k=3)
     assert body["tools"] == [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}]
     assert body["tool_choice"] == {"type": "function", "function": {"name": "f"}}
     assert body["response_format"] == {
@@ -180,12 +181,11 @@ def test_tools_formats_and_effort_become_chats() -> None:
         "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
     }
     assert body["top_k"] == 3
-    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
     body = chat(tools=[tool, {**tool, "name": "g"}], tool_choice=allowed, reasoning={"effort": "low"})
     assert [one["function"]["name"] for one in body["tools"]] == ["f", "g"]
-    named = [{"type": "function", "function": {"name": "f"}}]
-    assert body["tool_choice"] == {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
-    assert body["reasoning_effort"] == "low"
+    (only,) = body["tool_choice"]["allowed_tools"]["tools"]
+    assert (only["function"], body["reasoning_effort"]) == ({"name": "f"}, "low")
 
 
 @pytest.mark.parametrize(
@@ -208,6 +208,7 @@ def test_tools_formats_and_effort_become_chats() -> None:
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "f"}]}}, "tool_choice.tools"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "any", "tools": []}}, "tool_choice.mode"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools"),
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"temperature": "hot"}, "temperature"),
         ({"max_tokens": 3}, "max_tokens"),
@@ -467,10 +468,7 @@ def test_tools_thinking_and_formats_become_chats() -> None:
         ({"stop_sequences": [3]}, "stop_sequences"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": [USER, {"role": "assistant", "content": [{**USE, "input": {}}]}]}, "messages"),
-        (
-            {"messages": [USER, {"role": "assistant", "content": [{**USE, "input": "{}"}]}]},
-            "messages[1].content[0].input",
-        ),
+        ({"messages": [{"role": "assistant", "content": [{**USE, "input": "{}"}]}]}, "messages[0].content[0].input"),
         ({"n": 2}, "n"),
         ({"stop": ["x"]}, "stop"),
         ({"logprobs": True}, "logprobs"),

@@ -67,14 +67,9 @@ def test_a_named_channel_is_had_or_refused_and_never_replaced_in_silence(
     assert f"cluster.channel is '{wanted}'" in choice.reason
 
 
-def test_nixl_is_had_by_name_only_and_by_any_two_that_have_it() -> None:
+def test_nixl_is_had_by_name_only_and_by_any_two() -> None:
     for ours, theirs in ((HOST, HOST), (GPU, FAR_GPU), (GPU, FAR_HOST)):
         assert choose("nixl", ours, theirs).name == "nixl"
-    pair = ("decode-0", HOST), ("prefill-0", FAR_HOST)
-    with pytest.raises(ResourceError, match=r"'nixl', which decode-0 .* and prefill-0 .*NIXL is not installed"):
-        choose_pair_channel("nixl", *pair, lambda a, b: True, no_nixl="NIXL is not installed")
-    allowed = choose_pair_channel("nixl", *pair, lambda a, b: True, no_nixl="NIXL is not installed", allow_slow=True)
-    assert allowed.name == "gloo"
 
 
 def test_two_ranks_on_one_gpu_are_had_where_nccl_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,4 +86,4 @@ def test_a_worker_without_the_packages_says_so_before_it_loads_anything(monkeypa
     require_packages("nixl", "cupy is not installed", allow_slow=False)
     monkeypatch.setattr("alignedserve.transfer.pair_choice.NIXL_PACKAGES", ("no_such_package",))
     with pytest.raises(ResourceError, match=r"cluster\.channel is 'nixl', but NIXL is not installed: pip install"):
-        require_packages("nixl", "", allow_slow=False)
+        require_packages("nixl", "", allow_slow=True)

@@ -180,6 +180,21 @@ def test_a_session_that_breaks_in_a_copy_costs_a_second_try(pair: Pair) -> None:
     copier.close()
 
 
+def test_the_trouble_of_a_session_is_reported_once_and_not_after_its_end() -> None:
+    reports: list[int] = []
+
+    def session(number: int) -> ClientSession:
+        wiring = SPEC.wiring(ASKING_RANK, "cpu")
+        return ClientSession(number, wiring, ("pull",), "peer", lambda command: None, lambda: reports.append(number))
+
+    broken, ended = session(1), session(2)
+    broken.trouble("a copy failed")
+    broken.trouble("so did its connection")
+    ended.end("its stream has ended")
+    ended.trouble("a copy failed")
+    assert reports == [1]
+
+
 def test_a_dead_peer_is_noticed_at_once_and_a_stopped_one_after_its_time_and_neither_takes_another_pair(
     pair: Pair,
 ) -> None:
