@@ -380,7 +380,7 @@ class KvPool(ShardBlocks):
         check_writer(writer)
         self._wants.pop(writer, None)
         self._regranted.pop(writer, None)
-        if writer in self._lost or (self._has_ended(writer) and writer not in self._writers):
+        if writer in self._lost or (self._has_ended(writer) and not self._blocks.leased_to(writer)):
             return
         self._lost[writer] = tuple(self._blocks.leased_to(writer))
         self._blocks.quarantine(writer)
@@ -391,10 +391,10 @@ class KvPool(ShardBlocks):
         self.writer_lost(writer)
         name = (writer.role, writer.id)
         self._ended[name] = max(writer.incarnation, self._ended.get(name, 0))
+        self._writers.pop(writer, None)
         if writer not in self._lost:
             return []
         del self._lost[writer]
-        self._writers.pop(writer, None)
         self._blocks.end_quarantine(writer)
         self._write_down(Dead(writer))
         return self._serve()

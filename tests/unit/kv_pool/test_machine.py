@@ -273,3 +273,18 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = machine_settings(60, 40)
+
+
+def test_a_writer_that_holds_nothing_and_whose_successor_is_dead_is_not_lost() -> None:
+    first, second = (WriterKey("prefill", "w", incarnation) for incarnation in (1, 2))
+    state = PoolMachine()
+    state.start(reserve=0)
+    state.want(first, 1)
+    state.commit(first, RequestKey("a"), 1, 0, None, 0, 0, b"", claim=False)
+    state.writer_dead(second)
+    state.writer_lost(first)
+    state.adds_up()
+    state.succeed()
+    state.hello(first)  # the new process knows of no death
+    state.adds_up()
+    state.teardown()
