@@ -24,6 +24,7 @@ from alignedserve.cluster.launch.descendants import Descendants
 from alignedserve.proc_stat import is_alive
 from support.cpu_waits import thread_waits_s
 from support.serving import FakeServeProcess
+from support.started import noted, still_alive
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -143,10 +144,10 @@ def test_two_clusters_on_one_machine_do_not_meet_and_listen_for_this_machine_onl
 def test_a_start_after_everything_was_killed_finds_nothing_in_its_way(nothing_left: Descendants) -> None:
     with FakeServeProcess("--device", "cpu") as killed:
         nothing_left.note()
-        roles = status()
+        roles = noted(role["pid"] for role in status())
         killed.process.kill()
         nothing_left.end(0.0)
-    assert not [role for role in roles if is_alive(role["pid"])]
+    assert still_alive(roles) == []
     with FakeServeProcess("--device", "cpu") as server:
         assert {role["pid"] for role in status()}.isdisjoint({role["pid"] for role in roles})
         nothing_left.note()

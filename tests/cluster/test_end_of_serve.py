@@ -17,14 +17,11 @@ from alignedserve.client.calls import open_stub
 from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.proto import inference_pb2 as inf
 from support.leftovers import shared_files
+from support.started import noted, still_alive
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 DRAIN_S = 120
-
-
-def is_alive(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
 
 
 @contextlib.contextmanager
@@ -73,7 +70,7 @@ def assert_whole(rest: list[str]) -> None:
 
 def test_a_signal_lets_what_is_open_finish_and_refuses_what_is_new_and_a_second_one_ends_what_is_still_open() -> None:
     with ServeProcess("--model", "tiny", "--set", f"gateway.drain_s={DRAIN_S}") as server:
-        pids = [role["pid"] for role in server.roles()]
+        roles = noted(role["pid"] for role in server.roles())
         wait_told(server)
         with begun_stream(server, 8000) as long, begun_stream(server, 1200) as lines:
             server.process.send_signal(signal.SIGINT)
@@ -89,13 +86,13 @@ def test_a_signal_lets_what_is_open_finish_and_refuses_what_is_new_and_a_second_
     assert last.startswith('data: {"error"')
     assert code == 0
     assert seconds < DRAIN_S / 2
-    assert [pid for pid in pids if is_alive(pid)] == []
+    assert still_alive(roles) == []
     assert [file for file in shared if os.path.exists(file)] == []
 
 
 def test_one_signal_is_enough_when_what_is_open_has_finished() -> None:
     with ServeProcess("--model", "tiny", "--set", f"gateway.drain_s={DRAIN_S}") as server:
-        pids = [role["pid"] for role in server.roles()]
+        roles = noted(role["pid"] for role in server.roles())
         wait_told(server)
         with begun_stream(server, 1200) as lines:
             server.process.send_signal(signal.SIGTERM)
@@ -109,5 +106,5 @@ def test_one_signal_is_enough_when_what_is_open_has_finished() -> None:
     assert_whole(rest)
     assert code == 0
     assert seconds < DRAIN_S / 2
-    assert [pid for pid in pids if is_alive(pid)] == []
+    assert still_alive(roles) == []
     assert [file for file in shared if os.path.exists(file)] == []

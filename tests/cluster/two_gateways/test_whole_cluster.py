@@ -33,6 +33,7 @@ from alignedserve.testing.models import KINDS, make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 from support.raw_http import RawAnswer, ask, read, send
 from support.raw_requests import BODY, LENGTH, LIVE, POST, REFUSED, TAKEN
+from support.started import noted, still_alive
 
 pytestmark = pytest.mark.cluster
 
@@ -378,13 +379,13 @@ def test_another_user_of_the_machine_finds_no_secret_and_no_way_in(server: Serve
 def test_stop_ends_it_and_returns_when_it_has(server: ServeProcess) -> None:
     """The last test of this server."""
     server.check_integrity()  # after all that the others have done to it
-    pids = [role["pid"] for role in server.roles()]
+    roles = noted(role["pid"] for role in server.roles())
     command = [sys.executable, "-m", "alignedserve.cluster.cli.main", "stop", "--url", server.url]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
     assert (done.returncode, done.stderr) == (0, "")
     assert server.process.wait(1.0) == 0
-    assert [pid for pid in pids if is_alive(pid)] == []
+    assert still_alive(roles) == []
     again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert again.returncode == 1
     assert "does not answer" in again.stderr
