@@ -16,7 +16,7 @@ from alignedserve.transfer.paired.measure import measure_channel
 SMALL = KvGeometry("doctor", "float16", layers=2, kv_heads=2, head_dim=8, block_size=4)
 
 
-@pytest.mark.parametrize("channel", ["shared-memory", "gloo", "nixl"])
+@pytest.mark.parametrize("channel", ["shared-memory", "gloo"])
 def test_a_channel_between_two_processes_is_measured_both_ways(channel: str) -> None:
     found = measure_channel(channel, "cpu", "cpu", geometry=SMALL, blocks=64)
     assert found.to_ours > 0
