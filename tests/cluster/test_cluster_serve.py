@@ -149,7 +149,7 @@ def test_a_start_after_everything_was_killed_finds_nothing_in_its_way(nothing_le
         nothing_left.end(0.0)
     assert still_alive(roles) == []
     with FakeServeProcess("--device", "cpu") as server:
-        assert {role["pid"] for role in status()}.isdisjoint({role["pid"] for role in roles})
+        assert noted(role["pid"] for role in status()).items().isdisjoint(roles.items())
         nothing_left.note()
         assert server.stop(signal.SIGINT) == 0
 
