@@ -45,7 +45,6 @@ from alignedserve.request import PIN
 from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore, HostBlockStore
-from alignedserve.transfer.pair_choice import require_packages
 from alignedserve.transfer.segments import SegmentClient
 from alignedserve.transfer.topology import shard_channel
 
@@ -73,7 +72,6 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._handover = AgentHandover(self._segments, settings.node_id)  # passes mappings to a new node agent
         timeout_s = self.config.kv_pool.copy_timeout_s
         # Copies that workers of other nodes ask for.
-        require_packages(self.config.cluster.channel, "", allow_slow=True)
         channels = (shard_channel(self.config.cluster.channel),)
         self._copies = PairedCopiesService(settings, self.process, self._stores, channels, timeout_s, writable=False)
         self._disk: DiskTier | None = None  # None until `on_start`, or without `kv_pool.disk_gib`

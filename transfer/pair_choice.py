@@ -110,7 +110,7 @@ def _best(
 
 def _problem(wanted: str, first: Place, second: Place, peer_access: PeerAccess, no_nccl: str) -> str:
     """Why two places cannot have the channel; "" if they can."""
-    if wanted in (GLOO, NIXL):  # `require_packages` has found NIXL in every process
+    if wanted in (GLOO, NIXL):  # instances without NIXL do not start (`require_packages`)
         return ""
     same_node = first.node_id == second.node_id
     if wanted != NCCL and not same_node:

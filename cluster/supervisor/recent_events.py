@@ -35,6 +35,6 @@ class RecentEvents(logging.Handler):
         return list(self._events)
 
     def warnings(self) -> list[tuple[float, str]]:
-        """(Unix time, text) of the newest that are no mere news, oldest first."""
+        """(Unix time, text) of the newest events of level warning or above, oldest first."""
         found = [(one.unix_s, one.text) for one in self._events if one.level != "info"]
         return found[-MOST_WARNINGS:]

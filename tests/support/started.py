@@ -1,4 +1,4 @@
-"""Processes by pid and start. A pid alone is that of another process or thread within minutes: there are 32,768."""
+"""Identifies processes by pid and start time: where there are only 32,768 pids, one is reused within minutes."""
 
 from __future__ import annotations
 

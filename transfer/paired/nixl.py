@@ -3,8 +3,8 @@
 Each end has two registered buffers, in host memory or in its GPU's. A piece is gathered into one, written into the
 peer's with a single operation, and announced by the notification that comes with it. Not yet run on a GPU.
 
-Ways by which a process writes into another one's memory without the other taking part are left out: they would go on
-after the other has given the buffers back.
+UCX's transports that write to another process's memory without its participation (CMA, KNEM, XPMEM, CUDA IPC) are
+disabled: such a write could still happen after the other process has freed the buffer.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class NixlTransport(Transport):
 
     def _connect(self, size: int) -> _End:
         """Both ends call it at the same time. Each writes its whole buffer once, so that all of UCX's connections exist
-        when the doors are closed. The server listens only once the client is there.
+        before further ones are dropped. The server listens only after the client has sent its description.
         """
         key, theirs, patience_s = f"{self._name}/{self._ends}", b"", _PATIENCE * self._silent_s
         self._ends += 1
@@ -127,13 +127,13 @@ class NixlTransport(Transport):
         with _making:
             before = listening()
             end = _End(self._library, size, self._device)
-            doors = listening() - before
+            opened = listening() - before
         self._rendezvous.set(f"{key}/{self._rank}", end.description)
         end.meet(theirs or self._rendezvous.get(f"{key}/{1 - self._rank}", patience_s))
         end.write(0, size, _HELLO)
         self._until(lambda: end.heard[_HELLO] > 0)
         self._until(partial(end.written, 0))
-        if doors and not close_new_doors(doors, end.description):
+        if opened and not close_new_doors(opened, end.description):
             logger.warning("the ports on which UCX listens for %s stay open to other processes", self._name)
         return end
 
@@ -187,7 +187,7 @@ class _End:
             torch.cuda.current_stream(device).synchronize()  # NIXL knows no streams
         # Without a thread that makes progress: it would spin. Both ends poll while they copy.
         config = library.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
-        # The name is known to the peer only, so that nobody else can speak for this end.
+        # A random name: `heard` counts only notifications that carry the peer's name.
         self._agent: Any = library.nixl_agent(secrets.token_hex(16), config)
         for buffer in self._buffers:
             self._agent.register_memory([buffer], backends=[_BACKEND])
@@ -202,7 +202,7 @@ class _End:
 
     @property
     def heard(self) -> Counter[bytes]:
-        """How many notifications of each kind the peer has sent. Looks after our own writes, too: nothing else does."""
+        """How many notifications of each kind the peer has sent. Also makes progress with this end's own writes."""
         for slot in range(2):
             self.written((self.moved + slot) % 2)
         for message in self._agent.get_new_notifs(backends=[_BACKEND]).get(self._peer, ()):
