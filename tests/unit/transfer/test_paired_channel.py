@@ -28,6 +28,7 @@ from alignedserve.transfer.paired.client import ClientSession, PairClient
 from alignedserve.transfer.paired.peer import PeerProcess, PeerSpec, make_store
 from alignedserve.transfer.paired.remote import RemoteBlockStore
 from alignedserve.transfer.paired.transport import ASKING_RANK
+from support.pairs import CHANNEL
 
 GEOMETRY = KvGeometry("pair", "float16", layers=4, kv_heads=2, head_dim=8, block_size=4)
 BLOCKS = 64
@@ -60,7 +61,7 @@ class Pair:
             channel.close()
 
 
-@pytest.fixture(scope="module", params=["gloo", "nixl"])
+@pytest.fixture(scope="module", params=[CHANNEL])
 def peer(request: pytest.FixtureRequest) -> Iterator[PeerProcess]:
     """One process for most tests, as it takes seconds to start. Each test has its own client."""
     with PeerProcess(replace(SPEC, channel=request.param)) as peer:

@@ -20,6 +20,7 @@ from alignedserve.transfer.paired.blocks import HostBlocks
 from alignedserve.transfer.paired.identity import listening
 from alignedserve.transfer.paired.rendezvous import Rendezvous
 from alignedserve.transfer.paired.transport import Portion, Transport, Wiring, open_transport
+from support.pairs import CHANNEL
 
 GEOMETRY = KvGeometry("pair", "float16", layers=4, kv_heads=2, head_dim=8, block_size=4)
 BLOCKS = 16
@@ -102,6 +103,7 @@ def test_once_the_ends_have_met_no_other_process_gets_a_connection() -> None:
     assert copies(ends, 9)
 
 
+@pytest.mark.skipif(CHANNEL != "nixl", reason="test_pairs_over_nixl.py runs it")
 def test_once_the_ends_have_met_over_nixl_no_other_process_gets_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")  # as between nodes
     before = listening()
