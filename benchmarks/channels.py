@@ -35,7 +35,7 @@ def measured(spec: str, device: str) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("channels", nargs="+", metavar="[NAME=VALUE:]CHANNEL")
+    parser.add_argument("channels", nargs="*", metavar="[NAME=VALUE:]CHANNEL", default=["gloo"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu", help="of both processes")
     parser.add_argument("--json", type=Path)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import shutil
 import statistics
@@ -67,7 +68,7 @@ class Rig:
         async def settled() -> None:
             return
 
-        shard = Shard(self.pool, self.index, self.store, list, settled)
+        shard = Shard(self.pool, self.index, self.store, list, settled, contextlib.nullcontext)
         self.tier = DiskTier(config, "kv_pool-0", model, shard)
 
     def fill(self) -> None:

@@ -1,9 +1,10 @@
 """Decode over two ranks that share a mixture's experts (CPU, Gloo): what each placement leaves idle at the barriers.
 
 `--rows` requests of mixed prefix lengths (a share of `--short` has 64 tokens, the others up to `--context`) come and
-go: after each iteration a request ends with probability `--ends`, and another one takes its place. All placements see
-the same requests, by turns. `idle`: the share of the ranks' time in which they wait for the last one of a layer.
-`spread`: by how much the greatest load in tokens of KV exceeds the mean, as a share of it.
+go: after each iteration a request ends with probability `--ends`, and another one takes its place. Tokens are drawn, so
+that the experts have like numbers of rows. All placements see the same requests, by turns. `idle`: the share of the
+ranks' time in which they wait for the last one of a layer. `spread`: by how much the greatest load in tokens of KV
+exceeds the mean, as a share of it.
 
     python benchmarks/experts.py --rounds 6 --json experts.json
 """
@@ -23,7 +24,6 @@ import torch
 
 from alignedserve.decode_worker.rank_placer import RankPlacer
 from alignedserve.engine.batch import ForwardItem
-from alignedserve.engine.model.host import cache_store
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.parallel.processes import RankProcesses
 from alignedserve.engine.runner import ModelRunner
@@ -60,7 +60,7 @@ def run(runner: ModelRunner, name: str, options: argparse.Namespace, seed: int) 
         spreads.append(max(loads) * RANKS / max(1, sum(loads)) - 1)
         runner.forward(
             [
-                ForwardItem([7], one.kv_tokens, one.block_ids, "last", rank)
+                ForwardItem([draw.randrange(SHAPE["vocab_size"])], one.kv_tokens, one.block_ids, "last", rank)
                 for one, rank in zip(running, ranks, strict=True)
             ]
         )
@@ -99,11 +99,13 @@ def main() -> None:
         ranks = RankProcesses(info, Degrees(experts=RANKS), trust_remote_code=False, threads=1, backend="torch")
         try:
             loaded = ranks.load()
-            _, cache = cache_store("experts", info.geometry(BLOCK), blocks, "cpu", "", ranks.share)
+            _, cache = ranks.store("experts", info.geometry(BLOCK), blocks)
+            cache.zero_()  # so that no placement is the first to touch a page
             runner = ranks.runner(loaded, cache)
             found: dict[str, list[dict[str, float]]] = {name: [] for name in PLACEMENTS}
             for seed in range(options.rounds + 1):
-                for name in PLACEMENTS:
+                turn = seed % len(PLACEMENTS)
+                for name in (*PLACEMENTS[turn:], *PLACEMENTS[:turn]):
                     measured = run(runner, name, options, seed)
                     if seed:  # the first round is slower
                         found[name].append(measured)

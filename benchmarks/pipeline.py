@@ -21,15 +21,14 @@ from typing import Any
 
 import torch
 
-from alignedserve.decode_worker.lanes import share_of
 from alignedserve.engine.batch import ForwardItem
-from alignedserve.engine.model.host import cache_store
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.model.loader import load_model
 from alignedserve.engine.parallel.processes import RankProcesses
 from alignedserve.engine.runner import ModelRunner, allocate_cache
 from alignedserve.ranks.degrees import Degrees
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.instance.lanes import share_of
 from alignedserve.scheduler.instance.plan import RunItem
 from alignedserve.testing.models import make_model
 
@@ -130,7 +129,7 @@ def main() -> None:
         ranks = RankProcesses(info, Degrees(1, 2), trust_remote_code=False, threads=1, backend="torch")
         try:
             loaded = ranks.load()
-            _, cache = cache_store("stages", geometry, blocks, "cpu", "", ranks.share)
+            _, cache = ranks.store("stages", geometry, blocks)
             found: dict[str, Any] = measure(one, ranks.runner(loaded, cache), layouts, options.rounds)
         finally:
             ranks.close()

@@ -31,39 +31,11 @@ from alignedserve.simulator.replay import ComparedPolicy
 from alignedserve.simulator.report.results import RunResult
 from alignedserve.simulator.report.summary import Objectives, measure
 from alignedserve.simulator.traces import Load, read_trace
+from alignedserve.simulator.traces.chats import Chats
 from alignedserve.simulator.workload import Arrival, Workload
 
 POLICIES = "fcfs,mooncake-random,mooncake-least-loaded,memserve-1,memserve-2,memserve-3,mooncake"
-BLOCK = 64  # tokens of a block of generated conversations
-SYSTEM, MESSAGE, ANSWER = 1024, (32, 512), (64, 512)  # tokens
-THINK_S = 20.0  # mean time between an answer and the next turn, and of an answer
 BATCH_BLOCK, BATCH_ANSWER = 8, 100  # tokens
-
-
-def sessions(count: int, turns: int, rate_per_s: float, seed: int) -> Workload:
-    """Conversations that begin at `rate_per_s`; the next turn comes after an exponential pause."""
-    rng = random.Random(f"prefix policies {seed}")
-    found: list[Arrival] = []
-    start_s = 0.0
-    fresh = iter(range(SYSTEM // BLOCK, 1 << 60))
-    for conversation in range(count):
-        start_s += rng.expovariate(rate_per_s)
-        at_s, blocks, tokens = start_s, list(range(SYSTEM // BLOCK)), SYSTEM
-        for turn in range(turns):
-            prompt = tokens + rng.randint(*MESSAGE)
-            answer = rng.randint(*ANSWER)
-            end = prompt + answer
-            blocks += [next(fresh) for _ in range(end // BLOCK - len(blocks))]
-            whole = prompt // BLOCK
-            name = f"{conversation}-{turn}"
-            found.append(
-                Arrival(name, at_s, prompt, answer, blocks=tuple(blocks[:whole]), answer_blocks=tuple(blocks[whole:]))
-            )
-            tokens = end
-            at_s += THINK_S + rng.expovariate(1.0 / THINK_S)
-    found.sort(key=lambda arrival: arrival.arrival_s)
-    description = {"source": "generated conversations", "conversations": count, "turns": turns, "seed": seed}
-    return Workload(tuple(found), description, block_tokens=BLOCK)
 
 
 def batch(text: str, requests: int, seed: int) -> Workload:
@@ -86,7 +58,8 @@ def workload_of(options: argparse.Namespace) -> Workload:
     if options.batch is not None:
         return batch(options.batch, options.limit or 800, options.seed)
     if options.trace is None:
-        return sessions(options.sessions, options.turns, options.rate or 1.0, options.seed)
+        load = Load((options.rate or 1.0) * options.turns)
+        return Chats(conversations=options.sessions, turns=options.turns).workload(load, options.seed)
     load = Load(options.rate, None, options.limit, options.clients)
     return read_trace(options.trace).workload(load, options.seed)
 

@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 
 from alignedserve.engine.batch import ForwardItem
-from alignedserve.engine.model.host import cache_store
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.model.loader import load_model
 from alignedserve.engine.parallel.processes import RankProcesses
@@ -37,7 +36,7 @@ SHAPE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
 def with_ranks(info: ModelInfo, geometry: KvGeometry, blocks: int, degree: int) -> tuple[RankProcesses, ModelRunner]:
     ranks = RankProcesses(info, Degrees(degree), trust_remote_code=False, threads=1, backend="torch")
     loaded = ranks.load()
-    _, cache = cache_store("ranks", geometry, blocks, "cpu", "", ranks.share)
+    _, cache = ranks.store("ranks", geometry, blocks)
     return ranks, ranks.runner(loaded, cache)
 
 

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 ORPHANED = "there was no supervisor"  # the end reason of an orphaned process begins with this
 
 SERVING_STATES = ("ready", "draining", "drained")  # a process in one of these answers its peers
-OPEN_GAUGE = "open_requests"  # of a gateway's heartbeat
+# Gauges of a gateway's heartbeat; the last two count from its start.
+OPEN_GAUGE, REFUSED_GAUGE, RESUBMITTED_GAUGE = "open_requests", "refused_requests", "resubmitted_requests"
 
 
 def new_incarnation(after: int = 0) -> int:

@@ -23,6 +23,7 @@ from alignedserve.control.rpc import RpcServer
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
+from alignedserve.ranks.degrees import devices_in
 from alignedserve.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,8 @@ class RoleSettings:
     """The settings that a role's process is started with: plain values, so that any launcher can pass them on.
 
     `config` is a tree from `config_sources.to_tree`. `agent_socket` is the Unix socket of this node's node agent, which
-    may start later than the role. `device` is "cpu" or "cuda:N"; if `pinned`, it is the predecessor's device and must
-    not be changed. `after` is the predecessor's incarnation.
+    may start later than the role. `device` is "cpu" or "cuda:N", or of several ranks the GPUs that they have by turns,
+    "cuda:N,M"; if `pinned`, it is the predecessor's and must not be changed. `after` is the predecessor's incarnation.
     """
 
     role: str
@@ -66,6 +67,11 @@ class RoleSettings:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def devices(self) -> list[str]:
+        """Those of its ranks, the first one's first."""
+        return devices_in(self.device)
 
 
 class RoleServer(ABC):

@@ -5,7 +5,7 @@ To add an order, add a method to `SupervisorClient` and an entry to `ORDERS`: ev
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,15 +111,31 @@ class SupervisorClient:
 # ---- orders as JSON
 
 
-def restart_json(restart: sv.Restart) -> Json:
-    """The state of a rolling restart, as JSON for `alignedserve restart` and `alignedserve status`."""
+def restart_json(restart: sv.Restart, peers: Iterable[sv.Peer] | None = None) -> Json:
+    """The state of a rolling restart, as JSON for `alignedserve restart` and `alignedserve status`.
+
+    `peers`: the processes that there are; None: those that there were when it was ordered.
+    """
+    old = {name: number for name, number in restart.old.items() if name.rpartition("-")[0] in restart.roles}
+    if "supervisor" in restart.roles:
+        old["supervisor"] = restart.supervisor
+    there = None if peers is None else {_incarnation(peer) for peer in peers}
+    left = [name for name, number in old.items() if there is None or not number or (name, number) in there]
     return {
         "since_unix_s": restart.since_ns / 1e9,
         "roles": list(restart.roles),
         "doing": restart.doing,
+        "processes": len(old),
+        "replaced": len(old) - len(left),
         "done": restart.done,
         "failure": restart.failure,
     }
+
+
+def _incarnation(peer: sv.Peer) -> tuple[str, int]:
+    """As an order of a restart names it: there is one supervisor, and its id may be any."""
+    key = peer.process
+    return "supervisor" if key.role == "supervisor" else key.id, key.incarnation
 
 
 async def _scale(supervisor: SupervisorClient, body: Json) -> Json:
@@ -166,6 +182,8 @@ ORDERS: Mapping[str, Order] = {
             "since_unix_s": {"type": "number"},
             "roles": _STRINGS,
             "doing": {"type": "string"},
+            "processes": {"type": "integer"},
+            "replaced": {"type": "integer"},
             "done": {"type": "boolean"},
             "failure": {"type": "string"},
         },

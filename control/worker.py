@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from alignedserve.control.runtime import RoleServer, RoleSettings
@@ -37,11 +37,11 @@ class WorkerServer(RoleServer):
     def on_gateway_lost(self, address: str) -> None:
         """Events for this gateway could not be delivered: report its requests lost, so that it submits them again."""
 
-    @property
-    def ranks(self) -> str:
-        """What a status begins with."""
+    def ranks(self, pids: Sequence[int]) -> str:
+        """What a status begins with; "" for one rank. `pids`: of all ranks, once they are started."""
         degrees = self.config.degrees(self.role)
-        return f"{degrees}, " if degrees.ranks > 1 else ""
+        started = f" (pids {', '.join(map(str, pids))})" if pids else ""
+        return f"{degrees}{started}, " if degrees.ranks > 1 else ""
 
     @abstractmethod
     def trouble(self) -> AlignedServeError | None:

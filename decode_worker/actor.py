@@ -76,14 +76,14 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         model_info = instance.model.to_json() if instance.model else ""
         beat = sv.Heartbeat(model_info=model_info, reaches=instance.reaches, gauges=instance.memory.gauges)
         if instance.compute is None or instance.engine is None:
-            beat.holds = instance.starting.text
+            beat.holds = self.ranks(instance.rank_pids) + instance.starting.text
             return beat
         status, cache = instance.compute.status, instance.cache
         meter = instance.compute.meter
         self.progress, self.busy, self.step_s = meter.count, instance.compute.busy, meter.longest_s
         waiting = status.batch_buffer_requests + status.requests_buffer_requests
         blocks = f"{cache.owned_blocks}/{cache.capacity} cache"
-        running = f"{self.ranks}{status.running} running, {waiting} candidates"
+        running = f"{self.ranks(instance.rank_pids)}{status.running} running, {waiting} candidates"
         beat.holds = f"{running}; blocks: {blocks}{locking(instance.channels)}"
         page = Page(instance=self.settings.id)
         show_stores(page, [self._count()])

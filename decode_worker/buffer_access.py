@@ -10,6 +10,7 @@ from collections.abc import Callable
 from alignedserve.config import Config
 from alignedserve.control.rpc import TokenChannel
 from alignedserve.control.runtime import RoleSettings
+from alignedserve.errors import ResourceError
 from alignedserve.kv_pool.paired_link import PairedLink
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.transfer.block_store import BlockStore, attach_store
@@ -23,9 +24,14 @@ from alignedserve.transfer.paired.client import PairClient
 from alignedserve.transfer.paired.nccl import no_nccl_here
 from alignedserve.transfer.paired.remote import RemoteBlockStore
 from alignedserve.transfer.paired.transport import ASKING_RANK, Wiring
+from alignedserve.transfer.parted import connected, opened
 from alignedserve.transfer.segments import SegmentClient
+from alignedserve.transfer.topology import GLOO, Place
 
 logger = logging.getLogger(__name__)
+
+
+_NO_PARTS = "parts on the GPUs of several ranks are only reached on their own node, over CUDA IPC, so far"
 
 
 class BufferAccess(ABC):
@@ -60,6 +66,9 @@ class AttachedBuffers(BufferAccess):
         self._cache, self._segments, self._connect = cache, segments, connect
 
     def open(self, handle: StoreHandle) -> BlockStore:
+        return opened(handle, self._attach)
+
+    def _attach(self, handle: StoreHandle) -> BlockStore:
         if handle.kind == CUDA:
             return attach_device_store(handle, geometry=self._cache.geometry)
         return attach_store(handle, self._segments, geometry=self._cache.geometry)
@@ -88,7 +97,7 @@ class PairedBuffers(BufferAccess):
         return RemoteBlockStore(handle, self._client.checksums)
 
     def connect(self, source: BlockStore, destination: BlockStore) -> Channel:
-        return wrapped(PairedChannel(source, destination, self._client))
+        return connected(source, destination, lambda one, other: wrapped(PairedChannel(one, other, self._client)))
 
     @property
     def settled(self) -> bool:
@@ -117,7 +126,7 @@ class BufferReach:
     def check(self) -> None:
         """Called before anything is loaded. Raises ResourceError if the configured channel lacks a requirement."""
         cluster = self._config.cluster
-        self._no_nccl = no_nccl_here(cluster.channel, self._settings.device)
+        self._no_nccl = no_nccl_here(cluster.channel, self._settings.devices[0])
         require_packages(cluster.channel, self._no_nccl, allow_slow=cluster.allow_slow_channel)
 
     def access(
@@ -128,18 +137,38 @@ class BufferReach:
         `no_nccl`: why the prefill instance cannot use NCCL; empty if it can.
         """
         settings, cluster, timeout_s = self._settings, self._config.cluster, self._config.kv_pool.copy_timeout_s
-        choice = choose_pair_channel(
-            cluster.channel,
-            (settings.id, place_of(cache.handle())),
-            (prefill_id, place_of(buffer)),
-            ask_driver,
-            no_nccl=self._no_nccl or no_nccl,
-            allow_slow=cluster.allow_slow_channel,
-        )
+        mine = cache.handle()
+        parted = bool(buffer.parts) or (bool(mine.parts) and mine.kind == CUDA)
+        choices = [
+            choose_pair_channel(
+                cluster.channel,
+                (settings.id, ours),
+                (prefill_id, theirs),
+                ask_driver,
+                no_nccl=_NO_PARTS if parted else self._no_nccl or no_nccl,
+                allow_slow=cluster.allow_slow_channel,
+            )
+            for ours, theirs in _places(mine, buffer)
+        ]
+        choice = next((one for one in choices if one.name in PAIRED), choices[0])
+        if choice.name in PAIRED and (buffer.parts or (parted and choice.name != GLOO)):
+            raise ResourceError(f"the buffers of {prefill_id} cannot be reached over {choice.name}: {_NO_PARTS}")
         level = logging.WARNING if choice.slow else logging.INFO
         logger.log(level, "buffers of %s: channel %s, %s", prefill_id, choice.name, choice.reason)
         if choice.name not in PAIRED:
             return AttachedBuffers(cache, self._segments, self._connect)
-        wiring = Wiring.between_workers(choice.name, ASKING_RANK, settings.host, settings.device, timeout_s)
+        wiring = Wiring.between_workers(choice.name, ASKING_RANK, settings.host, settings.devices[0], timeout_s)
         client = PairClient(self._process, wiring, cache.geometry, prefill_id, away_s=timeout_s / 3)
         return PairedBuffers(client, cache, channel)
+
+
+def _places(cache: StoreHandle, buffer: StoreHandle) -> list[tuple[Place, Place]]:
+    """Of all parts of the two that have something in common."""
+    return list(
+        dict.fromkeys(
+            (place_of(one), place_of(other))
+            for one in cache.parts or (cache,)
+            for other in buffer.parts or (buffer,)
+            if one.slice.intersect(other.slice) is not None
+        )
+    )

@@ -111,22 +111,24 @@ class DecodeInstance:
         """Load the model, create the cache, attach the pool. `report` is called when the model's shape is known."""
         settings, config = self._settings, self._config
         host.prepare_process(config)
-        self.reaches = await asyncio.to_thread(reached_devices, settings.device)
+        devices, device = settings.devices, settings.devices[0]
+        self.reaches = await asyncio.to_thread(reached_devices, device)
         await asyncio.to_thread(self._reach.check)
         await asyncio.to_thread(self.memory.look)
-        self.model = await host.inspect(config, settings.device)
+        self.model = await host.inspect(config, device)
         self.memory.expect(self.model)
         report()
-        self._ranks = ranks = start_ranks(config, "decode", self.model)
-        load_part, share = (None, None) if ranks is None else (ranks.load, ranks.share)
-        loaded, tokenizer = await host.load(config, self.model, settings.device, self.starting, load_part)
+        self._ranks = ranks = start_ranks(config, "decode", self.model, devices)
+        load_part, of_ranks = (None, None) if ranks is None else (ranks.load, ranks.store)
+        loaded, tokenizer = await host.load(config, self.model, device, self.starting, load_part)
         plan = await self._pool.plan
         config = replace(config, decode=config.decode.running(plan.max_running))
         make_runner = runner_maker(config, loaded, ranks)
-        await asyncio.to_thread(self.memory.check, loaded, plan, make_runner)
+        weight_bytes = None if ranks is None else ranks.most_weight_bytes()
+        await asyncio.to_thread(self.memory.check, loaded, plan, make_runner, weight_bytes)
         geometry = self.model.geometry(plan.block_size)
         self._cache_store, tensor = host.cache_store(
-            f"{settings.id}/cache", geometry, plan.decode_cache, settings.device, settings.node_id, share
+            f"{settings.id}/cache", geometry, plan.decode_cache, device, settings.node_id, of_ranks
         )
         await asyncio.to_thread(compile_copies, self._cache_store)  # now, not when the first buffer is attached
         self.cache = BlockAllocator(plan.decode_cache, self._cache_store.store_id)
@@ -262,6 +264,11 @@ class DecodeInstance:
     def refresh_lease(self) -> None:
         if self.handover is not None and self.compute is not None:
             self.compute.set_lease(self.handover.leased_blocks())
+
+    @property
+    def rank_pids(self) -> list[int]:
+        """Of all ranks; empty if there is one, or before `load`."""
+        return [] if self._ranks is None else self._ranks.pids
 
     def trouble(self) -> AlignedServeError | None:
         """The error for which this process must be replaced; None if there is none."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from alignedserve.decode_worker.lanes import by_tokens
 from alignedserve.metrics import Histogram, Page
 from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.instance.lanes import by_tokens
 from alignedserve.scheduler.instance.plan import IterationStatus
 
 GAP_BOUNDS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1)

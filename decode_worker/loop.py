@@ -21,7 +21,6 @@ from alignedserve.decode_worker.endings import Endings
 from alignedserve.decode_worker.flights import Flight, Flights
 from alignedserve.decode_worker.held import EvictionOrder, Held, Outcome, Pull
 from alignedserve.decode_worker.iteration_meter import IterationMeter, show_status
-from alignedserve.decode_worker.lanes import Lanes
 from alignedserve.decode_worker.rank_placer import RankPlacer
 from alignedserve.decode_worker.under_way import UnderWay
 from alignedserve.engine.decoding import DecodeEngine
@@ -33,6 +32,7 @@ from alignedserve.metrics import Page
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.lanes import Lanes
 from alignedserve.scheduler.instance.plan import (
     BufferKind,
     CancelOutcome,

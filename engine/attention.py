@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from alignedserve.engine.backends.base import AttentionBackend, AttentionOptions
 from alignedserve.errors import AlignedServeError, UnsupportedModelError
+from alignedserve.geometry import StoreSlice
 
 SERVING = "alignedserve"
 PROBING = "alignedserve_probe"
@@ -49,16 +50,19 @@ _HARMLESS_VALUES: dict[str, Any] = {"output_attentions": False, "is_causal": Tru
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which KV heads of a shared store a rank has: part `part` of `parts` equal parts of each layer's.
+    """Where the KV of a rank is. In a store of all: part `part` of `parts` equal parts of each layer's heads.
 
-    The store is seen as one of `parts` times as many layers, each with a part of the heads.
+    The store is seen as one of `parts` times as many layers, each with a part of the heads. A store of the rank's own
+    has the layers and heads `held`.
     """
 
     parts: int = 1
     part: int = 0
+    held: StoreSlice | None = None
 
     def layer(self, layer: int) -> int:
-        return layer * self.parts + self.part
+        first = 0 if self.held is None else self.held.layer_begin
+        return (layer - first) * self.parts + self.part
 
     def view(self, cache: torch.Tensor) -> torch.Tensor:
         """A contiguous store `[blocks, layers, kv_heads, ...]` as `[blocks, layers * parts, kv_heads / parts, ...]`."""

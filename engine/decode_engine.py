@@ -24,7 +24,8 @@ def decode_engine(runner: ModelRunner, config: Config, progress: Callable[[int, 
     """
     if runner.depth > 1:
         return StagedDecode(runner)
-    eager, device = EagerDecode(runner), runner.loaded.device
+    # Other ranks are told the tokens of a pass, so it begins when the host knows them; a captured one spreads its own.
+    eager, device = EagerDecode(runner, overlaps=False if runner.driven else None), runner.loaded.device
     if device.type != "cuda" or config.decode.graphs == "off" or not runner.captures:
         return eager
     # Imported here: torch for CPUs comes without Triton.
@@ -42,4 +43,5 @@ def decode_engine(runner: ModelRunner, config: Config, progress: Callable[[int, 
         kept = fuse(runner.loaded.model, lambda: runner.forward([item] * rows), graphs.seconds_of)
         logger.info("compiled for %d rows: %s", rows, ", ".join(kept) or "nothing")
 
-    return GraphDecode(runner, eager, graphs, sizes, progress, tune if config.engine.compile == "auto" else None)
+    tunes = config.engine.compile == "auto" and not runner.driven
+    return GraphDecode(runner, eager, graphs, sizes, progress, tune if tunes else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -14,23 +14,31 @@ from alignedserve.engine.batch import DecodeTable, ForwardItem, PackedBatch, bui
 from alignedserve.engine.model.loader import LoadedModel
 from alignedserve.engine.threads import PassThreads
 from alignedserve.errors import GeometryMismatchError, ResourceError, UnsupportedModelError
-from alignedserve.geometry import KvGeometry
+from alignedserve.geometry import KvGeometry, StoreSlice
 from alignedserve.metrics import Page
+from alignedserve.transfer.handles import slice_block_bytes
 
 __all__ = ["ForwardItem", "ModelRunner", "allocate_cache"]
 
 
 def allocate_cache(
-    geometry: KvGeometry, num_blocks: int, device: str | torch.device, buffer: memoryview | None = None
+    geometry: KvGeometry,
+    num_blocks: int,
+    device: str | torch.device,
+    buffer: memoryview | None = None,
+    part: StoreSlice | None = None,
 ) -> torch.Tensor:
     """A block store `[num_blocks, layers, kv_heads, 2, block_size, head_dim]`, contiguous, on `device`.
+
+    `part`: with these layers and heads only.
 
     If `buffer` is given (writable shared memory, on CPU), the tensor uses it and keeps it alive; nothing is copied or
     cleared. Raises ResourceError if there is no room.
     """
-    shape = (num_blocks, *geometry.block_shape)
+    held = part or StoreSlice.whole(geometry)
+    shape = (num_blocks, *held.shape, *geometry.block_shape[2:])
     dtype: torch.dtype = getattr(torch, geometry.dtype)
-    needed = num_blocks * geometry.block_bytes
+    needed = num_blocks * slice_block_bytes(geometry, held)
     if buffer is not None:
         if torch.device(device).type != "cpu":
             raise ResourceError(f"a store in shared memory must be on the CPU, not on {device}")
@@ -59,22 +67,18 @@ class ModelRunner:
             raise GeometryMismatchError(
                 f"a block store is a contiguous tensor of 6 dimensions, not {tuple(cache.shape)}"
             )
-        if (cache.shape[1], cache.shape[2], cache.shape[3], cache.shape[5]) != (
-            info.layers,
-            info.kv_heads,
-            2,
-            info.head_dim,
-        ):
+        self._place = place or Place()
+        layers, heads = (info.layers, info.kv_heads) if self._place.held is None else self._place.held.shape
+        if (cache.shape[1], cache.shape[2], cache.shape[3], cache.shape[5]) != (layers, heads, 2, info.head_dim):
             raise GeometryMismatchError(
-                f"the store {tuple(cache.shape)} does not fit {info.name}: {info.layers} layers, {info.kv_heads} KV "
-                f"heads of {info.head_dim}"
+                f"the store {tuple(cache.shape)} does not fit {info.name}: {layers} layers, {heads} KV heads of "
+                f"{info.head_dim}"
             )
         if cache.dtype != getattr(torch, info.dtype):
             raise GeometryMismatchError(f"the store is {cache.dtype}, but {info.name} is served in {info.dtype}")
         self.loaded = loaded
         self.cache = cache
         self.block_size = cache.shape[4]
-        self._place = place or Place()
         with self._scope():
             self._backend = open_backend(backend, self._place.view(cache), loaded.needs)
         parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
@@ -98,6 +102,11 @@ class ModelRunner:
     def depth(self) -> int:
         """How many passes are computed at the same time, each by another stage."""
         return 1
+
+    @property
+    def driven(self) -> bool:
+        """Whether other ranks compute each pass, too, and are told its tokens before."""
+        return False
 
     @property
     def waited_s(self) -> float:
@@ -150,6 +159,19 @@ class ModelRunner:
         with self._scope():
             self._backend.begin_table(table)
             return self._logits(input_ids, position_ids)
+
+    def tell_capture(self, sizes: Sequence[int]) -> None:
+        """`forward_table` is about to be captured for batches of these sizes, the last one first."""
+
+    @contextlib.contextmanager
+    def captured_everywhere(self) -> Iterator[None]:
+        """Around the capture: it fails where it has failed in another rank."""
+        yield
+
+    @contextlib.contextmanager
+    def replaying(self, size: int, sent: torch.Tensor) -> Iterator[None]:
+        """Around a replay. `sent`: its inputs (`StepBuffers.send`), which may change later."""
+        yield
 
     def _logits(
         self,

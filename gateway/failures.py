@@ -51,7 +51,10 @@ class MalformedJsonError(InvalidRequestError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt and answer together exceed the model's positions or the cluster's capacity."""
+    """Prompt and answer together exceed the model's positions or the cluster's capacity.
+
+    `details` has `tokens` of the prompt (at least so many) and `limit`, its most tokens, if the number is known.
+    """
 
     code = "context_length_exceeded"
 

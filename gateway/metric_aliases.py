@@ -55,13 +55,16 @@ def _histogram(now: Samples, alias: str, name: str, ours: str, labels: Mapping[s
 
 
 def _gauges(now: Samples) -> Iterator[tuple[str, float]]:
-    yield "num_requests_running", now.sum("requests_decoding")
-    yield "num_requests_waiting", sum(now.sum(f"requests_{state}") for state in WAITING)
+    """Without those whose source is missing: a page of one gateway alone has no requests of the cluster's."""
+    if now.by("instance", "requests_decoding"):
+        yield "num_requests_running", now.sum("requests_decoding")
+        yield "num_requests_waiting", sum(now.sum(f"requests_{state}") for state in WAITING)
     caches = {
         its["store"]: value for its, value in now.each("kv_capacity_blocks") if its["store"].endswith("/cache")
     }  # what is cached can be taken back, so only owned blocks are in use
     owned = sum(value for its, value in now.each("kv_blocks", state="owned") if its["store"] in caches)
-    yield "kv_cache_usage_perc", owned / sum(caches.values()) if caches else 0.0
+    if capacity := sum(caches.values()):
+        yield "kv_cache_usage_perc", owned / capacity
 
 
 def _head(alias: str, kind: str) -> list[str]:

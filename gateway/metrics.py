@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from alignedserve.errors import AlignedServeError
+from alignedserve.errors import AlignedServeError, OverloadedError
 from alignedserve.request import FinishReason, Stage
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ class GatewayMetrics:
         self.stale_events = self._counter(
             "stale_events", "late token events: of requests that had ended, or of older epochs"
         )
-        self.resubmissions = self._counter("resubmissions", "requests that were submitted again after a loss")
+        self.refused = self.resubmitted = 0  # requests, for the heartbeat
+        self._resubmissions = self._counter("resubmissions", "requests that were submitted again after a loss")
         self.prompt_tokens = self._counter("prompt_tokens", "tokens of submitted prompts")
         self.output_tokens = self._counter("output_tokens", "tokens received from workers")
         self.unlogged = self._counter(
@@ -114,6 +115,12 @@ class GatewayMetrics:
     def on_call_failed(self, error: AlignedServeError) -> None:
         """A call has ended with an error, or was refused; it counts once, however many answers it has."""
         self._outcomes.labels(self._instance, error.code).inc()
+        self.refused += isinstance(error, OverloadedError)
+
+    def on_resubmission(self) -> None:
+        """A request has lost its workers, and is submitted again."""
+        self._resubmissions.inc()
+        self.resubmitted += 1
 
     def text(self) -> str:
         """All metrics in Prometheus' text format."""

@@ -24,6 +24,7 @@ from alignedserve.proto import supervisor_pb2 as sv
 logger = logging.getLogger(__name__)
 
 ANSWER_WITHIN_S = 0.05
+LEAST_OF_SEVERAL = 128  # tokens of a prompt that several shards are asked about: where it is computed depends on it
 
 
 class PrefixHints:
@@ -60,7 +61,8 @@ class PrefixHints:
             await self._shards.popitem()[1][1].close()
 
     async def _ask(self, prompt: PromptPlan, salt: bytes) -> PromptPlan:
-        if len(prompt.token_ids) < LEAST_TOKENS or prompt.sampling.prompt_logprobs is not None:
+        least = LEAST_TOKENS if len(self._shards) == 1 else LEAST_OF_SEVERAL
+        if len(prompt.token_ids) < least or prompt.sampling.prompt_logprobs is not None:
             return prompt
         prefix = cached_prefix(prompt.token_ids, salt)
         shards = list(self._shards.items())

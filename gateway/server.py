@@ -24,7 +24,7 @@ from alignedserve.admin import admin_key
 from alignedserve.config import ModelConfig
 from alignedserve.config_sources import from_tree
 from alignedserve.control.integrity import check_books
-from alignedserve.control.role import OPEN_GAUGE
+from alignedserve.control.role import OPEN_GAUGE, REFUSED_GAUGE, RESUBMITTED_GAUGE
 from alignedserve.control.rpc import TokenChannel
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.control.samples import merge
@@ -127,6 +127,7 @@ class GatewayServer(RoleServer):
         self.peers = GatewayPeers(settings.id, settings.token)  # the other gateways of the last view
         self._recent = RecentRequests()  # that ended here
         self.ledger.on_ended = self._recent.note
+        self.ledger.on_refused = self.intake.on_refused = self._recent.refuse
         self._hints = PrefixHints(settings.token)  # what the shards of the last view have of a prompt
         model.look_up = self._hints.add if model.cache is not None else None
         # Tells the shards how requests ended.
@@ -186,6 +187,7 @@ class GatewayServer(RoleServer):
             tokenizer,
             template,
             root=config.model_root,
+            aliases=tuple(filter(None, map(str.strip, config.model.aliases.split(",")))),
             dialects=dialects,
             engine=config.engine,
             cache=CacheUse(by_key=config.gateway.cache_isolation == "key") if config.kv_pool.prefix_cache else None,
@@ -271,9 +273,12 @@ class GatewayServer(RoleServer):
 
     def describe(self) -> sv.Heartbeat:
         self.progress += 1
-        return sv.Heartbeat(
-            holds=self._holds(), gauges={OPEN_GAUGE: self.ledger.interactive}, metrics=self._own_metrics()
-        )
+        gauges = {
+            OPEN_GAUGE: self.ledger.interactive,
+            REFUSED_GAUGE: self._metrics.refused,
+            RESUBMITTED_GAUGE: self._metrics.resubmitted,
+        }
+        return sv.Heartbeat(holds=self._holds(), gauges=gauges, metrics=self._own_metrics())
 
     async def check_integrity(self) -> list[sv.BookCheck]:
         return [check_books("calls", self.process.id, self.ledger.check_integrity)]
@@ -371,7 +376,7 @@ class GatewayServer(RoleServer):
             "state": status.state,
             "missing": list(status.missing),
             "degraded": list(status.degraded),
-            "restart": restart_json(status.restart),
+            "restart": restart_json(status.restart, status.peers),
             "scale": {"prefill": status.prefill, "decode": status.decode, "failure": status.scale_failure.message},
         }
 

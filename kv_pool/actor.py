@@ -10,6 +10,7 @@ import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, ClassVar, TypeVar
 
 import grpc
@@ -79,7 +80,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._cluster_ends = False  # the shard's memory ends with this process
         # Messages about the prefix cache. It has the pins, and knows nothing of them until `on_start`.
         self._prefixes = PrefixCacheService(
-            settings.id, self.config.kv_pool.pinned_fraction, self._settled, self._changed
+            settings.id, self.config.kv_pool.pinned_fraction, self._settled, self._changed, self._alone
         )
         self._announced = (-1, -1)  # room and pinned blocks, as the scheduler was told last; -1: never
         self._recounting = asyncio.Lock()  # while it is held, nothing in the pool may change
@@ -114,7 +115,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._prefixes.open(self._pool, geometry.fingerprint, geometry.block_bytes)
         if index is not None and self.config.kv_pool.disk_gib:
             cost, verify = configured_cost(self.config.scheduler), self.config.kv_pool.verify
-            shard = Shard(self._pool, index, self._store, self._deliver, self._recounted, verify, cost)
+            shard = Shard(self._pool, index, self._store, self._deliver, self._recounted, self._alone, verify, cost)
             self._disk = self._prefixes.disk = DiskTier(self.config, self.settings.id, model, shard)
             await self._disk.start(required=not self._cluster_served)
         self.set_state("ready")
@@ -159,7 +160,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         """
         assert self._pool is not None
         if self._recounting.locked():
-            return  # `_recount` calls this method when it is done
+            return  # `_alone` calls this method when it is left
         for writer in self._pool.writers():
             if writer not in self._writers and self._ended_processes.has_ended(writer.id, writer.incarnation):
                 self._deliver(self._pool.writer_dead(writer))
@@ -210,20 +211,25 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         return await asyncio.shield(asyncio.ensure_future(self._recount(self._pool)))
 
     async def _recount(self, pool: KvPool) -> list[sv.BookCheck]:
-        """Check the accounting in a thread, because a million blocks take seconds.
-
-        Heartbeats go on meanwhile; messages that change the pool wait.
-        """
-        async with self._recounting:
+        """Check the accounting in a thread, because a million blocks take seconds."""
+        async with self._alone():
             check = functools.partial(check_books, pool.store_id, self.settings.id, pool.check_integrity, self._count)
             found = [await asyncio.to_thread(check)]
             if self._disk is not None and (on_disk := await asyncio.to_thread(self._disk.check)) is not None:
                 found.append(on_disk)
-        self._bury()
         return found
 
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """A section in which only the caller may change the pool: messages that change it wait. Heartbeats go on."""
+        try:
+            async with self._recounting:
+                yield
+        finally:
+            self._bury()
+
     async def _recounted(self) -> None:
-        """Return when no recount is under way. None begins before the caller's next `await`."""
+        """Return when no section of `_alone` is under way. None begins before the caller's next `await`."""
         async with self._recounting:
             pass
 
@@ -480,7 +486,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         return self._pool
 
     async def _settled(self, context: grpc.aio.ServicerContext[Any, Any]) -> KvPool:
-        """Like `_ready`, once no recount is under way."""
+        """Like `_ready`, once no section of `_alone` is under way."""
         pool = await self._ready(context)
         await self._recounted()
         return pool

@@ -116,7 +116,7 @@ class PairedCopiesService(pc_grpc.PairedCopiesServicer):
 
         channel = hello.channel if hello.channel in self._channels else self._channels[0]
         settings = self._settings
-        wiring = Wiring.between_workers(channel, SERVING_RANK, settings.host, settings.device, self._timeout_s)
+        wiring = Wiring.between_workers(channel, SERVING_RANK, settings.host, settings.devices[0], self._timeout_s)
         send, break_off = from_any_thread(outbox.put), from_any_thread(outbox.close)
         return PairServer(hello, self._stores(), wiring, send, break_off, writable=self._writable)
 

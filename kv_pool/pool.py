@@ -17,8 +17,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+import numpy as np
+
 from alignedserve.errors import StaleError, TransferError
 from alignedserve.kv_pool.counts import Grant, PoolCounts
+from alignedserve.kv_pool.entries import Ids
 from alignedserve.kv_pool.epochs import OverEpochs
 from alignedserve.kv_pool.kept.sessions import Note
 from alignedserve.kv_pool.prefix_index import PrefixIndex
@@ -286,19 +289,17 @@ class KvPool(ShardBlocks):
         there = [block for block, known in zip(block_ids, new.found[first_block:], strict=False) if block == known]
         return [*there, *new.block_ids], self._serve()
 
-    def drop_prefix(
-        self, root: bytes, token_ids: Sequence[int], spared: Collection[int] = ()
-    ) -> tuple[int, list[Grant]]:
-        """Remove the full blocks of these tokens, and all that continues them, from the index. Returns their number.
+    def begun_by(self, root: bytes, token_ids: Sequence[int]) -> Ids:
+        """The blocks for `remove` to drop a prefix (`PrefixIndex.begun_by`)."""
+        return np.empty(0, np.int32) if self._cache is None else self._cache.index.begun_by(root, token_ids)
 
-        Blocks that other prefixes continue stay, and those of `spared`, which has whole prefixes. Cached blocks are
-        free then, and held ones once they are released.
+    def remove(self, block_ids: Sequence[int], spared: Collection[int] = ()) -> tuple[int, list[Grant]]:
+        """Remove these blocks (`begun_by`) from the index, in their order. Returns how many there were, and grants.
+
+        Those of `spared`, which has whole prefixes, stay. Cached blocks are free then, and held ones once they are
+        released.
         """
-        return (0, []) if self._cache is None else (self._cache.drop(root, token_ids, spared), self._serve())
-
-    def drop_root(self, root: bytes, spared: Collection[int] = ()) -> tuple[int, list[Grant]]:
-        """Like `drop_prefix`, for everything under a root."""
-        return (0, []) if self._cache is None else (self._cache.drop_root(root, spared), self._serve())
+        return (0, []) if self._cache is None else (self._cache.remove(block_ids, spared), self._serve())
 
     def release(self, keys: Iterable[RequestKey]) -> list[Grant]:
         """Free what these requests and their older epochs hold here. The blocks of a newer epoch stay."""

@@ -204,24 +204,12 @@ class PrefixCache:
         self.index.insert(new.chain, len(new.found), new.block_ids, parent, checksums)
         self._touch(self.index.leading([*new.found, *new.block_ids]), request_id)
 
-    def drop(self, root: bytes, token_ids: Sequence[int], spared: Collection[int] = ()) -> int:
-        """Remove a prefix and all that continues it from the index, but blocks in `spared`, which has whole prefixes.
+    def remove(self, block_ids: Sequence[int], spared: Collection[int]) -> int:
+        """Remove these blocks (`PrefixIndex.begun_by`) from the index, but those in `spared`, which has whole prefixes.
 
-        Of a prefix whose end was evicted, what nothing else continues. Returns the number of blocks removed. Raises
-        TransferError if `root` is not a digest.
+        Some may have been removed already. Returns the number of blocks removed.
         """
-        chain = self.index.chain(root, token_ids)
-        found = self.index.match(chain, chain.blocks)
-        if not found:
-            return 0
-        return self._remove(self.index.continued_by(found, whole=len(found) == chain.blocks), spared)
-
-    def drop_root(self, root: bytes, spared: Collection[int] = ()) -> int:
-        """Like `drop`, for all chains with this root."""
-        return self._remove(self.index.under(root), spared)
-
-    def _remove(self, block_ids: Sequence[int], spared: Collection[int]) -> int:
-        ids = [block for block in block_ids if block not in spared]
+        ids = [block for block in block_ids if self.index.indexed[block] and block not in spared]
         self.index.remove(ids)
         self.blocks.uncache([block for block in ids if self.blocks.cached[block]])
         return len(ids)

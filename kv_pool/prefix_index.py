@@ -287,44 +287,56 @@ class PrefixIndex:
         wrong[1:] |= rows[1:, BEFORE] != rows[:-1, GENERATION]
         return int(wrong.argmax()) if wrong.any() else len(ids)
 
-    def continued_by(self, block_ids: Sequence[int], *, whole: bool = True) -> list[int]:
-        """Those of these blocks of a chain that only the chain's next block continues, and all that continues its end.
+    def begun_by(self, root: bytes, token_ids: Sequence[int]) -> Ids:
+        """What is indexed of prompts that begin with these tokens: with none, all under the root.
 
-        Without `whole` these are what is left of a longer chain: if anything continues its end, that is another one,
-        and nothing is found. Reads all entries. In an order for `remove`.
+        Of the blocks of the tokens themselves, those that nothing else continues. In an order for `remove`. Reads all
+        entries, so it may run in a thread while nothing changes. Raises TransferError if `root` is not a digest.
         """
+        chain = self.chain(root, token_ids)
+        found = self.match(chain, chain.blocks)
         ids, depths, parents = self._all()
+        chosen, following = np.zeros(len(self._flags), bool), ids[:0]
+        if len(found) == chain.blocks:  # what continues less of the tokens is another prompt
+            following = ids[depths == chain.blocks]
+            before = np.array(self._before(chain, found[-1] if found else NONE), np.uint64)
+            following = following[(self.entries.words[:, BEFORE : BEFORE + 2][following] == before).all(axis=1)]
+            if rest := token_ids[chain.blocks * self.block_size :]:
+                following = self._that_begin(following, rest)
+        chosen[following] = True
         children = np.bincount(parents[parents != NONE], minlength=len(self._flags))
-        chosen = np.zeros(len(self._flags), bool)
-        most = len(self._flags) if whole else 0
-        for block in reversed(block_ids):
-            if children[block] > most:
+        going = len(following)
+        for block in reversed(found):
+            if children[block] > going:
                 break
-            chosen[block] = True
-            most = 1
-        return self._with_what_continues(chosen, len(block_ids), ids, depths, parents)
+            chosen[block], going = True, 1
+        return self._with_what_continues(chosen, ids, depths, parents)
 
-    def under(self, root: bytes) -> list[int]:
-        """All blocks of the chains with this root, like `continued_by`."""
-        ids, depths, parents = self._all()
-        before = self.entries.words[:, BEFORE : BEFORE + 2][ids]
-        first = (depths == 0) & (before == np.frombuffer(root, np.uint64)).all(axis=1)
+    def _that_begin(self, ids: Ids, token_ids: Sequence[int]) -> Ids:
+        """Those of these blocks whose tokens begin with `token_ids`, which fill no block."""
+        width = -(-len(token_ids) // 2)
+        rows = self.entries.words[:, TOKENS : TOKENS + width][ids].astype("<u8").view(np.uint32)
+        right: Ids = ids[(rows[:, : len(token_ids)] == np.array(token_ids, np.uint32)).all(axis=1)]
+        return right
+
+    def continued_by(self, block: int) -> Ids:
+        """An indexed block and all that continues it, like `begun_by`."""
         chosen = np.zeros(len(self._flags), bool)
-        chosen[ids[first]] = True
-        return self._with_what_continues(chosen, 1, ids, depths, parents)
+        chosen[block] = True
+        return self._with_what_continues(chosen, *self._all())
 
     @staticmethod
     def _with_what_continues(
-        chosen: Flags, begin: int, ids: Ids, depths: npt.NDArray[np.int64], parents: npt.NDArray[np.int64]
-    ) -> list[int]:
-        """The blocks `chosen`, and those of depth `begin` or more that continue them, deepest first."""
+        chosen: Flags, ids: Ids, depths: npt.NDArray[np.int64], parents: npt.NDArray[np.int64]
+    ) -> Ids:
+        """The blocks `chosen`, and those that continue them, deepest first. Of a chosen block all children go."""
         order = np.argsort(depths, kind="stable")
-        bounds = np.searchsorted(depths[order], np.arange(begin, int(depths.max(initial=0)) + 2))
+        bounds = np.searchsorted(depths[order], np.arange(1, int(depths.max(initial=0)) + 2))
         for low, high in itertools.pairwise(bounds.tolist()):
             level = order[low:high]
             chosen[ids[level]] |= chosen[parents[level]]
         deepest_first = ids[order[::-1]]
-        result: list[int] = deepest_first[chosen[deepest_first]].tolist()
+        result: Ids = deepest_first[chosen[deepest_first]]
         return result
 
     # ---- succession

@@ -24,6 +24,7 @@ from alignedserve.transfer.paired.channel import PairedChannel
 from alignedserve.transfer.paired.client import PairClient
 from alignedserve.transfer.paired.remote import RemoteBlockStore
 from alignedserve.transfer.paired.transport import ASKING_RANK, Wiring
+from alignedserve.transfer.parted import connected
 from alignedserve.transfer.topology import GLOO
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,10 @@ class RemoteShards:
                 self._follow_soon()
             channel = shard.channels.get(destination.store_id)
             if channel is None:
-                channel = wrapped(PairedChannel(shard.store, destination, shard.client))
+                client = shard.client
+                channel = connected(
+                    shard.store, destination, lambda one, other: wrapped(PairedChannel(one, other, client))
+                )
                 shard.channels[destination.store_id] = channel
             return channel
 
@@ -131,7 +135,7 @@ class RemoteShards:
 
     def _open(self, pool_id: str, geometry: KvGeometry) -> _Shard:
         settings, node_id = self._settings, self._nodes[pool_id]
-        wiring = Wiring.between_workers(self._channel, ASKING_RANK, settings.host, settings.device, self._timeout_s)
+        wiring = Wiring.between_workers(self._channel, ASKING_RANK, settings.host, settings.devices[0], self._timeout_s)
         # Longer than for a pair: a shard outlives its process, but a candidate buffer does not.
         client = PairClient(self._process, wiring, geometry, pool_id, away_s=self._timeout_s, read_only=True)
         whole = StoreSlice.whole(geometry)

@@ -112,14 +112,14 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         model_info = instance.model.to_json() if instance.model else ""
         beat = sv.Heartbeat(model_info=model_info, reaches=instance.reaches, gauges=instance.memory.gauges)
         if instance.compute is None:
-            beat.holds = instance.starting.text
+            beat.holds = self.ranks(instance.rank_pids) + instance.starting.text
             return beat
         meter = instance.compute.meter
         self.progress, self.busy, self.step_s = meter.count, instance.compute.busy, meter.longest_s
         beat.stores.extend(buffer.store.handle().to_proto() for buffer in instance.buffers.values())
         counts = self._counts()
         held = ", ".join(f"{count.owned}/{count.capacity} {count.store.rpartition('/')[2]}" for count in counts)
-        pending = f"{self.ranks}{instance.compute.pending_tokens} tokens to prefill"
+        pending = f"{self.ranks(instance.rank_pids)}{instance.compute.pending_tokens} tokens to prefill"
         beat.holds = f"{pending}; blocks: {held}{locking(instance.channels)}"
         beat.metrics = self._metrics(instance.compute, counts)
         return beat

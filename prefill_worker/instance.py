@@ -112,22 +112,24 @@ class PrefillInstance:
         """Load the model, create the stores, attach the pool. `report` is called when the model's shape is known."""
         settings, config = self._settings, self._config
         host.prepare_process(config)
-        self.reaches = await asyncio.to_thread(reached_devices, settings.device)
-        self.no_nccl = await asyncio.to_thread(no_nccl_here, config.cluster.channel, settings.device)
+        devices, device = settings.devices, settings.devices[0]
+        self.reaches = await asyncio.to_thread(reached_devices, device)
+        self.no_nccl = await asyncio.to_thread(no_nccl_here, config.cluster.channel, device)
         require_packages(config.cluster.channel, self.no_nccl, allow_slow=config.cluster.allow_slow_channel)
         await asyncio.to_thread(self.memory.look)
-        self.model = await host.inspect(config, settings.device)
+        self.model = await host.inspect(config, device)
         self.memory.expect(self.model)
         report()
-        self._ranks = ranks = start_ranks(config, "prefill", self.model)
-        load_part, share = (None, None) if ranks is None else (ranks.load, ranks.share)
-        loaded, tokenizer = await host.load(config, self.model, settings.device, self.starting, load_part)
+        self._ranks = ranks = start_ranks(config, "prefill", self.model, devices)
+        load_part, of_ranks = (None, None) if ranks is None else (ranks.load, ranks.store)
+        loaded, tokenizer = await host.load(config, self.model, device, self.starting, load_part)
         plan = await self._pool.plan
         make_runner = runner_maker(config, loaded, ranks)
-        await asyncio.to_thread(self.memory.check, loaded, plan, make_runner)
+        weight_bytes = None if ranks is None else ranks.most_weight_bytes()
+        await asyncio.to_thread(self.memory.check, loaded, plan, make_runner, weight_bytes)
         geometry = self.model.geometry(plan.block_size)
         cache_store, tensor = host.cache_store(
-            f"{settings.id}/cache", geometry, plan.prefill_cache, settings.device, settings.node_id, share
+            f"{settings.id}/cache", geometry, plan.prefill_cache, device, settings.node_id, of_ranks
         )
         self.cache = BlockAllocator(plan.prefill_cache, cache_store.store_id)
         self.buffers = await asyncio.to_thread(self._make_buffers, geometry, plan)
@@ -310,9 +312,11 @@ class PrefillInstance:
         for kind, blocks in sizes.items():
             # A successor takes new memory: a predecessor that was stopped may still write to the old memory.
             name = f"{self._settings.id}/{BUFFER_NAMES[kind]}-{self._process.incarnation}"
-            store = host.buffer_store(
-                name, geometry, blocks, self._settings.device, self._settings.node_id, self._pool.segments
-            )
+            device, node_id = self._settings.devices[0], self._settings.node_id
+            if self._ranks is not None and device != "cpu":
+                store = self._ranks.device_buffer(name, geometry, blocks, node_id)
+            else:
+                store = host.buffer_store(name, geometry, blocks, device, node_id, self._pool.segments)
             buffers[kind] = CandidateBuffer(kind, store)
         return buffers
 
@@ -333,6 +337,11 @@ class PrefillInstance:
         if self.compute is None or self.offloader is None:
             return True
         return self.compute.idle and self.offloader.idle and all(b.holds_nothing() for b in self.buffers.values())
+
+    @property
+    def rank_pids(self) -> list[int]:
+        """Of all ranks; empty if there is one, or before `load`."""
+        return [] if self._ranks is None else self._ranks.pids
 
     def trouble(self) -> AlignedServeError | None:
         """The error for which this process must be replaced; None if there is none."""

@@ -13,9 +13,9 @@ from typing import Any
 
 from alignedserve.errors import ConfigError
 from alignedserve.request import Stage
-from alignedserve.scheduler.cost.load import BANDWIDTH, COLLECTIVES, KV_TOKENS, load_rank_cost, load_step_cost
+from alignedserve.scheduler.cost.load import BANDWIDTH, COLLECTIVES, KV_TOKENS, LINKS, load_rank_cost, load_step_cost
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
-from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.cost.measured import MeasuredCost
 from alignedserve.scheduler.cost.tensor_parallel import named_degree
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.hardware_file import default_hardware, read_hardware, template, with_values
@@ -27,6 +27,7 @@ from alignedserve.simulator.options import (
     rates_of,
     seeds_of,
     settings_of,
+    stages_of,
 )
 from alignedserve.simulator.progress import Steps
 from alignedserve.simulator.replay import ComparedPolicy, Plan
@@ -72,11 +73,26 @@ _STAGES = tuple((f"stage_{stage}_mean_s", f"{stage} mean, s") for stage in Stage
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """`assumed`: keys with defaults for an unknown device. `of_folder`: options for the cost of a folder of tables."""
+    """`assumed`: keys with defaults for an unknown device. Options for the cost of a folder of tables: `degree`, of
+    `--cost-model` alone, and `links`.
+    """
 
     hardware: Hardware
     assumed: Collection[str]
-    of_folder: Mapping[str, float]
+    degree: Mapping[str, float]
+    links: Mapping[str, float]
+
+    def cost(self, options: argparse.Namespace, source: str = "", ranks: int = 1) -> MeasuredCost:
+        """That of `source`, or else of `--cost-model`. `ranks`: that share the experts of a mixture."""
+        extra = {} if source else dict(self.degree)
+        source = source or options.cost_model
+        if Path(source).is_dir():
+            extra |= self.links
+        if options.block_bandwidth is not None:
+            extra["block_bandwidth"] = options.block_bandwidth * 1e9
+        if ranks > 1:
+            return load_rank_cost(source, ranks, kernel_mode=options.kernel_mode, **extra)
+        return load_step_cost(source, kernel_mode=options.kernel_mode, **extra)
 
 
 def simulate_command(options: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -129,6 +145,8 @@ def _warnings(plan: Plan, workload: Workload, options: argparse.Namespace) -> It
             f"--tensor-parallel {options.tensor_parallel}, but the folder's name says -tp{named}: its tables count as "
             f"those of one of {options.tensor_parallel} devices"
         )
+    if options.prefill_cost_model and (both := [one.name for one in plan.candidates if one.colocated]):
+        yield f"{', '.join(both)}: prompts are computed with --cost-model too: there are no prefill instances"
     if plan.load.clients > (requests := len(workload.arrivals)):
         yield f"--clients {plan.load.clients}, but only {requests} requests: they arrive at time zero"
     if any(arrival.wait_objective_s for arrival in workload.arrivals):
@@ -209,10 +227,11 @@ def _plan(options: argparse.Namespace, machine: _Machine) -> Plan:
         raise ConfigError(f"--clients must be at least 1, not {options.clients}")
     if options.clients is not None and options.ranks > 1:
         raise ConfigError("--clients is not for ranks in step: give --rate, or neither for all requests at once")
+    cost = machine.cost(options)
     return Plan(
         trace=read_trace(options.trace),
         candidates=candidates,
-        cost=_cost(options, machine.of_folder),
+        cost=cost,
         hardware=machine.hardware,
         load=Load(rates[0], options.cv, options.limit, options.clients or 0),
         rates=rates,
@@ -220,7 +239,9 @@ def _plan(options: argparse.Namespace, machine: _Machine) -> Plan:
         instances=options.instances,
         prefill=options.prefill,
         decode=options.decode,
-        rank_cost=_cost(options, machine.of_folder, options.ranks) if options.ranks > 1 else None,
+        rank_cost=machine.cost(options, ranks=options.ranks) if options.ranks > 1 else None,
+        prefill_cost=_prefill_cost(options, machine, cost) if options.prefill_cost_model else None,
+        stages=stages_of(options, [one.name for one in candidates if one.colocated]),
     )
 
 
@@ -242,6 +263,10 @@ def _machine(options: argparse.Namespace) -> _Machine:
     folder, degree = Path(options.cost_model).is_dir(), _degree(options)
     given = read_hardware(options.hardware) if options.hardware else {}
     told = hardware_of_cost(options.cost_model, given, **degree)
+    if options.prefill_cost_model:
+        fits = [KV_TOKENS] if f"prefill_{KV_TOKENS}" in given else ()
+        own = hardware_of_cost(options.prefill_cost_model, fits)
+        told |= {f"prefill_{name}": own[name] for name in (KV_TOKENS, *LINKS) if name in own}
     hardware = with_values(options.hardware, default_hardware(told), given)
     assumed = {KV_TOKENS, *([BANDWIDTH] if folder else [])} - {*told, *given}
     if KV_TOKENS in assumed:
@@ -251,8 +276,8 @@ def _machine(options: argparse.Namespace) -> _Machine:
             file=sys.stderr,
             flush=True,
         )
-    links = {name: getattr(hardware, name) for name in COLLECTIVES if folder and name not in assumed}
-    return _Machine(hardware, assumed, {**degree, **links})
+    links = {name: getattr(hardware, name) for name in COLLECTIVES if name in given}
+    return _Machine(hardware, assumed, degree, links)
 
 
 def _degree(options: argparse.Namespace) -> dict[str, float]:
@@ -267,13 +292,15 @@ def _degree(options: argparse.Namespace) -> dict[str, float]:
     return {"tensor_parallel": options.tensor_parallel}
 
 
-def _cost(options: argparse.Namespace, of_folder: Mapping[str, float], ranks: int = 1) -> StepCost:
-    extra = {**of_folder}
-    if options.block_bandwidth is not None:
-        extra["block_bandwidth"] = options.block_bandwidth * 1e9
-    if ranks > 1:
-        return load_rank_cost(options.cost_model, ranks, kernel_mode=options.kernel_mode, **extra)
-    return load_step_cost(options.cost_model, kernel_mode=options.kernel_mode, **extra)
+def _prefill_cost(options: argparse.Namespace, machine: _Machine, of_decode: MeasuredCost) -> MeasuredCost:
+    cost = machine.cost(options, options.prefill_cost_model)
+    own, other = cost.parts.shape, of_decode.parts.shape
+    if (own.layers, own.head_dim) != (other.layers, other.head_dim):
+        raise ConfigError(
+            f"--prefill-cost-model {options.prefill_cost_model} has {own.layers} layers with heads of {own.head_dim}, "
+            f"and {options.cost_model} {other.layers} with heads of {other.head_dim}: both must be of one model"
+        )
+    return cost
 
 
 def _positive(name: str, value: float | None) -> float | None:

@@ -10,9 +10,10 @@ class Hardware:
     """Hardware of one cell. Tokens, bytes, bytes a second, seconds.
 
     Rates are for each direction of one instance's link. `kv_tokens`: cache of a decode (or colocated) instance; a
-    prefill instance's own cache and its two candidate buffers are shares of the same memory. `message_s`: one control
-    message. `host_overhead_s`: added by an engine to every pass. `collective_bandwidth`: of one device's link in the
-    collectives of tensor parallelism.
+    prefill instance's own cache and its two candidate buffers are shares of as much memory. `prefill_...`: of prefill
+    instances, if they have other devices; 0: as decode instances. `message_s`: one control message. `host_overhead_s`:
+    added by an engine to every pass. `collective_bandwidth`: of one device's link in the collectives of tensor
+    parallelism, and in the exchange of tokens between ranks that share experts.
 
     Slowdowns: by what factor a pass takes longer in a cluster than in the cost model, because processes share a
     machine's cores and caches. `..._beside`: for a pass that begins while its neighbour of the other role computes.
@@ -32,6 +33,9 @@ class Hardware:
     requests_buffer_share: float = 0.1
     pool_bandwidth: float = 25e9
     peer_bandwidth: float = 150e9
+    prefill_kv_tokens: int = 0
+    prefill_pool_bandwidth: float = 0.0
+    prefill_peer_bandwidth: float = 0.0
     copy_latency_s: float = 20e-6
     nodes: int = 1
     network_bandwidth: float = 25e9

@@ -16,7 +16,7 @@ from alignedserve.simulator.hardware import Hardware
 # For a cost model without hardware: an 8B model with grouped keys in bfloat16 on 96 GB.
 FALLBACK = Hardware(kv_tokens=480_000, kv_bytes_per_token=131_072, pool_tokens=1_600_000)
 _DOCS = {
-    "kv_tokens": "KV capacity of a decode (or colocated, or prefill) instance, in tokens",
+    "kv_tokens": "KV capacity of a decode (or colocated) instance, in tokens",
     "kv_bytes_per_token": "bytes of KV of a token, all layers",
     "pool_tokens": "capacity of the host-memory KV pool of each node, in tokens",
     "block_size": "tokens in a block",
@@ -24,14 +24,17 @@ _DOCS = {
     "requests_buffer_share": "share of a prefill instance's memory for the candidate request buffer",
     "pool_bandwidth": "bytes/s between the pool and an instance, each direction",
     "peer_bandwidth": "bytes/s between a prefill and a decode instance",
+    "prefill_kv_tokens": "KV capacity of a prefill instance; 0: kv_tokens",
+    "prefill_pool_bandwidth": "bytes/s between the pool and a prefill instance; 0: pool_bandwidth",
+    "prefill_peer_bandwidth": "bytes/s of a prefill instance's link to its peers; 0: peer_bandwidth",
     "copy_latency_s": "latency of a copy before its first byte, in seconds",
     "nodes": "machines, each with its own shard of the pool; instance i is on node i modulo this number",
     "network_bandwidth": "bytes/s between one node and the others, each direction",
     "disk_tokens": "capacity of each node's disk for cached prefixes, in tokens; 0: not used",
     "disk_bandwidth": "bytes/s read from a node's disk",
     "disk_latency_s": "latency of a read from disk, in seconds",
-    "collective_bandwidth": "tensor parallelism: bytes/s of one device's link in collectives",
-    "collective_latency_s": "tensor parallelism: latency of a collective, in seconds",
+    "collective_bandwidth": "bytes/s of one device's link in collectives and in the exchange of experts",
+    "collective_latency_s": "latency of a collective, in seconds",
     "message_s": "duration of a control message, in seconds",
     "host_overhead_s": "seconds that an engine adds to every pass",
     "prefill_slowdown": "factor by which a prefill pass takes longer in a cluster than in the cost model",
@@ -149,7 +152,7 @@ def with_values(origin: str, base: Hardware, raw: Mapping[str, object]) -> Hardw
             )
     if hardware.batch_buffer_share + hardware.requests_buffer_share >= 1:
         raise ConfigError(f"{origin}: the shares of the two candidate buffers leave no memory for the prefill cache")
-    for name in ("kv_tokens", "pool_tokens"):
+    for name in ("kv_tokens", "prefill_kv_tokens", "pool_tokens"):
         if getattr(hardware, name) // hardware.block_size > _MOST_BLOCKS:
             raise ConfigError(
                 f"{origin}: {name} must be at most {_MOST_BLOCKS:,} blocks of {hardware.block_size} tokens"

@@ -39,9 +39,9 @@ class Host(Protocol):
 
     def pool_at(self, instance: str) -> Pool: ...
 
-    def pool_link(self) -> Link: ...
+    def pool_link(self, *, prefill: bool = False) -> Link: ...
 
-    def peer_link(self) -> Link: ...
+    def peer_link(self, *, prefill: bool = False) -> Link: ...
 
     def network_link(self) -> Link: ...
 
@@ -70,11 +70,13 @@ class OnHardware:
     hardware: Hardware
     block_size: int
 
-    def pool_link(self) -> Link:
-        return Link(self.hardware.pool_bandwidth, self.hardware.copy_latency_s)
+    def pool_link(self, *, prefill: bool = False) -> Link:
+        own = self.hardware.prefill_pool_bandwidth if prefill else 0.0
+        return Link(own or self.hardware.pool_bandwidth, self.hardware.copy_latency_s)
 
-    def peer_link(self) -> Link:
-        return Link(self.hardware.peer_bandwidth, self.hardware.copy_latency_s)
+    def peer_link(self, *, prefill: bool = False) -> Link:
+        own = self.hardware.prefill_peer_bandwidth if prefill else 0.0
+        return Link(own or self.hardware.peer_bandwidth, self.hardware.copy_latency_s)
 
     def network_link(self) -> Link:
         return Link(self.hardware.network_bandwidth, self.hardware.copy_latency_s)

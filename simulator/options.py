@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 
+from alignedserve.config_sources import load
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.ranks.names import DEFAULT as DEFAULT_PLACEMENT
 from alignedserve.scheduler.ranks.names import PLACEMENTS, placement_class
@@ -30,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("--trace", metavar="FILE|mix:…", help="trace to replay (see below)")
+    add("--trace", metavar="FILE|mix:…|chats:…", help="trace to replay (see below)")
     add("--policy", metavar="A,B,…", help=(
         f"policies, e.g. aligned,fcfs,vllm,package.module:Class (default {DEFAULT_POLICY})"
     ))  # fmt: skip
@@ -50,6 +52,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tensor-parallel", type=int, metavar="N", help=(
         "degree at which a folder's tables were measured (default: its suffix -tpN, else 1)"
     ))  # fmt: skip
+    add("--prefill-cost-model", metavar="NAME|FILE|DIR", help=(
+        "cost model of prefill instances, if they have another degree or another device (default: --cost-model)"
+    ))  # fmt: skip
+    add("--pipeline-parallel", type=int, metavar="N", help=(
+        "stages of each prefill and decode instance, which share the model's layers (default 1)"
+    ))  # fmt: skip
+    add("--prefill-pp", type=int, metavar="N", help="the same for prefill instances")
+    add("--decode-pp", type=int, metavar="N", help="the same for decode instances")
     add("--hardware", metavar="FILE", help="TOML or JSON: KV capacity, pool size, link rates; all optional")
     add("--print-hardware", action="store_true", help="print such a file with the effective values, and exit")
     add("--config", metavar="FILE", help="YAML configuration of the cluster's scheduler (see `alignedserve config`)")
@@ -155,6 +165,30 @@ def placements_of(ranks: int, placement: str | None, policy: str | None) -> tupl
     for name in names:
         placement_class(name)
     return names
+
+
+def stages_of(options: argparse.Namespace, colocated: Sequence[str]) -> tuple[int, int]:
+    """The stages of a prefill and of a decode instance: by the options, else by the cluster's configuration.
+
+    `colocated`: policies with neither. Raises ConfigError.
+    """
+    both, own = options.pipeline_parallel, (options.prefill_pp, options.decode_pp)
+    configured = (1, 1)
+    if options.config is not None and options.ranks == 1 and not colocated:
+        config = load(options.config, environ={}, flags={})
+        configured = (config.degrees("prefill").stages, config.degrees("decode").stages)
+    default = configured if both is None else (both, both)
+    stages = tuple(one if given is None else given for given, one in zip(own, default, strict=True))
+    if min(*default, *stages) < 1:
+        raise ConfigError("--pipeline-parallel, --prefill-pp and --decode-pp must be at least 1")
+    if stages != (1, 1) and options.ranks > 1:
+        raise ConfigError(f"--ranks {options.ranks} shares experts: the layers are not divided among stages as well")
+    if stages != (1, 1) and colocated:
+        raise ConfigError(
+            f"stages are for prefill and decode instances, and {', '.join(colocated)} has neither; "
+            "orca has stages of its own (--set orca.n_workers=2)"
+        )
+    return stages[0], stages[1]
 
 
 def settings_of(assignments: list[str], policies: tuple[str, ...]) -> dict[str, dict[str, str]]:

@@ -35,15 +35,16 @@ class SimulatedPrefill:
         self.chunks = ChunkScheduler(self.cache, cell.block_size)
         self.buffers = SimulatedBuffers(name, sizes.batch_buffer, sizes.requests_buffer)
         self.pool = cell.pool_at(name)
-        self.from_pool, self.to_pool = cell.pool_link(), cell.pool_link()
-        self.to_peers, self.from_peers = cell.peer_link(), cell.peer_link()
+        self.from_pool, self.to_pool = cell.pool_link(prefill=True), cell.pool_link(prefill=True)
+        self.to_peers, self.from_peers = cell.peer_link(prefill=True), cell.peer_link(prefill=True)
         self.lease_blocks = 0  # of the candidate request buffer, for each decode instance; 0: none is paired
         self.gap_s = cell.hardware.host_overhead_s  # before each pass
         self._cell = cell
         self._cost = SlowedCost.of(cost, cell.hardware.prefill_slowdown)
         self._cost_beside = SlowedCost.of(cost, cell.hardware.prefill_slowdown_beside)
         self._arriving_s: dict[RequestKey, float] = {}  # when a prompt's cached prefix is in its shard's memory
-        self._busy = False
+        self._under_way = 0  # passes
+        self._free_s = [0.0 for _ in cost.stages_s(())]  # of each stage of its pipeline: when it is free
         self._giving_back: set[RequestKey] = set()
         self._reported: tuple[int, int, int] | None = None
         self._measured_s = 0.0
@@ -153,18 +154,19 @@ class SimulatedPrefill:
 
     def _compute(self) -> None:
         config, clock = self._cell.config.prefill, self._cell.clock
-        plan = [] if self._busy else self.chunks.plan(config.pass_tokens, config.max_requests)
+        busy = self._under_way == len(self._free_s) or self._free_s[0] > clock.now_s
+        plan = [] if busy else self.chunks.plan(config.pass_tokens, config.max_requests)
         for key in self.chunks.take_fetches():
             self._fetch(key)
         if not plan:
             return
-        self._busy = True
+        self._under_way += 1
         neighbour = self._cell.neighbour(self.name)
         beside = neighbour is not None and neighbour.computing
         if neighbour is not None:
             neighbour.set_beside(True)
         cost = self._cost_beside if beside else self._cost
-        seconds = cost.step_s([ChunkShape(chunk.count, chunk.start) for chunk in plan], ())
+        stages_s = cost.stages_s([ChunkShape(chunk.count, chunk.start) for chunk in plan])
         start_s = clock.now_s + self.gap_s
         tokens = cached = 0
         for chunk in plan:
@@ -173,23 +175,28 @@ class SimulatedPrefill:
             request = self._cell.request(chunk.key)
             if request.stage is Stage.QUEUE:
                 request.enter(Stage.PREFILL, clock.now_s)
-        self.steps.add_prefill(start_s, seconds, tokens)
+        self.steps.add_prefill(start_s, sum(stages_s), tokens)
+        before_s, end_s = self._free_s[-1], start_s
+        for stage, seconds in enumerate(stages_s):
+            end_s = self._free_s[stage] = max(end_s, self._free_s[stage]) + seconds
         measured = self._unmeasured
         measured[0] += 1
         measured[1] += tokens
         measured[2] += cached
-        measured[3] += start_s + seconds - clock.now_s
-        clock.at(start_s + seconds, self._computed, plan)
+        measured[3] += end_s - max(clock.now_s, before_s)
+        clock.at(end_s, self._computed, plan)
+        if len(self._free_s) > 1:
+            clock.at(self._free_s[0], self._compute)
 
     def _computed(self, plan: Iterable[Chunk]) -> None:
-        self._busy = False
+        self._under_way -= 1
         for chunk in plan:
             if self.chunks.done(chunk):
                 self._offload(chunk.key)
         self.report()
         self._compute()
         neighbour = self._cell.neighbour(self.name)
-        if neighbour is not None and not self._busy:
+        if neighbour is not None and not self._under_way:
             neighbour.set_beside(False)
 
     def _offload(self, key: RequestKey) -> None:

@@ -10,6 +10,7 @@ from alignedserve.batch_size import automatic_max_running
 from alignedserve.config import Config
 from alignedserve.config_sources import load, to_tree, value_of
 from alignedserve.errors import ConfigError
+from alignedserve.scheduler.cost.measured import MeasuredCost
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.ranks.names import placement_class
 from alignedserve.scheduler.systems import (
@@ -24,6 +25,7 @@ from alignedserve.scheduler.systems import (
 from alignedserve.simulator.colocated import simulate_colocated
 from alignedserve.simulator.disaggregated import as_run, simulate
 from alignedserve.simulator.hardware import Hardware
+from alignedserve.simulator.pipeline import PipelinedCost
 from alignedserve.simulator.ranks.run import as_run as as_ranks_run
 from alignedserve.simulator.ranks.run import simulate_ranks
 from alignedserve.simulator.report.results import RunResult
@@ -169,11 +171,15 @@ class ComparedPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be run, and on what hardware. `rank_cost`: of one decode rank, if that differs from `cost`."""
+    """What is to be run, and on what hardware. `rank_cost`, `prefill_cost`: of one decode rank and of a prefill
+    instance, if they differ from `cost`.
+
+    `stages`: of a prefill and of a decode instance.
+    """
 
     trace: Trace
     candidates: tuple[ComparedPolicy, ...]
-    cost: StepCost
+    cost: MeasuredCost
     hardware: Hardware
     load: Load
     rates: tuple[float | None, ...]
@@ -182,14 +188,17 @@ class Plan:
     prefill: int
     decode: int
     rank_cost: StepCost | None = None
+    prefill_cost: MeasuredCost | None = None
+    stages: tuple[int, int] = (1, 1)
 
     def describe(self) -> dict[str, object]:
-        rank_cost = {} if self.rank_cost is None else {"rank_cost": self.rank_cost.describe()}
+        others = {"rank_cost": self.rank_cost, "prefill_cost": self.prefill_cost}
         return {
-            **rank_cost,
+            **{name: cost.describe() for name, cost in others.items() if cost is not None},
             "policies": {one.name: self._described(one) for one in self.candidates},
             "hardware": asdict(self.hardware),
             "instances": {"colocated": self.instances, "prefill": self.prefill, "decode": self.decode},
+            "stages": {"prefill": self.stages[0], "decode": self.stages[1]},
             "rates_per_s": list(self.rates),
             "cv": self.load.cv,
             "limit": self.load.limit,
@@ -252,20 +261,22 @@ class Plan:
                 candidate.name,
                 candidate.config,
                 self.hardware,
-                self.cost,
+                self.prefill_cost or self.cost,
                 self.rank_cost or self.cost,
                 ranks=candidate.ranks,
                 prefill_instances=self.prefill,
                 decode_instances=self.decode,
                 seed=seed,
             )
+        prefill_cost = PipelinedCost.of(self.prefill_cost or self.cost, self.stages[0], self.hardware)
+        decode_cost = PipelinedCost.of(self.cost, self.stages[1], self.hardware)
         return simulate(
             workload,
             candidate.system,
             candidate.config,
             self.hardware,
-            self.cost,
-            self.cost,
+            prefill_cost,
+            decode_cost,
             prefill_instances=self.prefill,
             decode_instances=self.decode,
             seed=seed,

@@ -21,14 +21,15 @@ class Sizes:
     @classmethod
     def plan(cls, config: Config, hardware: Hardware) -> Sizes:
         memory = hardware.kv_tokens // hardware.block_size
+        at_prefill = (hardware.prefill_kv_tokens or hardware.kv_tokens) // hardware.block_size
         batch = requests = 0
         if config.cluster.prefetch:
-            batch = config.prefill.batch_buffer_blocks or int(hardware.batch_buffer_share * memory)
-            requests = config.prefill.requests_buffer_blocks or int(hardware.requests_buffer_share * memory)
+            batch = config.prefill.batch_buffer_blocks or int(hardware.batch_buffer_share * at_prefill)
+            requests = config.prefill.requests_buffer_blocks or int(hardware.requests_buffer_share * at_prefill)
         return cls(
             pool=hardware.pool_tokens // hardware.block_size,
             decode_cache=config.decode.cache_blocks or memory,
-            prefill_cache=config.prefill.cache_blocks or max(0, memory - batch - requests),
+            prefill_cache=config.prefill.cache_blocks or max(0, at_prefill - batch - requests),
             batch_buffer=batch,
             requests_buffer=requests,
         )

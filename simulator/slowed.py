@@ -23,6 +23,9 @@ class SlowedCost(StepCost):
     def step_s(self, chunks: Sequence[ChunkShape], lengths: Sequence[int]) -> float:
         return self._cost.step_s(chunks, lengths) * self._slowdown
 
+    def stages_s(self, chunks: Sequence[ChunkShape]) -> Sequence[float]:
+        return [seconds * self._slowdown for seconds in self._cost.stages_s(chunks)]
+
     def run_s(self, lengths: Sequence[int], steps: int) -> list[float]:
         return [seconds * self._slowdown for seconds in self._cost.run_s(lengths, steps)]
 

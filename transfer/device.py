@@ -24,6 +24,7 @@ from alignedserve.transfer.channel import MAX_PENDING_COPIES, Copy, PageLocked, 
 from alignedserve.transfer.cuda_ipc import export_memory, open_memory
 from alignedserve.transfer.first_touch import FirstTouch
 from alignedserve.transfer.handles import CUDA, HOST, StoreHandle
+from alignedserve.transfer.parted import PartedStore
 from alignedserve.transfer.pieces import Pieces, pieces_of
 from alignedserve.transfer.pinning import PinnedStore, Pinning
 from alignedserve.transfer.runs import Cut, common_part, paired_cuts
@@ -32,6 +33,7 @@ from alignedserve.transfer.topology import CUDA_IPC
 logger = logging.getLogger(__name__)
 _cuda: Any = torch.cuda  # most of it is untyped
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
+_pinnings: list[Pinning] = []  # at most one: memory cannot be registered twice
 
 
 class DeviceBlockStore(BlockStore):
@@ -46,10 +48,13 @@ class DeviceBlockStore(BlockStore):
         part: StoreSlice | None = None,
         node_id: str = "",
         shared: bool = False,
+        computing: str = "",
     ) -> None:
         """`tensor`: contiguous, blocks along its first dimension, of any shape and dtype beyond that.
 
-        `shared`: on a GPU, the handle lets other processes of the node open the memory, by `attach_device_store`.
+        `computing`: the device whose work of this process the blocks' contents wait for, by default its own; of a part
+        that another rank computes, that of rank 0. `shared`: on a GPU, the handle lets other processes of the node open
+        the memory, by `attach_device_store`.
         Raises TransferError if its bytes are not whole blocks of `part` (by default all) of the geometry.
         """
         if not tensor.is_contiguous() or tensor.dim() < 2:
@@ -65,6 +70,7 @@ class DeviceBlockStore(BlockStore):
         self._blocks: torch.Tensor | None = tensor.detach().view(torch.uint8).view(tensor.shape[0], block_bytes)
         self._capacity = tensor.shape[0]
         self._device = tensor.device
+        self.computing = torch.device(computing) if computing else tensor.device
         self._ipc_handle = export_memory(self._blocks) if shared and tensor.is_cuda else b""
 
     @property
@@ -145,6 +151,8 @@ class DeviceChannel(QueuedChannel):
         self._tensors = _tensor(source), _tensor(destination)
         self._flat = self._tensors[0].view(-1), self._tensors[1].view(-1)
         self._devices = [tensor.device for tensor in self._tensors if tensor.is_cuda]
+        stores = [store for store in self._stores if isinstance(store, DeviceBlockStore)]
+        self._computing = {store.computing for store in stores if store.computing.type == "cuda"}
         self._stream: Any = _cuda.Stream(self._devices[0]) if self._devices else None
         self._cuts: dict[StoreSlice, tuple[Cut, Cut]] = {}
         common_part(source, destination)  # raises before anything is pinned
@@ -198,7 +206,7 @@ class DeviceChannel(QueuedChannel):
 
     def _ready(self) -> list[torch.cuda.Event]:
         events = []
-        for device in self._devices if self._computed else ():
+        for device in self._computing if self._computed else ():
             with torch.cuda.device(device):
                 event = _cuda.Event()
                 event.record(torch.cuda.current_stream(device))
@@ -275,6 +283,9 @@ def on_stream(stream: Any) -> Iterator[None]:
 
 def compile_copies(store: BlockStore) -> None:
     """Compile the copies between `store` and others on its GPU: takes seconds the first time. No effect on a CPU."""
+    if isinstance(store, PartedStore):
+        for part in store.parts:
+            compile_copies(part)
     if isinstance(store, DeviceBlockStore) and store.device != "cpu":
         DeviceChannel(store, store, CUDA_IPC).close()
 
@@ -318,9 +329,14 @@ def _require_wanted(copy: Copy) -> None:
         raise cancelled(copy)
 
 
-@functools.cache
 def _pinning(device: torch.device) -> Pinning:
-    """This process's pinning for the GPU `device`; created on first use."""
+    """This process's pinning, whose memory is locked for all its GPUs. The first call's `device` registers it."""
+    if not _pinnings:
+        _pinnings.append(_new_pinning(device))
+    return _pinnings[0]
+
+
+def _new_pinning(device: torch.device) -> Pinning:
     runtime: Any = _cuda.cudart()
 
     def register(address: int, count: int) -> int:

@@ -17,6 +17,7 @@ class StoreHandle:
 
     `kind` "host": in `segment` of the node agent at `agent_socket`, blocks beginning at `offset_bytes`; an empty
     `segment` is memory of one process, which no other can attach. `kind` "cuda": on `device`, by `device_handle`.
+    `parts`: it consists of these stores (`transfer.parted`); place and kind are those of the first.
     """
 
     store_id: str
@@ -31,6 +32,7 @@ class StoreHandle:
     device: str = "cpu"
     device_handle: bytes = b""
     memory: str = ""
+    parts: tuple[StoreHandle, ...] = ()
 
     @property
     def block_bytes(self) -> int:
@@ -54,6 +56,7 @@ class StoreHandle:
             device=self.device,
             device_handle=self.device_handle,
             memory=self.memory,
+            parts=[part.to_proto() for part in self.parts],
         )
 
     @classmethod
@@ -71,6 +74,7 @@ class StoreHandle:
             device=message.device,
             device_handle=message.device_handle,
             memory=message.memory,
+            parts=tuple(cls.from_proto(part) for part in message.parts),
         )
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -22,18 +21,24 @@ from typing import Any
 from alignedserve import __version__
 from alignedserve.admin import ADMIN_HEADER
 from alignedserve.cluster.cli.operate import RunningCluster, add_url, find_cluster
+from alignedserve.cluster.cli.processes_here import around, environments, logs_of, stack, tail
+from alignedserve.cluster.cli.status_command import record_of
 from alignedserve.cluster.cli.top_command import feed, second
-from alignedserve.cluster.records import fetch_json, fetch_metrics, fetch_status
-from alignedserve.errors import AlignedServeError, ConfigError
+from alignedserve.cluster.records import fetch_json, fetch_metrics, fetch_status, operator_key, read_records
+from alignedserve.errors import AlignedServeError, ConfigError, UnavailableError
 
 ANSWERS_WITHIN_S = 20.0
-STACK_WITHIN_S = 20.0
-MOST_LOG_BYTES = 4 << 20  # of each log, from its end
+SILENT_WITHIN_S = 2.0  # if the cluster did not answer before
 LEAST_SECRET = 6  # shorter texts are not removed: they would be everywhere
-_KEYS = re.compile(r"(?i)(bearer\s+|(?:x-api-key|alignedserve[-_]token)['\"]?\s*[:=]\s*['\"]?)[^\s'\",]+")
-_IN_URL = re.compile(r"://[^/@\s\"']+@")  # a user, and perhaps a password
+_NAME = r"(?:key|token|secret|passwd|password|pwd)"  # the end of a name, as in hf_token; numbers are no secrets
+_QUOTES = r"[\\'\"]*"
+_KEYS = re.compile(
+    rf"(?i)(bearer\s+|authorization{_QUOTES}\s*[:=]\s*{_QUOTES}(?:bearer\s+|basic\s+)?"
+    rf"|{_NAME}{_QUOTES}\s*[:=]\s*{_QUOTES}|--[\w-]*{_NAME}\s+)(?![\d.]+\b)[^\s'\",;&}}\\]+"
+)
+_IN_URL = re.compile(r"://[^/\s\"']+@")  # a user, and perhaps a password
 _VARIABLES = ("ALIGNEDSERVE_", "RAY_", "CUDA_", "NCCL_", "OMP_", "OTEL_", "TORCH_")
-_SECRET_NAMES = ("KEY", "TOKEN", "SECRET", "PASSWORD", "HEADERS")
+_SECRET_NAMES = ("KEY", "TOKEN", "SECRET", "PASS", "PWD", "AUTH", "CREDENTIAL", "HEADERS")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -46,13 +51,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Raises ConfigError if the archive cannot be written, and the errors of `find_cluster`."""
-    cluster = find_cluster(given.url, given.api_key_file)
+    cluster, patience_s = _cluster(given.url, given.api_key_file)
     out = Path(given.out or time.strftime("alignedserve-debug-%Y%m%d-%H%M%S.tar.gz"))
     clean = Cleaner(secrets_of(cluster, given.api_key_file))
     try:
         descriptor = os.open(out, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         with open(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
-            for name, content in contents(cluster, stacks=not given.no_stacks):
+            for name, content in contents(cluster, stacks=not given.no_stacks, patience_s=patience_s):
                 _add(archive, f"{out.name.partition('.')[0]}/{name}", clean(content).encode())
                 print(f"  {name}", file=sys.stderr, flush=True)
     except OSError as error:
@@ -61,32 +66,55 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def contents(cluster: RunningCluster, *, stacks: bool) -> Iterator[tuple[str, str]]:
+def _cluster(url: str | None, api_key_file: str | None) -> tuple[RunningCluster, float]:
+    """The cluster, and how many seconds to wait for each of its answers. It may be one that does not answer."""
+    try:
+        return find_cluster(url, api_key_file), ANSWERS_WITHIN_S
+    except UnavailableError as error:
+        record = record_of(url) if url is not None else next(iter(read_records()), None)
+        if record is None:
+            raise
+        print(f"{error.message}; the archive has what is known without it", file=sys.stderr)
+        key = operator_key(api_key_file, record)
+        silent = RunningCluster(record.url.rstrip("/"), key, record.admin_key, supervisor_pid=record.pid)
+        return silent, SILENT_WITHIN_S
+
+
+def contents(
+    cluster: RunningCluster, *, stacks: bool, patience_s: float = ANSWERS_WITHIN_S
+) -> Iterator[tuple[str, str]]:
     """(name, text) of each part. What cannot be had has its reason in place of its text."""
     url, key = cluster.url, cluster.api_key
 
     def ask(path: str) -> Callable[[], str]:
         headers = {ADMIN_HEADER: cluster.admin_key} if cluster.admin_key else {}  # it opens requests of all API keys
-        return lambda: _pretty(fetch_json(url + path, ANSWERS_WITHIN_S, api_key=key, headers=headers))
+        return lambda: _pretty(fetch_json(url + path, patience_s, api_key=key, headers=headers))
 
     yield "versions.txt", _tried(versions)
     yield "status.json", _tried(ask("/alignedserve/status"))
     yield "health.json", _tried(ask("/health"))
     yield "integrity.json", _tried(ask("/alignedserve/integrity"))
-    yield "config.yaml", _tried(lambda: str(cluster.order("config", {})["yaml"]))
-    yield "metrics.txt", _tried(lambda: fetch_metrics(url, ANSWERS_WITHIN_S))
-    yield "live.json", _tried(lambda: _pretty(second(feed(url, api_key=key))))
+    yield "config.yaml", _tried(lambda: str(cluster.order("config", {}, patience_s)["yaml"]))
+    yield "metrics.txt", _tried(lambda: fetch_metrics(url, patience_s))
+    yield "live.json", _tried(lambda: _pretty(second(feed(url, api_key=key, answers_within_s=patience_s))))
     yield "requests.json", _tried(ask("/dashboard/requests?sort=slowest&most=200"))
-    try:
-        roles = fetch_status(url, ANSWERS_WITHIN_S, api_key=key)["roles"]
-    except AlignedServeError:
-        return
-    here = [role for role in roles if int(role["pid"]) in cluster.pids]
+    here = processes(cluster, patience_s)
     for name, path in logs_of(here):
         yield f"logs/{name}", _tried(lambda path=path: tail(path))  # type: ignore[misc]
     if stacks:
-        for role in here:
-            yield f"stacks/{role['id']}.txt", _tried(lambda pid=int(role["pid"]): stack(pid))  # type: ignore[misc]
+        for pid, name in here.items():
+            yield f"stacks/{name}.txt", _tried(lambda pid=pid: stack(pid))  # type: ignore[misc]
+
+
+def processes(cluster: RunningCluster, patience_s: float) -> dict[int, str]:
+    """The names of the cluster's processes on this machine, by pid: their ids, if the cluster tells."""
+    found = around(cluster.supervisor_pid) if cluster.supervisor_pid else {}
+    with contextlib.suppress(AlignedServeError):
+        for role in fetch_status(cluster.url, patience_s, api_key=cluster.api_key).get("roles", ()):
+            pid = int(role["pid"])
+            if pid in found or pid in cluster.pids:
+                found[pid] = str(role["id"])
+    return found
 
 
 def versions() -> str:
@@ -99,47 +127,18 @@ def versions() -> str:
 
 
 def _is_secret(variable: str) -> bool:
-    return any(word in variable for word in _SECRET_NAMES)
-
-
-def logs_of(roles: Iterable[dict[str, Any]]) -> list[tuple[str, Path]]:
-    """The log files of processes of this machine, each once: what their output is written to, and their own logs."""
-    found: dict[Path, str] = {}
-    for role in roles:
-        with contextlib.suppress(OSError):
-            for link in Path(f"/proc/{role['pid']}/fd").iterdir():
-                path = link.readlink()
-                is_log = link.name in ("1", "2") or path.name == f"{role['id']}.log"
-                if is_log and path.is_file():
-                    found.setdefault(path, f"{role['id']}-{path.name}")
-    return [(name, path) for path, name in found.items()]
-
-
-def tail(path: Path) -> str:
-    """The end of a file."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - MOST_LOG_BYTES))
-        return file.read().decode("utf-8", "replace")
-
-
-def stack(pid: int) -> str:
-    """The stacks of a process's threads, by py-spy. Raises ConfigError if it is not installed."""
-    tool = shutil.which("py-spy") or shutil.which(str(Path(sys.executable).parent / "py-spy"))
-    if tool is None:
-        raise ConfigError("py-spy is not installed: pip install py-spy")
-    found = subprocess.run(
-        [tool, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=STACK_WITHIN_S, check=False
-    )
-    return found.stdout or found.stderr
+    name = variable.upper()
+    return any(word in name for word in _SECRET_NAMES) and not name.startswith("TOKENIZERS_")
 
 
 def secrets_of(cluster: RunningCluster, api_key_file: str | None) -> list[str]:
-    """Texts that must not be in the archive: the keys that this command knows."""
+    """Texts that must not be in the archive: keys that this command and the cluster's processes were given."""
     found = [cluster.api_key, cluster.admin_key]
     if api_key_file:
         found += Path(api_key_file).read_text().splitlines()
     found += [value for name, value in os.environ.items() if _is_secret(name)]
+    for name, values in environments(around(cluster.supervisor_pid) if cluster.supervisor_pid else ()).items():
+        found += values if _is_secret(name) else ()
     return [text for text in map(str.strip, found) if len(text) >= LEAST_SECRET and not text.startswith("#")]
 
 

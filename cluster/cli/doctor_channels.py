@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from alignedserve.cluster.launch.gpus import count_gpus
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, PlannedRole, plan_roles
 from alignedserve.config import ClusterConfig, Config
 from alignedserve.errors import AlignedServeError
+from alignedserve.ranks.degrees import devices_in
 from alignedserve.scheduler.core.pairing import pair_up
 from alignedserve.transfer.links import ask_driver
 from alignedserve.transfer.pair_choice import choose_pair_channel, cupy_missing
-from alignedserve.transfer.topology import GLOO, ChannelChoice, PeerAccess, Place, link_rank
+from alignedserve.transfer.topology import CUDA_IPC, GLOO, NCCL, ChannelChoice, PeerAccess, Place, link_rank
 
 Row = dict[str, str]
 HERE = "here"
@@ -24,6 +25,7 @@ def examine_channels(config: Config) -> tuple[list[Row], list[Row], list[str]]:
     except AlignedServeError:
         return [], [], []  # reported by another check
     roles = [{"role": role.role, "id": role.id, "device": role.device} for role in planned.values()]
+    first = {role.id: devices_in(role.device)[0] for role in planned.values()}
     rows: list[Row] = []
     problems: list[str] = []
     reached: dict[tuple[str, str, str], tuple[str, str]] = {}
@@ -42,15 +44,32 @@ def examine_channels(config: Config) -> tuple[list[Row], list[Row], list[str]]:
             problems.append(error.message)
             rows.append({**row, "channel": "none", "GB/s": "", "GB/s back": "", "reason": error.message})
             continue
-        found = measured(choice.name, ours.device, theirs.device)
+        found = measured(choice.name, first[ours.id], first[theirs.id])
         there, back = found if destination.startswith(f"{ours.id}/") else reversed(found)
         rows.append({**row, "channel": choice.name, "GB/s": there, "GB/s back": back, "reason": choice.reason})
     for role in planned.values():
         if role.role in MODEL_ROLES and (degrees := config.degrees(role.role)).ranks > 1:
-            there, back = measured(GLOO, role.device, role.device)
-            row = {"source": f"{role.id} rank 0", "destination": "its other ranks"}
-            rows.append({**row, "channel": GLOO, "GB/s": there, "GB/s back": back, "reason": f"it has {degrees}"})
+            rows += _between_ranks(role, str(degrees), measured)
     return roles, rows, problems
+
+
+def _between_ranks(
+    role: PlannedRole, degrees: str, measured: Callable[[str, str, str], tuple[str, str]]
+) -> Iterator[Row]:
+    """The links from the first rank's device to each other one of its instance."""
+    first, *others = devices_in(role.device)
+    for other in others or [first]:
+        to, why = f"its ranks on {other}" if others else "its other ranks", f"it has {degrees}"
+        channel, there, back = GLOO, "", ""
+        if first == other:
+            there, back = measured(channel, first, other)
+        elif ask_driver(first, other):  # as NCCL reaches it within a node
+            channel = CUDA_IPC
+            there, back = measured(channel, first, other)
+        else:
+            channel, why = NCCL, f"{why}; the two cannot access each other's memory: NCCL takes another way"
+        row = {"source": f"{role.id} rank 0", "destination": to, "channel": channel}
+        yield {**row, "GB/s": there, "GB/s back": back, "reason": why}
 
 
 def check_pairs(config: Config) -> str:
@@ -82,7 +101,7 @@ def _copies(
             yield pool.id, f"{role.id}/cache", role, pool
 
     def rank(decode_id: str, prefill_id: str) -> int:
-        return link_rank(Place(HERE, planned[decode_id].device), Place(HERE, planned[prefill_id].device), reach)
+        return link_rank(_place(planned[decode_id]), _place(planned[prefill_id]), reach)
 
     for decode_id, prefill_id in pair_up(cluster.prefill, cluster.decode, rank) if cluster.prefetch else ():
         yield pool.id, f"{prefill_id}/buffers", planned[prefill_id], pool
@@ -94,9 +113,13 @@ def _choose(
 ) -> ChannelChoice:
     """The channel between two processes. `cluster.channel` applies to pairs only. Raises ResourceError."""
     wanted = cluster.channel if theirs.role == "prefill" else "auto"
-    places = (ours.id, Place(HERE, ours.device)), (theirs.id, Place(HERE, theirs.device))
+    places = (ours.id, _place(ours)), (theirs.id, _place(theirs))
     slow = cluster.allow_slow_channel
     return choose_pair_channel(wanted, *places, reach, no_nccl=cupy_missing(), allow_slow=slow)
+
+
+def _place(role: PlannedRole) -> Place:
+    return Place(HERE, devices_in(role.device)[0])
 
 
 def _measure(channel: str, ours: str, theirs: str, problems: list[str]) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from alignedserve.cluster.cli.operate import add_url, admin_headers
 from alignedserve.cluster.cli.status_command import ask_newest, table
 from alignedserve.cluster.records import fetch_json
-from alignedserve.errors import NotFoundError
+from alignedserve.errors import NotFoundError, UnavailableError
 
 ANSWERS_WITHIN_S = 5.0
 WIDTH = 40  # of a bar, in characters
@@ -26,15 +26,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Raises NotFoundError if no gateway knows the request, and the errors of `fetch_json`."""
-    path = f"/dashboard/requests/{quote(given.request_id, safe='')}"
+    """Raises NotFoundError if no gateway knows the request, UnavailableError if the cluster has no live page, and the
+    errors of `fetch_json`.
+    """
+    path = f"/dashboard/requests?id={quote(given.request_id, safe='')}"  # an unknown request is no 404 there
 
     def fetch(url: str, *, api_key: str) -> dict[str, Any]:
         return fetch_json(url.rstrip("/") + path, ANSWERS_WITHIN_S, api_key=api_key, headers=admin_headers(url))
 
-    _, found = ask_newest(given.url, given.api_key_file, fetch)
-    if isinstance(error := found.get("error"), dict):
-        raise NotFoundError(str(error.get("message")))
+    url, answer = ask_newest(given.url, given.api_key_file, fetch)
+    if isinstance(error := answer.get("error"), dict):
+        off = error.get("code") == NotFoundError.code
+        raise UnavailableError(f"{url} has no live page (gateway.dashboard)" if off else str(error.get("message")))
+    if not given.request_id or not answer["requests"]:
+        message = f"request {given.request_id[:200]!r} is not open, and not among those that ended of late"
+        raise NotFoundError(message)
+    (found,) = answer["requests"]
     if given.json:
         json.dump(found, sys.stdout)
         sys.stdout.write("\n")
@@ -46,7 +53,9 @@ def run(given: argparse.Namespace) -> int:
 
 def described(request: Mapping[str, Any]) -> list[str]:
     """The lines for one request: what happened, a bar for each stage, and advice."""
-    lines = [f"{request['request_id']}: {request['input_tokens']} + {request['output_tokens']} tokens"]
+    read = request["input_tokens"] is not None
+    tokens = f"{request['input_tokens']} + {request['output_tokens']} tokens" if read else "not read"
+    lines = [f"{request['request_id']}: {tokens}"]
     lines += [f"  {sentence}" for sentence in request["explanation"]]
     whole_s = max(request["took_s"], 1e-9)
     rows = []

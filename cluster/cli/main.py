@@ -21,6 +21,10 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"metavar": "MODEL", "help": "tiny (shipped with the package), a local folder, or ORG/NAME on a hub"},
     ),
     "--served-model-name": ("model.served_name", {"metavar": "NAME", "help": "the model name that clients use"}),
+    "--model-aliases": (
+        "model.aliases",
+        {"metavar": "A,B", "help": "more names that clients may use for the model, such as 'claude-*,gpt-*'"},
+    ),
     "--policy": (
         "scheduler.policy",
         {
@@ -41,11 +45,11 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "--decode": ("cluster.decode", {"type": int, "metavar": "N", "help": "decode instances (default 1)"}),
     "--tensor-parallel-size": (
         "cluster.tensor_parallel",
-        {"type": int, "metavar": "N", "help": "ranks that share each layer of an instance's model (CPUs only so far)"},
+        {"type": int, "metavar": "N", "help": "ranks that share each layer of an instance's model (default 1)"},
     ),
     "--pipeline-parallel-size": (
         "cluster.pipeline_parallel",
-        {"type": int, "metavar": "N", "help": "stages that share out an instance's layers (CPUs only so far)"},
+        {"type": int, "metavar": "N", "help": "stages that share out an instance's layers (default 1)"},
     ),
     "--prefill-tp": (
         "prefill.tensor_parallel",

@@ -36,12 +36,13 @@ GONE_AFTER_S = 5.0  # a proxy that is replaced answers again by then
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
-    """The URL and keys of a cluster. `pids` are those of its roles if this user started it on this machine."""
+    """The URL and keys of a cluster. The pids are of its roles and its supervisor, if this user runs it here."""
 
     url: str
     api_key: str = field(repr=False)
     admin_key: str = field(repr=False)
-    pids: frozenset[int]
+    pids: frozenset[int] = frozenset()
+    supervisor_pid: int = 0
 
     def status(self) -> dict[str, Any] | None:
         """None while no gateway answers."""
@@ -72,8 +73,10 @@ def find_cluster(url: str | None, api_key_file: str | None) -> RunningCluster:
 
     where, (api_key, status) = ask_newest(url, api_key_file, fetch, only=True)
     record = record_of(where)
-    pids = frozenset[int]() if record is None else _pids_here(status.get("roles", ()), record.pid)
-    return RunningCluster(where.rstrip("/"), api_key, record.admin_key if record else "", pids)
+    if record is None:
+        return RunningCluster(where.rstrip("/"), api_key, "")
+    pids = _pids_here(status.get("roles", ()), record.pid)
+    return RunningCluster(where.rstrip("/"), api_key, record.admin_key, pids, record.pid)
 
 
 def admin_headers(url: str) -> dict[str, str]:
@@ -148,30 +151,33 @@ def _shape(counts: dict[str, Any]) -> str:
 
 
 def restart(roles: Sequence[str], url: str | None, timeout_s: float | None, api_key_file: str | None) -> int:
-    """A rolling restart of these roles (empty: all roles). Prints each step. Returns once every process is replaced.
+    """A rolling restart of these roles (empty: all roles). Shows each step: as a bar on a terminal, as lines elsewhere.
+
+    Returns once every process is replaced.
 
     Raises AlignedServeError with the cluster's reason if it refuses or the restart has stopped, UnavailableError after
     `timeout_s`.
     """
+    from alignedserve.cluster.cli.progress import Steps  # its import would slow every command down
+
     cluster = find_cluster(url, api_key_file)
     order = cluster.order("restart", {"roles": list(roles)})
     print(f"{cluster.url}: restarting {', '.join(order['roles'])}", flush=True)
     limit_s = RESTARTED_WITHIN_S if timeout_s is None else timeout_s
     deadline = time.monotonic() + limit_s
-    shown = ""
-    while True:
-        now = (cluster.status() or {}).get("restart")  # no gateway answers while the only one is replaced
-        if now is not None and now["since_unix_s"] >= order["since_unix_s"]:
-            if now["failure"]:
-                raise AlignedServeError(f"the rolling restart has stopped: {now['failure']}")
-            if now["done"]:
-                break
-            if now["doing"] not in ("", shown):
-                shown = now["doing"]
-                print(f"{cluster.url}: {shown}", flush=True)
-        if time.monotonic() > deadline:
-            raise UnavailableError(f"{cluster.url} has not restarted after {limit_s:g} s: {shown or 'not begun'}")
-        time.sleep(POLL_S)
+    with Steps(order.get("processes"), "process", f"{cluster.url}: ") as steps:
+        while True:
+            now = (cluster.status() or {}).get("restart")  # no gateway answers while the only one is replaced
+            if now is not None and now["since_unix_s"] >= order["since_unix_s"]:
+                if now["failure"]:
+                    raise AlignedServeError(f"the rolling restart has stopped: {now['failure']}")
+                if now["done"]:
+                    break
+                steps.show(now["doing"], now.get("replaced", 0))
+            if time.monotonic() > deadline:
+                last = steps.shown or "not begun"
+                raise UnavailableError(f"{cluster.url} has not restarted after {limit_s:g} s: {last}")
+            time.sleep(POLL_S)
     print(f"{cluster.url}: all processes of these roles were replaced")
     return 0
 

@@ -1,4 +1,4 @@
-"""A bar for work of a known length, on stderr if that is a terminal."""
+"""Bars for work whose length or number of steps is known, on stderr if that is a terminal."""
 
 from __future__ import annotations
 
@@ -7,10 +7,42 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
 
 from tqdm import tqdm
 
 TICK_S = 0.5
+
+
+class Steps:
+    """Steps of a work: a bar on stderr if that is a terminal, else a line on stdout for each.
+
+    `total`: how many things the work is done for; None: unknown. `unit`: one of them. `prefix`: of the lines.
+    """
+
+    def __init__(self, total: int | None, unit: str, prefix: str = "") -> None:
+        self._bar = tqdm(total=total, unit=unit, disable=None, dynamic_ncols=True, leave=False, file=sys.stderr)
+        self._prefix = prefix
+        self.shown = ""  # the last step
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.close()
+
+    def show(self, doing: str, done: int) -> None:
+        """`doing`: the step that goes on; "": the same one. `done`: number of things that are done."""
+        new = doing not in ("", self.shown)
+        if new:
+            self.shown = doing
+        if self._bar.disable:
+            if new:
+                print(self._prefix + doing, flush=True)
+        elif new or done != self._bar.n:
+            self._bar.n = done
+            self._bar.set_description_str(self.shown)
 
 
 @contextlib.contextmanager

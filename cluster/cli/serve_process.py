@@ -21,6 +21,7 @@ from typing import Any, Self
 from alignedserve.cluster.serve.haproxy import free_ports
 from alignedserve.cluster.serve.haproxy_exec import PR_SET_PDEATHSIG
 from alignedserve.errors import AccountingError
+from alignedserve.proc_stat import parent_of
 
 
 def _end_with_parent(parent: int) -> Callable[[], None]:
@@ -181,7 +182,7 @@ class ServeProcess:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
-                    parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                    parents[int(entry.name)] = parent_of(int(entry.name))
                     if word.encode() in (entry / "cmdline").read_bytes():
                         matching.append(int(entry.name))
         return [pid for pid in matching if pid != self.process.pid and self.process.pid in _ancestors(pid, parents)]

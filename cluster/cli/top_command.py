@@ -59,14 +59,14 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def feed(url: str, *, api_key: str = "") -> Iterator[Json]:
+def feed(url: str, *, api_key: str = "", answers_within_s: float = ANSWERS_WITHIN_S) -> Iterator[Json]:
     """The states of the cluster, one each second. Raises UnavailableError, also when the stream ends."""
     request = urllib.request.Request(url.rstrip("/") + "/dashboard/feed")
     if api_key:
         request.add_header("authorization", f"Bearer {api_key}")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        stream = opener.open(request, timeout=ANSWERS_WITHIN_S)
+        stream = opener.open(request, timeout=answers_within_s)
     except urllib.error.HTTPError as error:
         if error.code == AuthenticationError.http_status:
             raise AuthenticationError(f"{url} asks for an API key: give --api-key-file FILE") from error
@@ -142,7 +142,7 @@ def _head(url: str, state: Json) -> list[str]:
         f"  TTFT P50 {_ms(ttft.get('p50'))} P99 {_ms(ttft.get('p99'))}"
         f"  between tokens P50 {_ms(itl.get('p50'))} P99 {_ms(itl.get('p99'))}"
         f"  bubble {_share(rates['bubble_share'])}",
-        "  ".join(f"{name.replace('_', ' ')} {count}" for name, count in requests.items()),
+        "  ".join(f"{name.replace('_', ' ')} {_text(count)}" for name, count in requests.items()),
     ]
     if cache := state["prefix_cache"]:
         hits, looked = _share(cache["hit_share"]), _number(cache["queried_tokens_per_s"])
@@ -150,9 +150,11 @@ def _head(url: str, state: Json) -> list[str]:
     return lines
 
 
-def _waiting(rows: Sequence[Sequence[int]]) -> Any:
+def _waiting(rows: Sequence[Sequence[int]] | None) -> Any:
     from rich.text import Text
 
+    if rows is None:
+        return Text("what waits in the pool is not known")
     if not rows:
         return Text("nothing waits in the pool")
     strip = bars([count for _, _, count in rows])
@@ -174,24 +176,24 @@ def _table(*columns: str) -> Any:
 def _instances(state: Json) -> Any:
     table = _table("instance", "state", "running", "lengths", "spread", "candidates", "iterations/s", "blocks in use")
     for one in state["decode"]:
-        lengths, waiting = one["lengths"], one["candidates"]
+        lengths, waiting = one["lengths"] or (), one["candidates"]
+        running = "-" if one["lengths"] is None else f"{len(lengths)}/{one['max_running']}"
         spread = f"{lengths[-1] / max(1, lengths[0]):.1f} x" if lengths else ""
         switch = " (switch)" if one["switching"] else ""
         table.add_row(
             one["id"],
             one["state"],
-            f"{len(lengths)}/{one['max_running']}{switch}",
+            f"{running}{switch}",
             f"{lengths[0]} to {lengths[-1]}" if lengths else "",
             spread,
-            " + ".join(_candidates(waiting[kind]) for kind in ("batch", "requests")),
+            " + ".join(_candidates(waiting[kind]) for kind in ("batch", "requests")) if waiting else "-",
             _number(one["iterations_per_s"]),
             _used(one["cache"]),
         )
     for one in state["prefill"]:
         used = ", ".join(_used(buffer) for buffer in one["buffers"])
-        table.add_row(
-            one["id"], one["state"], f"{one['pending_tokens']} tokens", "", "", "", _number(one["passes_per_s"]), used
-        )
+        pending = f"{_text(one['pending_tokens'])} tokens"
+        table.add_row(one["id"], one["state"], pending, "", "", "", _number(one["passes_per_s"]), used)
     return table
 
 
@@ -204,8 +206,8 @@ def _stores(state: Json) -> Any:
     table = _table("shard", "state", "free", "owned", "cached", "blocks", "pinned", "on disk")
     for one in state["pool"]:
         disk = one["disk"]
-        on_disk = f"{disk['cached']}/{disk['capacity']}" if disk else ""
-        counts = [str(one[name]) for name in ("free", "owned", "cached", "capacity", "pinned")]
+        on_disk = f"{_text(disk['cached'])}/{disk['capacity']}" if disk else ""
+        counts = [_text(one[name]) for name in ("free", "owned", "cached", "capacity", "pinned")]
         table.add_row(one["id"], one["state"], *counts, on_disk)
     return table
 
@@ -221,7 +223,7 @@ def _channels(channels: Sequence[Json]) -> Any:
 def _slowest(requests: Sequence[Json]) -> Any:
     table = _table("slowest of late", "took", "tokens", "where", "outcome")
     for one in requests[:MOST_SLOWEST]:
-        tokens = f"{one['input_tokens']} + {one['output_tokens']}"
+        tokens = f"{_text(one['input_tokens'])} + {one['output_tokens']}"
         where = " ".join(filter(None, (one["prefill_id"], one["decode_id"])))
         table.add_row(one["request_id"], _ms(one["took_s"]), tokens, where, one["outcome"])
     return table if requests else None
@@ -237,7 +239,11 @@ def _events(events: Sequence[Json]) -> Any:
 
 
 def _used(blocks: Json) -> str:
-    return f"{blocks['owned']}/{blocks['capacity']}"
+    return f"{_text(blocks['owned'])}/{_text(blocks['capacity'])}"
+
+
+def _text(value: int | None) -> str:
+    return "-" if value is None else str(value)
 
 
 def _number(value: float | None) -> str:

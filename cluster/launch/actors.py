@@ -23,6 +23,7 @@ from alignedserve.cluster.launch.role_main import Seat
 from alignedserve.cluster.runtime_dir import leave_socket_folder, prepare_socket_folder
 from alignedserve.control.runtime import RoleServer, RoleSettings, new_role
 from alignedserve.errors import AlignedServeError, UnavailableError
+from alignedserve.ranks.degrees import device_of
 
 _M_ARENA_MAX = -8
 _ERROR_POLL_S = 0.25
@@ -45,7 +46,7 @@ class RoleActor:
             ctypes.CDLL(None).mallopt(_M_ARENA_MAX, int(arenas))
         on_gpu = self._settings.device.startswith("cuda") and not self._settings.pinned
         if on_gpu and (assigned := ray.get_gpu_ids()):
-            self._settings = RoleSettings(**{**settings, "device": f"cuda:{assigned[0]}"})
+            self._settings = RoleSettings(**{**settings, "device": device_of(assigned)})
         self._seat: Seat | None = None  # None until the event loop runs
         self._error: AlignedServeError | None = None  # why the role has failed; for `wait_ended`
         self._loop = asyncio.new_event_loop()  # the role's, in a thread of its own

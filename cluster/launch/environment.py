@@ -43,8 +43,9 @@ def role_environment(settings: RoleSettings) -> dict[str, str]:
 
 
 def ranks_environment(settings: RoleSettings) -> dict[str, str]:
-    """What has a fork server prepare the other ranks of an instance; nothing for other processes."""
-    ranks = from_tree(settings.config).degrees(settings.role).ranks if settings.role in MODEL_ROLES else 1
+    """What has a fork server prepare the other ranks of an instance, or of any that a spare may become."""
+    config = from_tree(settings.config)
+    ranks = max((config.degrees(role).ranks for role in MODEL_ROLES if settings.role in (role, SPARE)), default=1)
     return {RANKS_VARIABLE: str(ranks - 1)} if ranks > 1 else {}
 
 

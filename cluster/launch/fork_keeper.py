@@ -19,6 +19,7 @@ from alignedserve.cluster.launch.fork_server import NEW, UNSUITABLE
 from alignedserve.cluster.launch.processes import is_stopped
 from alignedserve.cluster.supervisor.plan import SPARE, SPARED_ROLES
 from alignedserve.control.runtime import ROLES, RoleSettings
+from alignedserve.ranks.forks import RANKS_VARIABLE
 from alignedserve.transfer.wire import MAX_SOCKET_PATH_BYTES
 
 logger = logging.getLogger(__name__)
@@ -150,6 +151,7 @@ def fork_environment(settings: RoleSettings) -> dict[str, str]:
     """Variables of the fork server that a node agent with these settings starts, as an instance's on this node."""
     environment = {**os.environ, **role_environment(RoleSettings(**{**settings.to_dict(), "role": SPARE}))}
     environment.pop("MALLOC_ARENA_MAX", None)  # the node agent's own
+    environment.pop(RANKS_VARIABLE, None)  # of the processes that it forks, not its own
     return environment | {
         "OPENBLAS_NUM_THREADS": "1",  # NumPy would start threads when it is imported
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # Ray adds the paths of the application

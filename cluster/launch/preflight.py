@@ -23,8 +23,8 @@ from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.dialects.model_dialects import check_names
 from alignedserve.geometry import require_degree
 from alignedserve.memory import available_memory_bytes, describe_bytes
-from alignedserve.model import resolve_model, unserved_generation_keys
-from alignedserve.model_check import check_if_here, check_model_files
+from alignedserve.model import SHIPPED_MODELS, resolve_model, unserved_generation_keys
+from alignedserve.model_check import check_if_here, check_model_files, is_here
 from alignedserve.scheduler.systems import unread
 from alignedserve.sizing import GIB
 from alignedserve.weights.files import read_json
@@ -52,6 +52,7 @@ def _check_ranks(config: Config, folder: Path) -> None:
     heads, layers, experts = head_counts(shape), layer_count(shape), expert_count(shape)
     for each in degrees:
         each.require_kind()
+        each.require_device(config.cluster.device)
         if experts is not None:
             each.require_experts(config.served_model_name, experts)
         if heads is not None:
@@ -63,11 +64,17 @@ def _check_ranks(config: Config, folder: Path) -> None:
 def check_model_if_here(config: Config) -> None:
     """Like `check_model`, if this machine has the model folder. Only the nodes of the instances must have it.
 
-    Raises ModelError.
+    Raises ModelError, and ConfigError for ranks that cannot share it.
     """
+    for role in MODEL_ROLES:
+        config.degrees(role).require_kind()
+    if config.model.path in SHIPPED_MODELS:
+        _check_ranks(config, resolve_model(config.model.path))
     folder = Path(os.path.expanduser(config.model.path))
     if folder.is_absolute():  # otherwise it is a name, or relative to an instance's folder
         check_if_here(folder, config.model.trust_remote_code)
+        if is_here(folder / "config.json"):
+            _check_ranks(config, folder)
 
 
 def check_cost_model(config: Config) -> None:

@@ -109,7 +109,9 @@ class RayPlaces:
         bundle = self._bundles.get(role_id)
         if bundle is None:
             raise UnavailableError(f"Ray has no room for {role_id} now")
-        asked = resources_of(self._config, role, _share(bundle.resources.get("GPU", 0.0), len(bundle.instances)))
+        roles = [name.rpartition("-")[0] for name in bundle.instances]
+        ranks = sum(self._config.degrees(each).ranks for each in roles)
+        asked = resources_of(self._config, role, _share(bundle.resources.get("GPU", 0.0), ranks))
         own: dict[str, Any] = {"num_cpus": asked.pop("CPU", 0), "num_gpus": asked.pop("GPU", 0)}
         if "memory" in asked:
             own["memory"] = asked.pop("memory")
@@ -183,11 +185,11 @@ class RayPlaces:
             time.sleep(0.01)
 
 
-def _share(gpus: float, instances: int) -> float:
-    """The share of a GPU for each instance of a bundle. Ray cannot split one process's share over several GPUs."""
+def _share(gpus: float, ranks: int) -> float:
+    """The share of a GPU for each rank of a bundle. Ray cannot split a share of less than one over several GPUs."""
     if gpus <= 1.0:
-        return int(1000 * gpus / instances) / 1000
-    return min(1.0, int(1000 / -(-instances // int(gpus))) / 1000)
+        return int(1000 * gpus / ranks) / 1000
+    return min(1.0, int(1000 / -(-ranks // int(gpus))) / 1000)
 
 
 def _less(had: Mapping[str, float], taken: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -21,8 +21,10 @@ from alignedserve import logs
 from alignedserve.cancellation import end_tasks
 from alignedserve.cluster.launch.spare import SpareServer
 from alignedserve.cluster.node.supervisor_guard import guard_supervisor
+from alignedserve.cluster.supervisor.plan import MODEL_ROLES
 from alignedserve.control.runtime import RoleServer, RoleSettings, new_role
 from alignedserve.errors import UnavailableError
+from alignedserve.ranks import forks
 
 
 async def host_role(role: RoleServer) -> None:
@@ -65,6 +67,8 @@ class Seat:
                 self.role = self._make(self.settings)
                 hosted.append(loop.create_task(host_role(self.role)))
                 spare.leave()
+                if self.settings.role not in MODEL_ROLES:
+                    await asyncio.to_thread(forks.release)
             await asyncio.gather(*hosted)
         finally:
             for task in hosted:

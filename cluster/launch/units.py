@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from alignedserve.cluster.supervisor.plan import Shape
+from alignedserve.cluster.supervisor.plan import Shape, gpus_of
 from alignedserve.config import Config
 from alignedserve.resources import parse_resources
 
+MOST_SHARERS = 1000
 ROUNDING = 1e-9  # tolerance for sums of shares
 LEAST_CPU = 0.01  # a bundle must not be empty
 
@@ -27,10 +28,15 @@ class Unit:
 
 
 def resources_of(config: Config, role: str, gpu_share: float) -> dict[str, float]:
-    """Ray resources of one instance of a role. `gpu_share` is its share of a GPU; 0: it runs on a CPU."""
+    """Ray resources of one instance of a role. `gpu_share` is each rank's share of a GPU; 0: it runs on a CPU."""
     text = config.cluster.prefill_resources if role == "prefill" else config.cluster.decode_resources
     asked = parse_resources(text, f"cluster.{role}_resources")
-    return asked | ({"GPU": gpu_share} if gpu_share else {})
+    return asked | ({"GPU": _whole_over_one(config.degrees(role).ranks * gpu_share)} if gpu_share else {})
+
+
+def _whole_over_one(amount: float) -> float:
+    """Ray allows no fractional amounts over 1."""
+    return amount if amount <= 1.0 else math.ceil(amount - ROUNDING)
 
 
 def in_pairs(config: Config, *, on_gpu: bool) -> bool:
@@ -57,15 +63,27 @@ def plan_units(config: Config, instances: Sequence[tuple[str, str]], gpu_share: 
 
 
 def gpu_share(config: Config, shape: Shape, gpus: Sequence[int]) -> float:
-    """Share of a GPU for each instance, on nodes with `gpus` GPUs, so that as few instances as possible share one."""
+    """Share of a GPU for each rank, on nodes with `gpus` GPUs, so that as few as possible share one."""
     if not config.cluster.share_gpu:
         return 1.0
     total, largest = max(1, sum(gpus)), max(1, *gpus, 1)
-    sharers = -(-shape.instances // total)
-    if in_pairs(config, on_gpu=True):  # all instances of a unit are on one node
-        unit = 1 + -(-max(shape.prefill, shape.decode) // min(shape.prefill, shape.decode))
-        sharers = max(sharers, -(-unit // largest))
-    return 1.0 if sharers == 1 else int(1000 / sharers) / 1000
+    fewest = min(shape.prefill, shape.decode)
+    whole = Shape(-(-shape.prefill // fewest), -(-shape.decode // fewest))
+    # All instances of a unit are on one node.
+    units = [whole] if in_pairs(config, on_gpu=True) else [Shape(1, 0), Shape(0, 1)]
+    sharers = -(-gpus_of(config, shape) // total)
+    while sharers < MOST_SHARERS:
+        share = 1.0 if sharers == 1 else int(1000 / sharers) / 1000
+        if max(_whole_gpus(config, unit, share) for unit in units) <= largest:
+            break
+        sharers += 1  # amounts over one are rounded up
+    return share
+
+
+def _whole_gpus(config: Config, unit: Shape, share: float) -> float:
+    """GPUs that the instances of a unit ask for together."""
+    each = {role: _whole_over_one(config.degrees(role).ranks * share) for role in ("prefill", "decode")}
+    return _whole_over_one(unit.prefill * each["prefill"] + unit.decode * each["decode"])
 
 
 def _pairs(instances: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
@@ -83,9 +101,7 @@ def _together(asked: Iterable[Mapping[str, float]]) -> dict[str, float]:
     for resources in asked:
         for name, amount in resources.items():
             total[name] = total.get(name, 0.0) + amount
-    # Ray allows no fractional amounts over 1.
-    rounded = {name: amount if amount <= 1.0 else math.ceil(amount - 1e-9) for name, amount in total.items()}
-    return {name: round(amount, 4) for name, amount in rounded.items()} or {"CPU": LEAST_CPU}
+    return {name: round(_whole_over_one(amount), 4) for name, amount in total.items()} or {"CPU": LEAST_CPU}
 
 
 def describe_resources(resources: Mapping[str, float]) -> str:

@@ -107,7 +107,7 @@ def files(target: Target) -> Mapping[str, str]:
         f"{PROVISIONING}/datasources/alignedserve.yaml": _yaml(_datasource(target), "Where Grafana asks."),
         f"{PROVISIONING}/dashboards/alignedserve.yaml": _yaml(_provider(), "Where Grafana finds the dashboard."),
         DASHBOARD: json.dumps(dashboard(), indent=2, ensure_ascii=False) + "\n",
-        COMPOSE: _yaml(_compose(), "Prometheus and Grafana in the host's network, on loopback only."),
+        COMPOSE: _yaml(_compose(target), "Prometheus and Grafana in the host's network, on loopback only."),
         "values-kube-prometheus-stack.yaml": _yaml(
             kubernetes.values(target.interval), "Values for the Helm chart kube-prometheus-stack."
         ),
@@ -180,8 +180,12 @@ def _provider() -> dict[str, Any]:
     return {"apiVersion": 1, "providers": [{"name": TITLE, "type": "file", "allowUiUpdates": False, "options": place}]}
 
 
-def _compose() -> dict[str, Any]:
+def _compose(target: Target) -> dict[str, Any]:
     """In the host's network, because a bridge does not reach a cluster that listens on loopback."""
+    ray = str(Path(RAY_TARGETS).parent)  # the folder, since Ray replaces the file
+    more = [f"{ray}:{ray}:ro"] * target.ray
+    if target.roles and (key := target.credentials):  # Prometheus takes a relative path as one beside its file
+        more.append(f"{key}:{key}:ro" if Path(key).is_absolute() else f"./{key}:/etc/prometheus/{key}:ro")
     prometheus = {
         "image": PROMETHEUS_IMAGE,
         "network_mode": "host",
@@ -194,6 +198,7 @@ def _compose() -> dict[str, Any]:
         "volumes": [
             "./prometheus.yml:/etc/prometheus/prometheus.yml:ro",
             "./alerts.yml:/etc/prometheus/alerts.yml:ro",
+            *more,
             "prometheus:/prometheus",
         ],
     }

@@ -57,7 +57,7 @@ class SupervisorCore:
         self.config = config
         self.view_version = first_version  # of the view that `view` gives now
         self.roster = Roster(planned)  # slots of planned processes and guests, by role id
-        self.nodes = NodeBook(self.roster, gpus, agent_socket)  # used nodes, and nodes that are gone for good
+        self.nodes = NodeBook(config, self.roster, gpus, agent_socket)  # used nodes, and nodes that are gone for good
         self.scaling = Scaling(config, self.roster, self.nodes, shape or Shape.configured(config))  # instances wanted
         self.planner = StorePlanner(config, self.roster, self.nodes)  # the model's shape and the store plan, once known
         longest_step_s = config.supervisor.start_timeout_s + config.gateway.drain_s
@@ -104,7 +104,7 @@ class SupervisorCore:
         for slot in [slot for node_id in lost for slot in self.nodes.on(node_id)]:
             self._lost_with_node(slot, now)
         for member in [member for member in self.roster.guests.values() if member.hello.node_id in lost]:
-            self.roster.drop_guest(member.key.id)
+            self.roster.drop_guest(member.key.id, "its node is gone")
         added = self.nodes.open(now)
         if lost or added:
             self.scaling.pair()
@@ -189,7 +189,7 @@ class SupervisorCore:
         slot = self.roster.slots.get(key.id)
         if slot is not None:
             return self.ended(key.id, slot.generation, reason, now)
-        self.roster.drop_guest(key.id)
+        self.roster.drop_guest(key.id, reason)
         self._touch()
         return []
 
@@ -342,7 +342,7 @@ class SupervisorCore:
         if old is not None and key.incarnation < old.key.incarnation:
             return _refusal(f"{key.id} has a newer incarnation than {key.incarnation}")
         if old is None or old.key.incarnation != key.incarnation:
-            self.roster.drop_guest(key.id)
+            self.roster.drop_guest(key.id, "another process has its id")
             self.roster.guests[key.id] = ManagedProcess(hello, HangDetector(now), unix_s)
         self.roster.found_guests.pop(key.id, None)
         self.roster.lost_guests.pop(key.id, None)

@@ -10,6 +10,7 @@ from alignedserve.cluster.supervisor.plan import PlannedRole
 from alignedserve.control.role import SERVING_STATES
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.ranks.degrees import devices_in
 from alignedserve.transfer.topology import Place
 
 
@@ -149,7 +150,7 @@ class Slot:
     def place(self) -> Place:
         """The place of its model, now or planned, as far as known."""
         node_id = self.member.hello.node_id if self.member is not None else self.planned.node_id
-        return Place(node_id, self.device or self.planned.device)
+        return Place(node_id, devices_in(self.device or self.planned.device)[0])
 
     @property
     def reaches(self) -> tuple[str, ...]:

@@ -11,7 +11,9 @@ from alignedserve.cluster.runtime_dir import socket_number
 from alignedserve.cluster.supervisor.managed_process import Phase, Slot
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, Node, PlannedRole
 from alignedserve.cluster.supervisor.roster import Roster
+from alignedserve.config import Config
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.ranks.degrees import device_of, devices_in
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +44,11 @@ class NodeBook:
     one node without a name.
     """
 
-    def __init__(self, roster: Roster, gpus: int = 0, socket: Callable[[Node, int], str] | None = None) -> None:
+    def __init__(
+        self, config: Config, roster: Roster, gpus: int = 0, socket: Callable[[Node, int], str] | None = None
+    ) -> None:
         """`socket` names the Unix socket of a node's agent, by the node and its number."""
-        self._roster = roster
+        self._config, self._roster = config, roster
         self._socket = socket or (lambda node, number: "")
         self._placement: Placement | None = None  # the launcher's last answer; None before the first
         self._nodes = {"": Node("", gpus=gpus)}  # all nodes of the last placement, by id, the supervisor's own first
@@ -136,14 +140,16 @@ class NodeBook:
         node_id = self._placement.where.get(planned.id) if planned.role in MODEL_ROLES else self.home.node_id
         if node_id is None or node_id == planned.node_id:
             return None if node_id is None else planned
-        device = self.free_device(node_id) if planned.on_gpu else planned.device
+        device = self.free_device(planned.role, node_id) if planned.on_gpu else planned.device
         return replace(planned, node_id=node_id, device=device)
 
-    def free_device(self, node_id: str = "") -> str:
-        """The GPU of the node with the fewest instances."""
+    def free_device(self, role: str, node_id: str = "") -> str:
+        """The GPUs of the node with the fewest ranks, one for each rank of an instance of this role."""
         planned = [slot.planned for slot in self._roster.slots.values()]
-        used = [role.device for role in planned if role.on_gpu and role.node_id == node_id]
-        return min((f"cuda:{number}" for number in range(max(1, self.node(node_id).gpus))), key=used.count)
+        here = [other.device for other in planned if other.on_gpu and other.node_id == node_id]
+        used = [gpu for device in here for gpu in devices_in(device)]
+        gpus = sorted(range(max(1, self.node(node_id).gpus)), key=lambda number: used.count(f"cuda:{number}"))
+        return device_of(gpus[: self._config.degrees(role).ranks])
 
     # ---- changes
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from alignedserve.config import Config
-from alignedserve.errors import ConfigError, ResourceError
+from alignedserve.errors import ResourceError
+from alignedserve.ranks.degrees import device_of
 
 # Each must have one ready instance before a request can be served. In display order.
 REQUIRED_ROLES = ("node_agent", "kv_pool", "scheduler", "prefill", "decode")
@@ -18,7 +19,8 @@ SPARED_ROLES = (*MODEL_ROLES, "kv_pool", "scheduler")
 
 @dataclass(frozen=True, slots=True)
 class PlannedRole:
-    """One process that should run. `device` holds its model ("cpu", "cuda:N"); roles without a model have "cpu".
+    """One process that should run. `device` holds its model ("cpu", "cuda:N", of several ranks "cuda:N,M"); roles
+    without a model have "cpu".
 
     `node_id` is its node; empty: not known yet.
     """
@@ -78,10 +80,14 @@ def resolve_device(config: Config, gpus: int) -> str:
 
 
 def check_ranks(config: Config) -> None:
-    """For instances on GPUs. Raises ConfigError if they have several ranks."""
-    if (ranks := max(config.degrees(role).ranks for role in MODEL_ROLES)) > 1:
-        keys = "tensor_parallel, pipeline_parallel, expert_parallel"
-        raise ConfigError(f"instances of {ranks} ranks ({keys}) run on CPUs only so far: use --device cpu")
+    """For instances on GPUs. Raises ConfigError for ranks that cannot use them."""
+    for role in MODEL_ROLES:
+        config.degrees(role).require_device("cuda")
+
+
+def gpus_of(config: Config, shape: Shape) -> int:
+    """GPUs of instances that share none: one for each rank."""
+    return shape.prefill * config.degrees("prefill").ranks + shape.decode * config.degrees("decode").ranks
 
 
 def check_gpus(config: Config, gpus: int, shape: Shape | None = None) -> None:
@@ -93,12 +99,14 @@ def check_gpus(config: Config, gpus: int, shape: Shape | None = None) -> None:
         return
     check_ranks(config)
     shape = shape or Shape.configured(config)
-    instances, asked = shape.instances, str(shape)
+    needed, asked = gpus_of(config, shape), str(shape)
+    if needed > shape.instances:
+        asked += f" of {needed} ranks together"
     if gpus == 0:
         raise ResourceError(f"cluster.device is 'cuda' for {asked}, but this machine has no GPU; use --device cpu")
-    if instances > gpus and not config.cluster.share_gpu:
+    if needed > gpus and not config.cluster.share_gpu:
         raise ResourceError(
-            f"{asked} need {instances} GPUs, but there are {gpus}; use fewer, set cluster.share_gpu: true to let "
+            f"{asked} need {needed} GPUs, but there are {gpus}; use fewer, set cluster.share_gpu: true to let "
             "several share one, or use --device cpu"
         )
 
@@ -112,11 +120,15 @@ def plan_roles(config: Config, gpus: int, shape: Shape | None = None) -> list[Pl
     check_gpus(config, gpus, shape)
     device = resolve_device(config, gpus)
 
-    def on(index: int) -> str:
-        return "cpu" if device == "cpu" else f"cuda:{index % gpus}"
+    def on(role: str, index: int) -> str:
+        if device == "cpu":
+            return device
+        each = config.degrees(role).ranks
+        first = index * each + (shape.prefill * config.degrees("prefill").ranks if role == "decode" else 0)
+        return device_of(dict.fromkeys(number % gpus for number in range(first, first + each)))
 
-    prefill = [PlannedRole("prefill", f"prefill-{i}", on(i)) for i in range(shape.prefill)]
-    decode = [PlannedRole("decode", f"decode-{i}", on(shape.prefill + i)) for i in range(shape.decode)]
+    prefill = [PlannedRole("prefill", f"prefill-{i}", on("prefill", i)) for i in range(shape.prefill)]
+    decode = [PlannedRole("decode", f"decode-{i}", on("decode", i)) for i in range(shape.decode)]
     single = [PlannedRole(role, f"{role}-0") for role in ("node_agent", "kv_pool", "scheduler")]
     spares = [PlannedRole(SPARE, f"{SPARE}-{i}") for i in range(config.supervisor.spares)]
     return [*single, *prefill, *decode, *spares]
@@ -125,7 +137,7 @@ def plan_roles(config: Config, gpus: int, shape: Shape | None = None) -> list[Pl
 def plan_processes(config: Config, device: str, shape: Shape) -> list[PlannedRole]:
     """The planned processes without node agents and shards, before their nodes are known.
 
-    `device`: "cpu" or "cuda". An instance gets one of its node's GPUs when it is placed.
+    `device`: "cpu" or "cuda". An instance gets GPUs of its node when it is placed.
     """
     placeholder = "cuda:0" if device == "cuda" else device
     instances = [PlannedRole(role, role_id, placeholder) for role, role_id in shape.ids()]

@@ -29,6 +29,7 @@ SERVES = frozenset(
         "cluster.name",
         "cluster.ray_metrics",
         "kv_pool.pinned_prompts",
+        "model.aliases",
         "model.chat_template",
         "model.tool_parser",
         "model.reasoning_parser",
@@ -36,7 +37,7 @@ SERVES = frozenset(
 )
 INSTANCES = frozenset({"prefill", "decode"})
 ALL_ROLES = frozenset({*INSTANCES, *PROCESS_ROLES})
-# Keys that a process reads when it starts, and that affect neither the sizes of stores nor the tokens.
+# Keys that a process reads when it starts, and that affect neither stores nor tokens (ranks: beyond rounding).
 ROLLED: Mapping[str, frozenset[str]] = {
     "kv_pool.growth_reserve": frozenset({"kv_pool", "scheduler"}),
     "kv_pool.copy_timeout_s": INSTANCES,
@@ -51,6 +52,14 @@ ROLLED: Mapping[str, frozenset[str]] = {
     "decode.watermark_blocks": frozenset({"decode"}),
     "decode.overlap": frozenset({"decode"}),
     "decode.join_iterations": frozenset({"decode", "scheduler"}),
+    "prefill.tensor_parallel": frozenset({"prefill"}),
+    "prefill.pipeline_parallel": frozenset({"prefill"}),
+    "decode.tensor_parallel": frozenset({"decode"}),
+    "decode.pipeline_parallel": frozenset({"decode"}),
+    "decode.expert_parallel": frozenset({"decode"}),
+    "decode.placement": frozenset({"decode"}),
+    "cluster.tensor_parallel": INSTANCES,
+    "cluster.pipeline_parallel": INSTANCES,
     "cluster.threads": INSTANCES,
     "cluster.role_metrics": ALL_ROLES,
 }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from alignedserve.cluster.supervisor.managed_process import ManagedProcess, Phase, Slot
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, REQUIRED_ROLES, SPARE, PlannedRole
 from alignedserve.control.role import OPEN_GAUGE
 from alignedserve.proto import common_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 DRAINED = "drained"
 
@@ -100,11 +103,14 @@ class Roster:
         due = [(role_id, until) for role_id, until in self.lost_guests.items() if now >= until]
         over = [role_id for role_id, until in due if not spared(self.guests[role_id].hello.node_id, until)]
         for role_id in over:
-            self.drop_guest(role_id)
+            self.drop_guest(role_id, "its stream broke, and it has not come back")
         return bool(over)
 
-    def drop_guest(self, role_id: str) -> None:
-        self.guests.pop(role_id, None)
+    def drop_guest(self, role_id: str, reason: str) -> None:
+        """Forget a guest that is known, or taken, to be dead."""
+        if (guest := self.guests.pop(role_id, None)) is not None:
+            level = logging.INFO if guest.state == DRAINED else logging.WARNING
+            logger.log(level, "%s has ended: %s", role_id, reason)
         self.found_guests.pop(role_id, None)
         self.lost_guests.pop(role_id, None)
         self.ending_guests.discard(role_id)

@@ -15,7 +15,7 @@ from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.launch.units import Unit, plan_units
 from alignedserve.cluster.supervisor.managed_process import Phase, Slot
 from alignedserve.cluster.supervisor.nodes import NodeBook
-from alignedserve.cluster.supervisor.plan import PlannedRole, Shape, check_gpus, resolve_device
+from alignedserve.cluster.supervisor.plan import PlannedRole, Shape, check_gpus, gpus_of, resolve_device
 from alignedserve.cluster.supervisor.roster import DRAINED, Roster
 from alignedserve.config import Config
 from alignedserve.errors import ConfigError, ResourceError, UnavailableError
@@ -23,7 +23,7 @@ from alignedserve.memory import describe_bytes
 from alignedserve.model import ModelInfo
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.scheduler.core.pairing import pair_up
-from alignedserve.sizing import StorePlan
+from alignedserve.sizing import StorePlan, instance_bytes
 from alignedserve.transfer.pair_choice import choose_pair_channel
 from alignedserve.transfer.topology import PeerAccess, Place, link_rank
 
@@ -69,8 +69,8 @@ class Scaling:
         check_gpus(self._config, self._nodes.gpus, shape)
         if self._on_cpu() or not self._config.cluster.share_gpu:
             return
-        each = -(-Shape.configured(self._config).instances // self._nodes.gpus)
-        if shape.instances > each * self._nodes.gpus:
+        each = -(-gpus_of(self._config, Shape.configured(self._config)) // self._nodes.gpus)
+        if gpus_of(self._config, shape) > each * self._nodes.gpus:
             raise ResourceError(
                 f"{shape} do not fit {self._nodes.gpus} GPUs: each was divided for {each} at the start; start "
                 "the cluster with the largest number of instances that you may need"
@@ -122,7 +122,11 @@ class Scaling:
             return PROCESS_BYTES
         buffers = plan.batch_buffer + plan.requests_buffer if self._config.cluster.prefetch else 0
         blocks = plan.prefill_cache + buffers if role == "prefill" else plan.decode_cache
-        return PROCESS_BYTES + blocks * model.geometry(plan.block_size).block_bytes + model.weight_bytes
+        return (
+            PROCESS_BYTES
+            + blocks * model.geometry(plan.block_size).block_bytes
+            + instance_bytes(self._config, role, model)
+        )
 
     def _on_cpu(self) -> bool:
         return resolve_device(self._config, self._nodes.gpus) == "cpu"
@@ -132,7 +136,7 @@ class Scaling:
         logger.info("from %s to %s", self.shape, shape)
         wanted = {role_id for _, role_id in shape.ids()}
         for role, role_id in self._new(shape):
-            slot = self._roster.add(PlannedRole(role, role_id, self._device()))
+            slot = self._roster.add(PlannedRole(role, role_id, self._device(role)))
             slot.launch_at = now
         for _, role_id in self.shape.ids():
             if role_id not in wanted:
@@ -257,9 +261,9 @@ class Scaling:
     def _new(self, shape: Shape) -> list[tuple[str, str]]:
         return [(role, role_id) for role, role_id in shape.ids() if role_id not in self._roster.slots]
 
-    def _device(self) -> str:
+    def _device(self, role: str) -> str:
         """The device of a new instance until its node is known."""
-        return "cpu" if self._on_cpu() else self._nodes.free_device()
+        return "cpu" if self._on_cpu() else self._nodes.free_device(role)
 
 
 @lru_cache(4096)

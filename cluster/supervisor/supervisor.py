@@ -28,7 +28,7 @@ from alignedserve.cluster.supervisor.fencer import Fencer
 from alignedserve.cluster.supervisor.integrity import check_cluster
 from alignedserve.cluster.supervisor.managed_process import Phase, Slot
 from alignedserve.cluster.supervisor.placing import FRESH_S, Placing
-from alignedserve.cluster.supervisor.plan import Node, Shape, check_gpus, plan_processes
+from alignedserve.cluster.supervisor.plan import Node, Shape, check_gpus, check_ranks, plan_processes
 from alignedserve.cluster.supervisor.recent_events import RecentEvents
 from alignedserve.cluster.supervisor.redeploy import NO_CHANGE, Change, follow
 from alignedserve.cluster.supervisor.role_settings import Identity, device_of, role_settings
@@ -127,6 +127,8 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self.core.rolling.adopt(told, now)
         if not self._launcher.elastic:
             check_gpus(self.config, sum(node.gpus for node in nodes), shape)
+        elif device == "cuda":
+            check_ranks(self.config)
         await self._placing.settle(now)
         self.core.expect(handover.known_processes(found, told), now)  # node agents have their slots now
         self._server = RpcServer(self.identity.token, nodes[0].host)
@@ -143,7 +145,9 @@ class Supervisor(sv_grpc.SupervisorServicer):
             else:
                 self._watch(running.settings.id, slot.generation)
         if found:
-            logger.info("found running: %s", ", ".join(running.settings.id for running in found))
+            level = logging.INFO if self.predecessor is not None else logging.WARNING
+            what = "found running" if self.predecessor is not None else "the supervisor was lost; another goes on with"
+            logger.log(level, "%s: %s", what, ", ".join(running.settings.id for running in found))
         announced = self._launcher.announce(self.address)
         if self.predecessor is None:
             self._spawn(announced)
@@ -373,6 +377,8 @@ class Supervisor(sv_grpc.SupervisorServicer):
         if report.WhichOneof("body") == "heartbeat":
             self._carry_out(self.core.heard(key, report.heartbeat, time.monotonic()))
             self._collector.heard(key.id)
+            if key.role == "gateway":
+                self.events.count(key, report.heartbeat.gauges, time.monotonic())
             if key.role == "node_agent" and key.id in self._outboxes:
                 self._outboxes[key.id].put(sv.RoleOrder(heard=pb.Empty()))
 

@@ -19,6 +19,7 @@ from alignedserve.engine.batch import DecodeTable
 from alignedserve.engine.decoding import DecodeItem
 from alignedserve.engine.graphs.device import GraphDevice, Mark
 from alignedserve.engine.graphs.drawing import DrawColumns
+from alignedserve.engine.runner import ModelRunner
 from alignedserve.engine.sampling.noise import row_keys
 from alignedserve.engine.sampling.sampler import LOWEST_TEMPERATURE, SampleRow
 from alignedserve.errors import AccountingError
@@ -75,6 +76,13 @@ class StepBuffers:
         self._top_p = self._columns[Column.TOP_P : Column.TOP_P + 2].reshape(-1).view(np.float64)
         self._device = device
 
+    @classmethod
+    def of(cls, runner: ModelRunner, device: GraphDevice, capacity: int) -> StepBuffers:
+        """A request has room for as many tokens as the model has positions and the store has blocks."""
+        info, blocks = runner.loaded.info, runner.cache.shape[0]
+        width = min(blocks, -(-info.max_positions // runner.block_size))
+        return cls(device, runner.loaded.device, capacity, width, info.vocab_size, blocks)
+
     @property
     def nbytes(self) -> int:
         """On the device."""
@@ -117,10 +125,11 @@ class StepBuffers:
         self.column(Column.LENGTH, self.capacity).fill_(1)
         self.column(Column.PREVIOUS, self.capacity).fill_(-1)
 
-    def send(self, items: Sequence[DecodeItem], block_size: int, staging: Staging) -> None:
+    def send(self, items: Sequence[DecodeItem], block_size: int, staging: Staging) -> torch.Tensor:
         """Fill the device's inputs with `items`, a row each; the rows after them become padding.
 
-        Raises AccountingError if an item's blocks do not cover its tokens, or do not exist.
+        Returns what was sent: int32, a part of `staging`. Raises AccountingError if an item's blocks do not cover its
+        tokens, or do not exist.
         """
         places, values = self._update(items, block_size)
         if staging.sent is not None:
@@ -130,8 +139,16 @@ class StepBuffers:
         buffer[:head] = self._columns.reshape(-1)
         buffer[head : head + count] = places
         buffer[head + count : head + 2 * count] = values
-        self._inputs[: head + 2 * count].copy_(staging.inputs[: head + 2 * count], non_blocking=True)
+        sent = staging.inputs[: head + 2 * count]
+        self.take(sent)
         staging.sent = self._device.mark()
+        return sent
+
+    def take(self, sent: torch.Tensor) -> None:
+        """Fill the device's inputs with what `send` has sent, here or in rank 0 of several."""
+        head = COLUMNS * self.capacity
+        count = (len(sent) - head) // 2
+        self._inputs[: len(sent)].copy_(sent, non_blocking=True)
         if count:
             where = self._inputs[head : head + count].to(torch.int64)
             self._table.view(-1).index_copy_(0, where, self._inputs[head + count : head + 2 * count])

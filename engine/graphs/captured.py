@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,24 +27,27 @@ class CapturedPasses:
         self._forward: dict[int, Replay] = {}
         self._choose: dict[tuple[int, bool], Replay] = {}
 
-    def capture(self, progress: Progress) -> None:
+    def capture(self, progress: Progress, *, chooses: bool = True) -> None:
         """Capture all sizes, the largest first: the others' intermediate tensors then fit into its memory.
 
-        `progress(done, all)` is called after each size. Overwrites block 0. Raises the error that prevents a capture;
-        graphs captured before it are discarded.
+        `progress(done, all)` is called after each size. `chooses` False: only forward passes, for a rank that follows.
+        Overwrites block 0. Raises the error that prevents a capture, also in another rank; graphs captured before it
+        are discarded.
         """
         device = self._device
         device.prepare()
         before = device.memory_bytes()
         self._buffers.fill_for_capture()
         try:
-            for done, size in enumerate(reversed(self.sizes), start=1):
-                self._forward[size] = device.capture(lambda size=size: self._run_forward(size))  # type: ignore[misc]
+            with self._runner.captured_everywhere():
+                for done, size in enumerate(reversed(self.sizes), start=1):
+                    self._forward[size] = device.capture(lambda size=size: self._run_forward(size))  # type: ignore[misc]
+                    progress(done, len(self.sizes))
+            for size in reversed(self.sizes) if chooses else ():
                 for drawn in (False, True):
                     self._choose[size, drawn] = device.capture(
                         lambda size=size, drawn=drawn: self._run_choose(size, drawn)  # type: ignore[misc]
                     )
-                progress(done, len(self.sizes))
         except BaseException:
             self._forward.clear()
             self._choose.clear()
@@ -52,13 +56,21 @@ class CapturedPasses:
             self._buffers.forget()
         self.memory_bytes = max(0, device.memory_bytes() - before)
 
-    def replay(self, rows: int, drawn: bool) -> int:
-        """Compute the buffers' contents of `rows` rows; returns how many rows were computed, including padding."""
+    def replay(self, rows: int, drawn: bool, sent: torch.Tensor | None = None) -> int:
+        """Compute the buffers' contents of `rows` rows; returns how many rows were computed, including padding.
+
+        `sent`: what the buffers were filled with, for other ranks.
+        """
         size = size_for(self.sizes, rows)
         assert size is not None, "a batch of more rows than were captured"
-        self._forward[size]()
+        with contextlib.nullcontext() if sent is None else self._runner.replaying(size, sent):
+            self.forward(size)
         self._choose[size, drawn]()
         return size
+
+    def forward(self, size: int) -> None:
+        """Compute the logits of the buffers' first `size` rows."""
+        self._forward[size]()
 
     def _run_forward(self, size: int) -> None:
         buffers = self._buffers

@@ -17,7 +17,7 @@ from alignedserve.engine.graphs.captured import CapturedPasses, Progress
 from alignedserve.engine.graphs.device import GraphDevice, Mark
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.engine.sampling.sampler import SampledToken, Sampler, SampleRow
-from alignedserve.errors import AccountingError, GrammarError, NumericsError
+from alignedserve.errors import AccountingError, GrammarError, NumericsError, RankLostError
 from alignedserve.metrics import Page
 
 logger = logging.getLogger(__name__)
@@ -49,14 +49,9 @@ class GraphDecode(DecodeEngine):
         progress: Progress,
         tune: Callable[[], None] | None = None,
     ) -> None:
-        """`sizes`: ascending; `progress(done, all)` is called for each. `tune` is called before anything is captured.
-
-        A request has room for as many tokens as the model has positions and the store has blocks.
-        """
-        info, blocks = runner.loaded.info, runner.cache.shape[0]
-        width = min(blocks, -(-info.max_positions // runner.block_size))
+        """`sizes`: ascending; `progress(done, all)` is called for each. `tune` is called before a capture."""
         with torch.inference_mode(), device.scope():
-            self._buffers = StepBuffers(device, runner.loaded.device, sizes[-1], width, info.vocab_size, blocks)
+            self._buffers = StepBuffers.of(runner, device, sizes[-1])
         self._passes = CapturedPasses(runner, self._buffers, device, sizes)
         self._runner, self._eager, self._device = runner, eager, device
         self._progress, self._tune = progress, tune
@@ -107,9 +102,12 @@ class GraphDecode(DecodeEngine):
             self._eager.warm_up()
             if self._tune is not None:
                 self._tune()
+            self._runner.tell_capture(self._passes.sizes)
             try:
                 self._passes.capture(self._progress)
                 self._captured = True
+            except RankLostError:
+                raise
             except Exception as error:  # foreign model code: anything in it may prevent a capture
                 logger.warning(
                     "%s decodes without CUDA graphs, which is slower: a pass of %d rows could not be captured (%s: %s)",
@@ -122,8 +120,10 @@ class GraphDecode(DecodeEngine):
     def replay_seconds(self, rows: int, drawn: bool, count: int) -> float:
         """Device time of one replay of the last iteration, which had `rows` rows, averaged over `count` replays.
 
-        Their tokens are discarded. Needs captured graphs, and a last iteration whose tokens were taken.
+        Their tokens are discarded. Needs captured graphs, a last iteration whose tokens were taken, and no other rank.
         """
+        if self._runner.driven:
+            raise AccountingError("other ranks replay only what they are told")
 
         def again() -> None:
             self._passes.replay(rows, drawn)
@@ -167,12 +167,12 @@ class GraphDecode(DecodeEngine):
         if before is not None:
             before.finish()
         staging = buffers.staging[turn]
-        buffers.send(items, self._runner.block_size, staging)
+        sent = buffers.send(items, self._runner.block_size, staging)
         outside = [index for index, item in enumerate(items) if item.row.needs_host]
         masked = [index for index, item in enumerate(items) if item.row.masked]
         others = {*outside, *masked}
         drawn = any(not item.row.sampling.greedy for index, item in enumerate(items) if index not in others)
-        size = self._passes.replay(rows, drawn)
+        size = self._passes.replay(rows, drawn, sent)
         self.counts.replays += 1
         self.counts.padded_rows += size - rows
         self.counts.sampled_outside += len(others)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +25,9 @@ from alignedserve.transfer.device import DeviceBlockStore
 from alignedserve.transfer.segments import SegmentClient
 
 logger = logging.getLogger(__name__)
+
+
+OfRanks = Callable[[str, KvGeometry, int, str], tuple[BlockStore, torch.Tensor]]
 
 
 def prepare_process(config: Config) -> None:
@@ -70,20 +72,14 @@ def cache_store(
     blocks: int,
     device: str,
     node_id: str,
-    share: Callable[[int, int, int], None] | None = None,
+    of_ranks: OfRanks | None = None,
 ) -> tuple[BlockStore, torch.Tensor]:
     """An instance's cache: a store for channels, and the same memory as a tensor for the engine.
 
-    `share` gets the descriptor of this memory, its blocks and their size, for other ranks.
+    `of_ranks` makes those of an instance of several ranks.
     """
-    if share is not None:
-        descriptor = os.memfd_create(store_id)
-        try:
-            store = HostBlockStore.private(store_id, geometry, blocks, node_id=node_id, descriptor=descriptor)
-            share(descriptor, blocks, geometry.block_size)
-        finally:
-            os.close(descriptor)
-        return store, allocate_cache(geometry, blocks, device, store.as_memory())
+    if of_ranks is not None:
+        return of_ranks(store_id, geometry, blocks, node_id)
     if device == "cpu":
         store = HostBlockStore.private(store_id, geometry, blocks, node_id=node_id)
         return store, allocate_cache(geometry, blocks, device, store.as_memory())

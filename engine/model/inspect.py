@@ -45,6 +45,9 @@ def inspect_model(name: str, path: str | Path, dtype: str, device: str, trust_re
     refuse_unsupported(config, text, trust_remote_code)
     generation = _read_generation_config(folder)
     stored, elements = _stored(tensors, folder)
+    of_experts = sum(math.prod(tensor.shape) for name, tensor in tensors.items() if ".experts." in name)
+    hidden, vocab_size = attribute(text, "hidden_size") or 0, _positive(text, "vocab_size", folder)
+    tied = vocab_size * hidden if getattr(text, "tie_word_embeddings", False) else 0
     served = _resolve_dtype(dtype, device, stored if stored in DTYPE_BYTES else _config_dtype(text))
     heads = _positive(text, "num_attention_heads", folder)
     return ModelInfo(
@@ -55,13 +58,15 @@ def inspect_model(name: str, path: str | Path, dtype: str, device: str, trust_re
         layers=_positive(text, "num_hidden_layers", folder),
         kv_heads=_kv_heads(text, heads),
         head_dim=attribute(text, "head_dim") or _positive(text, "hidden_size", folder) // heads,
-        vocab_size=_positive(text, "vocab_size", folder),
+        vocab_size=vocab_size,
         max_positions=_max_positions(text, folder),
         eos_token_ids=_eos_token_ids(config, text, generation),
-        generation_defaults=generation_defaults(generation, folder, _positive(text, "vocab_size", folder)),
+        generation_defaults=generation_defaults(generation, folder, vocab_size),
         weight_bytes=elements * DTYPE_BYTES[served],
+        expert_bytes=of_experts * DTYPE_BYTES[served],
+        tied_bytes=tied * DTYPE_BYTES[served],
         heads=heads,
-        hidden_size=attribute(text, "hidden_size") or 0,
+        hidden_size=hidden,
         mlp_width=_mlp_width(text),
         weights=weights,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,13 +12,14 @@ import torch
 
 from alignedserve.batch_size import LEAST
 from alignedserve.config import Config
-from alignedserve.device_memory import DECODE, DeviceMemory, RoleMemory, advice, fixed_parts
+from alignedserve.device_memory import DECODE, DeviceMemory, RanksHere, RoleMemory, advice, fixed_parts
 from alignedserve.engine.model.loader import LoadedModel
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
 from alignedserve.engine.sampling.sampler import Sampler, SampleRow
 from alignedserve.errors import ResourceError
 from alignedserve.memory import describe_bytes
 from alignedserve.model import ModelInfo
+from alignedserve.ranks.degrees import devices_in
 from alignedserve.request import SamplingParams
 from alignedserve.sizing import StorePlan
 
@@ -47,13 +48,14 @@ class Meter(Protocol):
 
 
 class CudaMeter:
-    """A `Meter` of torch's allocator."""
+    """A `Meter` of torch's allocator on the first of the devices. `look`: of the one with the least free memory."""
 
-    def __init__(self, device: str) -> None:
-        self._device = torch.device(device)
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._devices = [torch.device(device) for device in devices]
+        self._device = self._devices[0]
 
     def look(self) -> tuple[int, int]:
-        free, total = torch.cuda.mem_get_info(self._device)
+        free, total = min(torch.cuda.mem_get_info(device) for device in self._devices)
         return int(free), int(total)
 
     def allocated(self) -> int:
@@ -72,13 +74,13 @@ class CudaMeter:
 class InstanceMemory:
     """`gauges` are sent with every heartbeat, so that the supervisor can divide the device before weights are loaded.
 
-    `meter`: by default torch's on a GPU; None on a CPU, where this class does nothing.
+    `device`: as in `RoleSettings`. `meter`: by default torch's on a GPU; None on a CPU, where this class does nothing.
     """
 
     def __init__(self, role: str, instance: str, device: str, config: Config, meter: Meter | None = None) -> None:
         self.gauges: dict[str, float] = {}
         self._role, self._instance, self._device, self._config = role, instance, device, config
-        self._meter = meter or (CudaMeter(device) if device.startswith("cuda") else None)
+        self._meter = meter or (CudaMeter(devices_in(device)) if device.startswith("cuda") else None)
         self._memory: DeviceMemory | None = None
         self._planned: RoleMemory | None = None
 
@@ -94,7 +96,8 @@ class InstanceMemory:
         """Estimate the model's memory, before stores are planned for the cluster."""
         if self._memory is not None:
             budget = self._memory.budget(self._config, sharers=1)
-            self._planned = RoleMemory(budget, fixed_parts(self._config, info, self._role))
+            ranks = RanksHere.of(self._config, self._role, self._device)
+            self._planned = RoleMemory(budget, fixed_parts(self._config, info, self._role, ranks))
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -108,19 +111,28 @@ class InstanceMemory:
                 raise self._ran_out(error.__cause__) from error
             raise
 
-    def check(self, loaded: LoadedModel, plan: StorePlan, make_runner: Callable[[torch.Tensor], ModelRunner]) -> None:
+    def check(
+        self,
+        loaded: LoadedModel,
+        plan: StorePlan,
+        make_runner: Callable[[torch.Tensor], ModelRunner],
+        weight_bytes: int | None = None,
+    ) -> None:
         """Compare the plan with the loaded weights and a pass of the largest size, before stores are created.
 
-        `make_runner`: creates a runner over a small store of the plan's geometry. Raises ResourceError if the blocks do
-        not fit.
+        `make_runner`: creates a runner over a small store of the plan's geometry. `weight_bytes`: of several ranks, on
+        the fullest device; what their passes take is not measured. Raises ResourceError if the blocks do not fit.
         """
         if self._meter is None or self._memory is None or self._role not in plan.devices:
             return
         planned = self._planned = plan.devices[self._role]
-        weights = self._meter.allocated()
-        cache = plan.decode_cache if self._role == DECODE else plan.prefill_cache
-        config = replace(self._config, decode=self._config.decode.running(plan.max_running))
-        activations = self._largest_pass(config, loaded, plan.block_size, cache, make_runner)
+        if weight_bytes is None:
+            weights = self._meter.allocated()
+            cache = plan.decode_cache if self._role == DECODE else plan.prefill_cache
+            config = replace(self._config, decode=self._config.decode.running(plan.max_running))
+            activations = self._largest_pass(config, loaded, plan.block_size, cache, make_runner)
+        else:
+            weights, activations = weight_bytes, planned.parts["activations"]
         found = {"weights": weights, "activations": activations}
         for name, size in found.items():
             log = logger.warning if size > planned.parts[name] else logger.info

@@ -22,6 +22,7 @@ from alignedserve.weights.files import read_header
 _EXPERTS = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)(\.experts\.)(gate_up_proj|down_proj)$")
 _ITS_NAMES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 _BLOCKS = ("mlp", "block_sparse_moe")
+_ROWS_AT_ONCE = 4096
 _OTHER_NAMES = ((".mlp.", ".block_sparse_moe."), ("lm_head.", "embed_out."))  # in the model, in checkpoints
 
 
@@ -50,12 +51,27 @@ class Checkpoint:
 
         Raises ModelError for another shape.
         """
-        for known in (name, name.removeprefix(self._prefix), *(name.replace(*other) for other in _OTHER_NAMES)):
-            if known in self._slices:
-                found = self._slices[known]()
-                self._require(known, torch.Size(found.get_shape()), whole)
-                return cut.of(found)
-        return self._read_experts(name, whole, cut)
+        if (known := self._known(name)) is None:
+            return self._read_experts(name, whole, cut)
+        found = self._slices[known]()
+        self._require(known, torch.Size(found.get_shape()), whole)
+        return cut.of(found)
+
+    def differ(self, name: str, other: str) -> bool:
+        """Whether the checkpoint has both tensors, with different values."""
+        one, two = self._known(name), self._known(other)
+        if one is None or two is None:
+            return False
+        first, second = self._slices[one](), self._slices[two]()
+        if first.get_shape() != second.get_shape():
+            return True
+        rows = range(0, first.get_shape()[0], _ROWS_AT_ONCE)
+        return any(not torch.equal(first[at : at + _ROWS_AT_ONCE], second[at : at + _ROWS_AT_ONCE]) for at in rows)
+
+    def _known(self, name: str) -> str | None:
+        """The name that the files have for a parameter; None if they have none."""
+        names = (name, name.removeprefix(self._prefix), *(name.replace(*other) for other in _OTHER_NAMES))
+        return next((each for each in names if each in self._slices), None)
 
     def _read_experts(self, name: str, whole: torch.Size, cut: Cut) -> torch.Tensor | None:
         """Of stacked experts: each expert's own part."""
@@ -84,7 +100,7 @@ class Checkpoint:
             shares = [
                 (begin - number * whole[0], end - number * whole[0]) for number, (begin, end) in enumerate(cut.ranges)
             ]
-            own = [Cut(cut.dim - 1, (share,), share[1] - share[0]) for share in shares]
+            own = [Cut(cut.dim - 1, (share,), cut.size // len(shares)) for share in shares]
         found = []
         for name, part in zip(names, own, strict=True):
             if name not in self._slices:

@@ -1,8 +1,8 @@
 """Which part of each parameter a rank holds, by transformers' own plan (`base_model_tp_plan`) or ours.
 
 Columns of a product's output are cut by whole heads or by units of the MLP, rows of the next product's input likewise,
-vocabularies into equal parts, the last filled up with zeros. A KV head of which there are fewer than ranks is held by
-several. Packed products (queries, keys and values in one; gate and up in one) are cut part by part.
+units and vocabularies into equal parts, the last filled up with zeros. A KV head of which there are fewer than ranks is
+held by several. Packed products (queries, keys and values in one; gate and up in one) are cut part by part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from alignedserve.errors import ConfigError, UnsupportedModelError
+from alignedserve.errors import UnsupportedModelError
 from alignedserve.geometry import require_degree
 from alignedserve.model import ModelInfo
 
@@ -48,6 +48,7 @@ _OWN_PLANS: dict[str, dict[str, str]] = {
         "layers.*.mlp.experts.down_proj_bias": "rowwise",
     },
 }
+_MULTIPLE = 8  # elements of 2 bytes
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -76,7 +77,7 @@ _STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a parameter that a rank holds: `ranges` along `dim`, one after the other, then zeros up to `size`.
+    """The part of a parameter that a rank holds: `ranges` along `dim`, each filled up with zeros; all have `size`.
 
     `dim` None: all of it. `zero`: zeros of its shape, since another rank adds it.
     """
@@ -97,11 +98,13 @@ class Cut:
             whole: torch.Tensor = tensor[:]
             return torch.zeros_like(whole) if self.zero else whole
         before = (slice(None),) * self.dim
-        parts = [tensor[(*before, slice(begin, end))] for begin, end in self.ranges]
-        missing = self.size - sum(end - begin for begin, end in self.ranges)
-        if missing:
-            first = parts[0]
-            parts.append(first.new_zeros((*first.shape[: self.dim], missing, *first.shape[self.dim + 1 :])))
+        missing = (self.size - sum(end - begin for begin, end in self.ranges)) // len(self.ranges)
+        parts = []
+        for begin, end in self.ranges:
+            parts.append(tensor[(*before, slice(begin, end))])
+            if missing:
+                own = parts[-1]
+                parts.append(own.new_zeros((*own.shape[: self.dim], missing, *own.shape[self.dim + 1 :])))
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
@@ -135,18 +138,23 @@ class Ranks:
     @property
     def vocabulary(self) -> int:
         """Rows of the vocabulary of each rank; the last ranks have fewer of their own."""
-        return -(-self.info.vocab_size // self.size)
+        return self.share(self.info.vocab_size)[1]
 
     def require(self) -> None:
         """Raises ConfigError unless heads can be shared out."""
         require_degree(self.info.name, self.info.heads, self.info.kv_heads, self.size)
 
-    def own(self, whole: int, what: str) -> tuple[int, int]:
-        """The range of this rank in equal parts. Raises ConfigError if there are none."""
-        if whole % self.size:
-            raise ConfigError(f"{self.info.name}: {what} has {whole} units, which {self.size} ranks cannot share")
-        share = whole // self.size
-        return self.rank * share, (self.rank + 1) * share
+    def share(self, whole: int) -> tuple[tuple[int, int], int]:
+        """The range of this rank in `whole` units, and the units of each rank: the last ranks may have fewer.
+
+        Products of experts need rows of whole 16 bytes.
+        """
+        size = -(-whole // self.size)
+        rounded = -(-size // _MULTIPLE) * _MULTIPLE
+        if rounded * (self.size - 1) < whole:  # else a rank would have none
+            size = rounded
+        begin = min(self.rank * size, whole)
+        return (begin, min(begin + size, whole)), size
 
 
 class Plan:
@@ -177,23 +185,19 @@ class Plan:
 
 
 def cut_of(name: str, shape: torch.Size, style: Style, ranks: Ranks, *, transposed: bool = False) -> Cut:
-    """The part of a parameter. `name`: its full name. `transposed`: a product's weight is `[in, out]`.
-
-    Raises ConfigError if it cannot be shared out.
-    """
+    """The part of a parameter. `name`: its full name. `transposed`: a product's weight is `[in, out]`."""
     parent, _, kind = name.rpartition(".")
     module = parent.rpartition(".")[2]
     if style is Style.WHOLE or ranks.size == 1:
         return WHOLE
     if style is Style.VOCABULARY:
-        share, whole = ranks.vocabulary, shape[0]
-        begin = min(ranks.rank * share, whole)
-        return Cut(0, ((begin, min(begin + share, whole)),), share)
+        own, size = ranks.share(shape[0])
+        return Cut(0, (own,), size)
     if style is Style.ROWS:
         if kind == "bias" or kind.endswith("_bias"):  # added to a sum: once
             return WHOLE if ranks.rank == 0 else Cut(zero=True)
         dim = len(shape) - (2 if transposed else 1)
-        return _one(dim, _units(name, module if kind == "weight" else kind, shape[dim], ranks))
+        return _one(dim, *_units(name, module if kind == "weight" else kind, shape[dim], ranks))
     if kind in ("weight", "bias"):
         dim = len(shape) - 1 if transposed and len(shape) > 1 else 0
         label = module
@@ -211,25 +215,27 @@ def _packed(dim: int, label: str, name: str, whole: int, ranks: Ranks, *, interl
         first, second = info.heads * info.head_dim, info.kv_heads * info.head_dim
         ranges = (q, _shifted(k, first), _shifted(k, first + second))
         return Cut(dim, ranges, sum(end - begin for begin, end in ranges))
-    if label == "gate_up_proj" and not interleaved:
-        own = ranks.own(whole // 2, name)
-        return Cut(dim, (own, _shifted(own, whole // 2)), 2 * (own[1] - own[0]))
-    return _one(dim, _units(name, label, whole, ranks))
+    if label.startswith("gate_up_proj"):
+        own, size = ranks.share(whole // 2)
+        if interleaved:
+            return _one(dim, (2 * own[0], 2 * own[1]), 2 * size)
+        return Cut(dim, (own, _shifted(own, whole // 2)), 2 * size)
+    return _one(dim, *_units(name, label, whole, ranks))
 
 
-def _units(name: str, label: str, whole: int, ranks: Ranks) -> tuple[int, int]:
+def _units(name: str, label: str, whole: int, ranks: Ranks) -> tuple[tuple[int, int], int]:
     info = ranks.info
     if label in ("k_proj", "v_proj"):
-        return ranks.kv_begin * info.head_dim, (ranks.kv_begin + ranks.kv_heads) * info.head_dim
-    if "attn" in name or "attention" in name:  # in whole heads: of keys, too, where there is one for each query head
-        begin, end = ranks.own(info.heads, name)
-        width = whole // info.heads
-        return begin * width, end * width
-    return ranks.own(whole, name)
+        begin, count, width = ranks.kv_begin, ranks.kv_heads, info.head_dim
+    elif "attn" in name or "attention" in name:  # in whole heads: of keys, too, where there is one for each query head
+        begin, count, width = ranks.head_begin, ranks.heads, whole // info.heads
+    else:
+        return ranks.share(whole)
+    return (begin * width, (begin + count) * width), count * width
 
 
-def _one(dim: int, own: tuple[int, int]) -> Cut:
-    return Cut(dim, (own,), own[1] - own[0])
+def _one(dim: int, own: tuple[int, int], size: int) -> Cut:
+    return Cut(dim, (own,), size)
 
 
 def _shifted(own: tuple[int, int], by: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The ranks of an instance on one machine's CPUs (Gloo), and what they compute over all of them."""
+"""The ranks of an instance on one machine, and what they compute over all of them: by Gloo, in host memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,26 @@ class RankGroup:
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace a contiguous tensor by its sum over all ranks."""
         if self.size > 1:
-            self._wait(lambda: self._group.allreduce([tensor]))
+            host = _in_host_memory(tensor)
+            self._wait(lambda: self._group.allreduce([host]))
+            if host is not tensor:
+                tensor.copy_(host)
+        return tensor
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether a CUDA graph may hold what all compute."""
+        return False
+
+    def spread(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replace a contiguous tensor by that of the group's first rank."""
+        if self.size > 1:
+            host = _in_host_memory(tensor)
+            options = _dist.BroadcastOptions()
+            options.rootRank = 0
+            self._wait(lambda: self._group.broadcast([host], options))
+            if host is not tensor:
+                tensor.copy_(host)
         return tensor
 
     def tell(self, tensor: torch.Tensor) -> None:
@@ -75,9 +94,10 @@ class RankGroup:
             return tensor
         if not tensor.numel():  # on each rank
             return tensor.new_empty((*tensor.shape[:-1], tensor.shape[-1] * self.size))
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._wait(lambda: self._group.allgather([parts], [tensor.contiguous()]))
-        return torch.cat(parts, dim=-1)
+        host = _in_host_memory(tensor).contiguous()
+        parts = [torch.empty_like(host) for _ in range(self.size)]
+        self._wait(lambda: self._group.allgather([parts], [host]))
+        return torch.cat(parts, dim=-1).to(tensor.device)
 
     def counted(self, sizes: torch.Tensor) -> torch.Tensor:
         """What each rank passes (int64 `[size]`), as rows: `[size, size]`. All wait for the last one here."""
@@ -110,12 +130,12 @@ class RankGroup:
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Begin to send a contiguous tensor, which must not change, to a rank that receives it."""
-        tag = self._sent[to] % _TAGS
+        tag, host = self._sent[to] % _TAGS, _in_host_memory(tensor)
         self._sent[to] += 1
-        self._begin_sending(lambda: self._group.send([tensor], to, tag), tensor)
+        self._begin_sending(lambda: self._group.send([host], to, tag), host)
 
     def receiving(self, tensor: torch.Tensor, of: int) -> Callable[[], torch.Tensor]:
-        """Begin to receive the next message of a rank into a tensor. What is returned waits for it."""
+        """Begin to receive the next message of a rank into a tensor in host memory. What is returned waits for it."""
         tag = self._received[of] % _TAGS
         self._received[of] += 1
         work = self._checked(lambda: self._group.recv([tensor], of, tag))
@@ -145,6 +165,11 @@ class RankGroup:
             raise RankLostError(f"rank {self.rank} of {self.size} has lost another rank: {reason}") from error
 
 
+def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a copy of one on a device, whose work this waits for."""
+    return tensor if tensor.device.type == "cpu" else tensor.cpu()
+
+
 @dataclass(frozen=True, slots=True)
 class Groups:
     """The groups of a rank. `waits`: of all ranks, silent for as long as there is nothing to do. `sums`: of its stage.
@@ -157,14 +182,22 @@ class Groups:
     pipe: RankGroup | None
 
     @classmethod
-    def connected(cls, store: Store, place: RankPlace, idle_s: float, silent_s: float) -> Groups:
-        """Waits for all ranks. `idle_s`: how long there may be nothing to do."""
+    def connected(
+        cls, store: Store, place: RankPlace, idle_s: float, silent_s: float, own_device: torch.device | None = None
+    ) -> Groups:
+        """Waits for all ranks. `idle_s`: how long there may be nothing to do. `own_device`: a GPU of this rank alone,
+        if each rank has one.
+        """
         rank, degrees = place.rank, place.degrees
         told = 2 * degrees.ranks * (degrees.stages + 1)  # two messages to each rank for each pass under way
         waits = RankGroup(_dist.PrefixStore("waits", store), rank, degrees.ranks, idle_s, max(BACKLOG, told))
-        sums = RankGroup(
-            _dist.PrefixStore(f"sums{rank // degrees.tensor}", store), place.part, degrees.tensor, silent_s
-        )
+        of_stage = _dist.PrefixStore(f"sums{rank // degrees.tensor}", store)
+        if own_device is None or degrees.tensor == 1:
+            sums = RankGroup(of_stage, place.part, degrees.tensor, silent_s)
+        else:
+            from alignedserve.engine.parallel.device_group import DeviceGroup  # NCCL comes with torch for CUDA alone
+
+            sums = DeviceGroup(of_stage, place.part, degrees.tensor, silent_s, own_device)
         several = degrees.stages * degrees.experts > 1
         if not several:
             return cls(waits, sums, None)

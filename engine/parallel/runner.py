@@ -1,45 +1,66 @@
 """Passes that all ranks of an instance compute together. Rank 0 drives: it decides, and the others follow.
 
-Ranks on CPUs share one store, in which each reads and writes its own KV heads of its layers, so nothing else of the
-cluster sees that there are several. Rank 0 has all logits in the end, when every rank has written its KV.
+Ranks share one store, in which each reads and writes its own KV heads of its layers, or each has a store of its own for
+them. Nothing else of the cluster sees that there are several. Rank 0 has all logits in the end, when every rank has
+written its KV.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from alignedserve.engine.attention import Place
-from alignedserve.engine.batch import ForwardItem, PackedBatch, build_batch
+from alignedserve.engine.batch import DecodeTable, ForwardItem, PackedBatch, build_batch
 from alignedserve.engine.model.loader import LoadedModel
 from alignedserve.engine.parallel.cuts import Ranks
 from alignedserve.engine.parallel.group import Groups
 from alignedserve.engine.parallel.steps import from_words, to_words
 from alignedserve.engine.runner import ModelRunner
-from alignedserve.errors import RankLostError
+from alignedserve.errors import RankLostError, UnsupportedModelError
+from alignedserve.geometry import StoreSlice
 from alignedserve.ranks.degrees import RankPlace
 
-_END = 0  # the length of the message after which the other ranks end
+if TYPE_CHECKING:
+    from alignedserve.engine.graphs.device import GraphDevice
+    from alignedserve.engine.graphs.follower import GraphFollower
+
+logger = logging.getLogger(__name__)
+
+# What rank 0 tells the others: two numbers, and a message of as many values as the second says. The first is one of
+# these, or the size of a captured pass, whose inputs follow.
+_END, _ITEMS, _CAPTURE = 0, -1, -2
 
 
 class DrivenRunner(ModelRunner):
-    """What passes of several ranks have in common. `loaded`: a rank's part of the model. `cache`: the store of all."""
+    """What passes of several ranks have in common. `loaded`: a rank's part of the model.
+
+    `cache`: the store of all, or one of the rank's own (`held_by`).
+    """
 
     def __init__(
         self, loaded: LoadedModel, cache: torch.Tensor, place: RankPlace, groups: Groups, backend: str
     ) -> None:
-        ranks = Ranks(loaded.info, place.part, place.degrees.tensor)
-        parts = loaded.info.kv_heads // ranks.kv_heads
-        super().__init__(loaded, cache, backend, Place(parts, ranks.kv_begin // ranks.kv_heads))
+        super().__init__(loaded, cache, backend, _place_in(cache, loaded, place))
         self._at, self._groups = place, groups
         self._lost: RankLostError | None = None
 
     @property
     def depth(self) -> int:
         return self._at.degrees.stages
+
+    @property
+    def captures(self) -> bool:
+        """Not over stages, nor where ranks sum in host memory."""
+        return super().captures and self.depth == 1 and self._groups.sums.in_graphs
+
+    @property
+    def driven(self) -> bool:
+        return True
 
     @property
     def waited_s(self) -> float:
@@ -51,12 +72,38 @@ class DrivenRunner(ModelRunner):
     @torch.inference_mode()
     def follow(self) -> None:
         """Compute what rank 0 computes until it ends. For the other ranks."""
-        length = torch.zeros(1, dtype=torch.int64)
-        waits = self._groups.waits
-        while int(waits.told(length)) != _END:
-            words = waits.told(torch.zeros(int(length), dtype=torch.int64))
-            self.follow_pass(from_words(words.numpy()))
+        head, waits = torch.zeros(2, dtype=torch.int64), self._groups.waits
+        graphs: GraphFollower | None = None
+        while (kind := int(waits.told(head)[0])) != _END:
+            message = waits.told(torch.zeros(int(head[1]), dtype=torch.int32 if kind > 0 else torch.int64))
+            if kind == _ITEMS:
+                self.follow_pass(from_words(message.numpy()))
+            elif kind == _CAPTURE:
+                graphs = self._captured(message.tolist())
+            elif graphs is None:
+                raise RankLostError(f"rank {self._at.rank} has captured no passes, and rank 0 replays one")
+            else:
+                graphs.replay(kind, message)
         waits.meet()
+
+    def _captured(self, sizes: list[int]) -> GraphFollower | None:
+        """Passes captured with rank 0; None if they cannot be, in any rank."""
+        from alignedserve.engine.graphs.follower import GraphFollower  # torch for CPUs comes without Triton
+
+        graphs = GraphFollower(self, self.new_graph_device(), sizes)
+        try:
+            graphs.capture()
+        except RankLostError:
+            raise
+        except Exception as error:  # rank 0 says so, too
+            logger.warning("rank %d captures no pass: %s", self._at.rank, error)
+            return None
+        return graphs
+
+    def new_graph_device(self) -> GraphDevice:
+        from alignedserve.engine.graphs.device import CudaGraphs
+
+        return CudaGraphs(self.loaded.device)
 
     def follow_pass(self, items: Sequence[ForwardItem]) -> None:
         """This rank's part of a pass. For the other ranks."""
@@ -64,7 +111,7 @@ class DrivenRunner(ModelRunner):
 
     def end(self) -> None:
         """Let the other ranks end. For rank 0."""
-        self._groups.waits.tell(torch.tensor([_END]))
+        self._tell_all(_END, torch.empty(0))
         self._groups.waits.meet()
 
     def device_fault(self) -> Exception | None:
@@ -80,14 +127,31 @@ class DrivenRunner(ModelRunner):
             raise
 
     def _tell(self, items: Sequence[ForwardItem]) -> None:
-        words = torch.from_numpy(to_words(items))
-        self._groups.waits.tell(torch.tensor([len(words)]))
-        self._groups.waits.tell(words)
+        self._tell_all(_ITEMS, torch.from_numpy(to_words(items)))
+
+    def _tell_all(self, kind: int, message: torch.Tensor) -> None:
+        self._groups.waits.tell(torch.tensor([kind, len(message)]))
+        if kind != _END:
+            self._groups.waits.tell(message)
 
     def _require_all(self) -> None:
         """Raises the error of a pass after which the group is of no use."""
         if self._lost is not None:
             raise self._lost
+
+
+def held_by(loaded: LoadedModel, place: RankPlace) -> StoreSlice:
+    """The layers and KV heads of the rank at `place`. `loaded`: its part of the model."""
+    ranks = Ranks(loaded.info, place.part, place.degrees.tensor)
+    return StoreSlice(loaded.layers.start, loaded.layers.stop, ranks.kv_begin, ranks.kv_begin + ranks.kv_heads)
+
+
+def _place_in(cache: torch.Tensor, loaded: LoadedModel, place: RankPlace) -> Place:
+    info, held = loaded.info, held_by(loaded, place)
+    if (cache.shape[1], cache.shape[2]) != (info.layers, info.kv_heads):
+        return Place(held=held)
+    heads = held.head_end - held.head_begin
+    return Place(info.kv_heads // heads, held.head_begin // heads)
 
 
 class RankRunner(DrivenRunner):
@@ -142,12 +206,43 @@ class RankRunner(DrivenRunner):
         def logits() -> torch.Tensor:
             self._require_all()
             with self._noting_a_loss():
-                found = wait()[:rows]
+                found = wait()[:rows].to(self.loaded.device)
             for layer in range(self.loaded.info.layers if on_layer is not None else 0):
                 on_layer(layer)  # type: ignore[misc]
             return found
 
         return logits
+
+    @torch.inference_mode()
+    def forward_table(self, input_ids: torch.Tensor, position_ids: torch.Tensor, table: DecodeTable) -> torch.Tensor:
+        """For each rank. The tokens are those of rank 0."""
+        return super().forward_table(self._groups.sums.spread(input_ids), position_ids, table)
+
+    def tell_capture(self, sizes: Sequence[int]) -> None:
+        with self._noting_a_loss():
+            self._tell_all(_CAPTURE, torch.tensor(sizes))
+
+    @contextlib.contextmanager
+    def captured_everywhere(self) -> Iterator[None]:
+        failed: Exception | None = None
+        try:
+            yield
+        except RankLostError:
+            raise
+        except Exception as error:  # foreign model code: mostly in all ranks
+            failed = error
+        count = int(self._groups.waits.sum(torch.tensor([float(failed is not None)])))
+        if failed is not None:
+            raise failed
+        if count:
+            raise UnsupportedModelError(f"{count} of {self._groups.waits.size} ranks could not be captured")
+
+    @contextlib.contextmanager
+    def replaying(self, size: int, sent: torch.Tensor) -> Iterator[None]:
+        self._require_all()
+        with self._noting_a_loss():
+            self._tell_all(size, sent.clone())
+            yield
 
     def _answer(self, logits: torch.Tensor) -> None:
         """Give rank 0 the logits. A pass without any ends with a sign, too: then all KV is written."""

@@ -18,7 +18,7 @@ from alignedserve.engine.parallel.experts import ExpertShare
 from alignedserve.engine.parallel.group import Groups, RankGroup
 from alignedserve.engine.parallel.stages import Stage
 from alignedserve.engine.step_progress import Progress
-from alignedserve.errors import ModelError, UnsupportedModelError
+from alignedserve.errors import ModelError, ResourceError, UnsupportedModelError
 from alignedserve.model import ModelInfo, check_model_folder
 from alignedserve.ranks.degrees import RankPlace
 from alignedserve.weights.files import weight_files
@@ -41,7 +41,7 @@ class ShardedModel:
         ModelError for a checkpoint that lacks something.
         """
         attention.register()
-        self.info = info
+        self.info, self._device = info, device
         self.ranks = Ranks(info, place.part, place.degrees.tensor)
         self.ranks.require()
         config = AutoConfig.from_pretrained(info.path, local_files_only=True, trust_remote_code=trust_remote_code)
@@ -50,31 +50,57 @@ class ShardedModel:
             self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention.SERVING, trust_remote_code=trust_remote_code
             )
-        self._stage = Stage(self.model, info.layers, place)
-        self.layers = self._stage.layers
-        self._experts = ExpertShare(self.model, info.name, place)
-        self._plan = Plan(config.get_text_config(decoder=True), self.model.base_model_prefix, self.ranks.size)
         self._reduced: list[str] = []
         self._normed: list[tuple[Any, int]] = []
-        self._fill_buffers(device)
-        wanted = self._cut()
-        self._load(wanted, device, dtype, progress)
+        folder = Path(info.path)
+        with Checkpoint(weight_files(folder, check_model_folder(folder)), self.model.base_model_prefix) as checkpoint:
+            tied = self._settle_ties(checkpoint)
+            self._stage = Stage(self.model, info.layers, place)
+            self.layers = self._stage.layers
+            self._experts = ExpertShare(self.model, info.name, place)
+            self._plan = Plan(config.get_text_config(decoder=True), self.model.base_model_prefix, self.ranks.size)
+            self._fill_buffers(checkpoint, device)
+            self._load(checkpoint, self._cut(), tied, device, dtype, progress)
         self._localise_attention()
         self.model.eval()
 
-    def _fill_buffers(self, device: torch.device) -> None:
-        """Compute the buffers that no checkpoint has, such as rotary frequencies, as transformers does at a load."""
-        for module in self.model.modules():
+    def _settle_ties(self, checkpoint: Checkpoint) -> dict[str, list[str]]:
+        """As transformers does at a load: what the checkpoint has with different values is not tied.
+
+        Returns the other names of each tied parameter, under which the checkpoint may have it.
+        """
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        tied: dict[str, list[str]] = {}
+        for parameter, (first, *others) in names.items():
+            for other in others:
+                if checkpoint.differ(first, other):
+                    owner, _, label = other.rpartition(".")
+                    own = nn.Parameter(torch.empty_like(parameter), requires_grad=False)
+                    self.model.get_submodule(owner)._parameters[label] = own
+                else:
+                    tied.setdefault(first, []).append(other)
+        return tied
+
+    def _fill_buffers(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        """Compute the buffers, such as rotary frequencies, as transformers does at a load, or read them."""
+        for module_name, module in self.model.named_modules():
             empty = {name: each for name, each in module._buffers.items() if each is not None and each.is_meta}
-            if empty:
-                filled = {name: torch.full_like(each, torch.nan, device=device) for name, each in empty.items()}
-                module._buffers.update(filled)
-                with torch.no_grad():
-                    self.model._init_weights(module)
-                if any(bool(each.isnan().any()) for each in filled.values()):
-                    raise UnsupportedModelError(
-                        f"{type(module).__name__} keeps {', '.join(empty)}, which cannot be computed for a rank"
-                    )
+            if not empty:
+                continue
+            filled = {name: torch.full_like(each, torch.nan, device=device) for name, each in empty.items()}
+            module._buffers.update(filled)
+            with torch.no_grad():
+                self.model._init_weights(module)
+            if any(bool(each.isnan().any()) for each in filled.values()):
+                raise UnsupportedModelError(
+                    f"{type(module).__name__} keeps {', '.join(empty)}, which cannot be computed for a rank"
+                )
+            for name in filled.keys() - module._non_persistent_buffers_set:
+                found = checkpoint.read(f"{module_name}.{name}", filled[name].shape, WHOLE)
+                if found is not None:
+                    filled[name].copy_(found)
 
     def _cut(self) -> dict[nn.Parameter, tuple[str, torch.Size, Cut]]:
         """Give each parameter the shape of the rank's part; returns what to read for each."""
@@ -125,24 +151,28 @@ class ShardedModel:
 
     def _load(
         self,
+        checkpoint: Checkpoint,
         wanted: dict[nn.Parameter, tuple[str, torch.Size, Cut]],
+        tied: dict[str, list[str]],
         device: torch.device,
         dtype: torch.dtype,
         progress: Progress,
     ) -> None:
-        folder = Path(self.info.path)
         loaded: dict[nn.Parameter, nn.Parameter] = {}
         lacking = []
-        with Checkpoint(weight_files(folder, check_model_folder(folder)), self.model.base_model_prefix) as checkpoint:
-            for number, (empty, (name, whole, cut)) in enumerate(wanted.items(), 1):
-                found = checkpoint.read(name, whole, cut)
-                if found is None:
-                    lacking.append(name)
-                    continue
+        for number, (empty, (name, whole, cut)) in enumerate(wanted.items(), 1):
+            all_names = (name, *tied.get(name, ()))
+            found = next((part for each in all_names if (part := checkpoint.read(each, whole, cut)) is not None), None)
+            if found is None:
+                lacking.append(name)
+                continue
+            try:
                 loaded[empty] = nn.Parameter(found.to(device=device, dtype=dtype).contiguous(), requires_grad=False)
-                progress(number, len(wanted))
+            except torch.OutOfMemoryError as error:
+                raise ResourceError(f"the part of {self.info.name} of one rank does not fit on {device}") from error
+            progress(number, len(wanted))
         if lacking:
-            raise ModelError(f"the checkpoint {folder} lacks {len(lacking)} tensors: {', '.join(lacking[:5])}")
+            raise ModelError(f"the checkpoint {self.info.path} lacks {len(lacking)} tensors: {', '.join(lacking[:5])}")
         for module in self.model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -180,7 +210,7 @@ class ShardedModel:
             config = self.model.config.get_text_config(decoder=True)
             self._experts.install(groups.pipe, config.hidden_size, self.model.dtype)
         else:
-            self._stage.install(groups.pipe)
+            self._stage.install(groups.pipe, self._device)
 
     def _share_layers(self, group: RankGroup) -> None:
         for name in self._reduced:

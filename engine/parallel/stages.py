@@ -46,14 +46,16 @@ def shares(costs: Sequence[float], stages: int, end: float) -> list[range]:
 class Pipe:
     """What a rank gets from the stage before its own, and gives to the next: hidden states `[1, tokens, width]`."""
 
-    def __init__(self, group: RankGroup, place: RankPlace, width: int, dtype: torch.dtype) -> None:
-        """`group`: of all ranks."""
+    def __init__(
+        self, group: RankGroup, place: RankPlace, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`group`: of all ranks. `device`: of this one."""
         self._group, self._place = group, place
-        self._width, self._dtype = width, dtype
+        self._width, self._dtype, self._device = width, dtype, device
 
     def take(self, tokens: int) -> torch.Tensor:
         states = torch.empty((1, tokens, self._width), dtype=self._dtype)
-        return self._group.receiving(states, self._place.rank - self._place.degrees.tensor)()
+        return self._group.receiving(states, self._place.rank - self._place.degrees.tensor)().to(self._device)
 
     def give(self, states: torch.Tensor) -> None:
         if states.dtype is not self._dtype or states.shape[2] != self._width:
@@ -99,7 +101,8 @@ class Stage:
             raise UnsupportedModelError(f"{type(model).__name__} has no list of {layers} layers to share out")
         self._layers = found[0]
         embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
-        costs = [sum(each.numel() for each in layer.parameters()) for layer in self._layers]
+        chosen = getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None) or 0
+        costs = [_active(layer, chosen) for layer in self._layers]
         self.layers = shares(costs, place.degrees.stages, head.weight.numel())[place.stage]
         for number, layer in enumerate(self._layers):
             if number not in self.layers:
@@ -115,17 +118,19 @@ class Stage:
         """Whether it begins with the tokens."""
         return self._place.stage == 0
 
-    def install(self, group: RankGroup) -> None:
-        """From now on the model computes with the stages around it. What a stage before the last gives as its logits
-        are the hidden states behind it.
+    def install(self, group: RankGroup, device: torch.device) -> None:
+        """From now on the model computes with the stages around it, on this device. What a stage before the last gives
+        as its logits are the hidden states behind it.
         """
         model = self._model
         dtype, width = model.dtype, model.config.get_text_config(decoder=True).hidden_size
-        pipe = Pipe(group, self._place, width, dtype)
+        pipe = Pipe(group, self._place, width, dtype, device)
         taken: list[torch.Tensor] = []
         if not self.embeds:
             embedding = model.get_input_embeddings()
-            embedding.forward = lambda ids: torch.zeros((*ids.shape, embedding.embedding_dim), dtype=dtype)
+            embedding.forward = lambda ids: torch.zeros(
+                (*ids.shape, embedding.embedding_dim), dtype=dtype, device=ids.device
+            )
             self._layers[self.layers.start].register_forward_pre_hook(_replacing(taken), with_kwargs=True)
         if not self._place.is_last_stage:
             self._layers[self.layers.stop - 1].register_forward_hook(_end)
@@ -142,6 +147,18 @@ class Stage:
                 return SimpleNamespace(logits=end.states)
 
         model.forward = forward
+
+
+def _active(layer: nn.Module, chosen: int) -> float:
+    """The weights that a token is multiplied with: of a mixture, those of the `chosen` experts."""
+    found = 0.0
+    for module in layer.modules():
+        experts = getattr(module, "num_experts", None)
+        for each in module._parameters.values():
+            if each is not None:
+                is_stacked = isinstance(experts, int) and each.dim() == 3 and each.shape[0] == experts
+                found += each.numel() * (chosen / each.shape[0] if is_stacked and chosen else 1.0)
+    return found
 
 
 def _drop(module: nn.Module) -> None:

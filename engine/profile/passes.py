@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from alignedserve.engine.model.host import cache_store
 from alignedserve.engine.model.loader import LoadedModel
 from alignedserve.engine.parallel.processes import RankProcesses
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
@@ -20,6 +19,7 @@ from alignedserve.scheduler.cost.step import ChunkShape
 BLOCK_SIZE = 16
 MOST_SHIFT = 6  # tokens
 LEAST_BLOCKS = 512  # of the store, so that the decode loop's requests have room to grow too
+_ROUNDS = 2  # of a pipeline's lanes, for one measurement
 FEWEST = 3  # passes of a kind that are measured regardless of the time limit
 THREAD_CLOCK, WALL_CLOCK = "processor time of the one thread", "wall clock"
 
@@ -161,7 +161,7 @@ class PassBench:
         if ranks is None:
             self.runner = ModelRunner(loaded, allocate_cache(geometry, self.blocks, loaded.device), attention)
         else:
-            _, cache = cache_store("profile", geometry, self.blocks, "cpu", "", ranks.share)
+            _, cache = ranks.store("profile", geometry, self.blocks)
             self.runner = ranks.runner(loaded, cache)
         self._ranks, self._experts = ranks, experts
         self.clocks: Counter[str] = Counter()
@@ -170,14 +170,43 @@ class PassBench:
         random.Random(0).shuffle(self._order)
 
     def run(self, shape: PassShape) -> float:
-        """Seconds of one pass, including sampling: the tokens are read back, so a GPU's work is over."""
+        """Seconds of one pass, including sampling: the tokens are read back, so a GPU's work is over.
+
+        Decodes of a pipeline are one iteration: a round of as many lanes as there are stages, while it is full.
+        """
         items, rows = self._build(shape)
+        if self.runner.depth > 1 and not shape.chunks:
+            return self._round_s(items, rows)
         alone = self._ranks is None and self.runner.threads(items) == 1
         self.clocks[THREAD_CLOCK if alone else WALL_CLOCK] += 1
         now_s = time.thread_time if alone else time.perf_counter
         begun_s = now_s()
         self._sampler.sample(self.runner.forward(items), rows)
         return now_s() - begun_s
+
+    def _round_s(self, items: list[ForwardItem], rows: list[SampleRow]) -> float:
+        """Each lane's next pass begins when its last one has ended, while the others are under way."""
+        depth = self.runner.depth
+        order = sorted(range(len(items)), key=lambda number: items[number].start)
+        lanes = deque(
+            ([items[number] for number in lane], [rows[number] for number in lane])
+            for lane in (order[place::depth] for place in range(depth))
+            if lane
+        )
+        waits = deque(self.runner.begin(own) for own, _ in lanes)
+        begun_s = 0.0
+        for number in range(len(lanes) * (1 + _ROUNDS)):
+            if number == len(lanes):  # the pipeline is full
+                begun_s = time.perf_counter()
+            own, its_rows = lanes[0]
+            self._sampler.sample(waits.popleft()(), its_rows)
+            waits.append(self.runner.begin(own))
+            lanes.rotate(-1)
+        took_s = time.perf_counter() - begun_s
+        for wait in waits:
+            wait()
+        self.clocks[WALL_CLOCK] += 1
+        return took_s / _ROUNDS
 
     def _build(self, shape: PassShape) -> tuple[list[ForwardItem], list[SampleRow]]:
         items: list[ForwardItem] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, G
 from alignedserve.gateway.body.suffix import with_suffix
 from alignedserve.gateway.body.tokenising import LONG_TEXT, TooManyTokens, check_size, in_turn, tokenise
 from alignedserve.gateway.body.truncation import CHAT_ANSWER, MOST, most_tokens, truncated
+from alignedserve.gateway.body.turns import turns_for
 from alignedserve.gateway.dialects.families import AUTO
 from alignedserve.gateway.dialects.model_dialects import ModelDialects, Reading, choose_dialects
 from alignedserve.gateway.failures import ContextLengthError, ModelNotFoundError
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from alignedserve.gateway.ledger.resume import Delivered
 
 DEFAULT_MAX_TOKENS = 16
+_TOO_LONG = "this model's maximum context length is"  # clients look for these words
 _MESSAGE = 64  # characters: rendering a message costs about as much as rendering this much text
 
 
@@ -104,6 +107,7 @@ class ServedModel:
     capacity_tokens: int | None = None
     created: int = 0
     root: str = ""  # what the model is called where it comes from; "": its name here
+    aliases: tuple[str, ...] = ()  # more names; * stands for any characters
     dialects: ModelDialects | None = None  # None: found by the chat template alone
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache: CacheUse | None = None  # of calls without a salt
@@ -119,11 +123,15 @@ class ServedModel:
             source = "" if self.template is None else self.template.source
             self.dialects = choose_dialects(AUTO, AUTO, chat_template=source, tokenizer=self.tokenizer)
 
+    def is_called(self, name: str) -> bool:
+        patterns = (".*".join(map(re.escape, alias.split("*"))) for alias in self.aliases)
+        return name == self.name or any(re.fullmatch(pattern, name, re.DOTALL) for pattern in patterns)
+
     def require(self, name: str | None) -> ModelInfo:
         """The model's shape. Raises ModelNotFoundError for another model name, UnavailableError while the shape is
         unknown.
         """
-        if name is not None and name != self.name:
+        if name is not None and not self.is_called(name):
             raise ModelNotFoundError(f"model {name!r} does not exist; this server has {self.name!r}", param="model")
         if self.info is None:
             raise UnavailableError(f"model {self.name!r} is still loading")
@@ -209,7 +217,10 @@ async def plan_chat(model: ServedModel, request: ChatRequest, call_id: str = "")
     most = model.limit[0]
     tokens = truncated(request, whole, most, max(1, min(CHAT_ANSWER, most // 4)), model.beginning)
     _check_tokens(tokens, info, "messages")
-    limit = _max_tokens(model, len(tokens), request.max_tokens, None, "messages")
+    wanted = request.max_tokens
+    if request.fills_room and wanted is not None:
+        wanted = min(wanted, max(1, most - len(tokens)))
+    limit = _max_tokens(model, len(tokens), wanted, None, "messages")
     form = await chat_form(model, request, use, written.text)
     values = {**sampling_values(request, model, form.grammar), "thinking": form.thinking}
     sampling = resolve_sampling(values, request, info, len(tokens), limit)
@@ -228,7 +239,7 @@ async def chat_tokens(model: ServedModel, request: ChatRequest, most: int) -> tu
         raise InvalidRequestError("this model has no tokenizer: chat needs one; use /v1/completions with token ids")
     if model.template is None:
         raise InvalidRequestError("this model has no chat template: start the server with --chat-template FILE")
-    turns = [message.turn for message in request.messages]
+    turns = [message.turn for message in turns_for(model.template, request.messages)]
     variables, continued = request.variables(model.template), bool(request.continue_final_message)
     written = await _written(model.encoder, model.template, turns, variables, most, continued=continued)
     (tokens,) = await tokenise(model.encoder, [written], most, around=False)
@@ -285,13 +296,15 @@ async def _within_limits(model: ServedModel, request: GenerationRequest, param: 
         async with asyncio.timeout(request.timeout_s):
             yield
     except TooManyTokens as too_many:
-        holder = model.limit[1]
+        limit, holder = model.limit
+        known: dict[str, int] = {}
         if too_many.characters:
             has = f"{too_many.characters} characters, too many to tokenise under this limit"
         else:
             has = f"at least {too_many.least} tokens"
-        message = f"the request is longer than {holder}: the prompt has {has}"
-        raise ContextLengthError(message, param=param) from None
+            known = {"tokens": too_many.least, "limit": limit - 1}
+        message = f"{_TOO_LONG} {limit} tokens ({holder}); the prompt has {has}"
+        raise ContextLengthError(message, param=param, **known) from None
     except InvalidRequestError as error:
         error.param = error.param or param
         raise
@@ -366,8 +379,9 @@ def _max_tokens(model: ServedModel, prompt: int, wanted: int | None, default: in
     left = limit - prompt
     if left < (1 if wanted is None else wanted):
         asked = f" and max_tokens is {wanted}" if wanted is not None else ", which leaves no room for an answer"
-        message = f"the request is longer than {holder}: the prompt has {prompt} tokens{asked}"
-        raise ContextLengthError(message, param=param if left < 1 or wanted is None else "max_tokens")
+        message = f"{_TOO_LONG} {limit} tokens ({holder}); the prompt has {prompt} tokens{asked}"
+        field = param if left < 1 or wanted is None else "max_tokens"
+        raise ContextLengthError(message, param=field, tokens=prompt, limit=limit - 1)
     if wanted is not None:
         return wanted
     return left if default is None else min(default, left)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -283,6 +283,8 @@ class CompletionRequest(GenerationRequest):
 
 class ChatRequest(GenerationRequest, ConversationFields):
     refused = refused.CHAT
+    fills_room: ClassVar[bool] = False
+    """Whether `max_tokens` may be more than the model has room for."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: _SomeTokens | None = Field(
@@ -330,7 +332,7 @@ class ChatRequest(GenerationRequest, ConversationFields):
             if message.model_extra
             for name in unknown_fields(message, "messages.", refused.MESSAGE)
         )
-        return [*super().ignored, *within, *self.unread]
+        return [*super().ignored, *within, *self.unread, *self.unread_settings]
 
 
 def parse_completion(body: Any, max_prompts: int = 256) -> CompletionRequest:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body.nested import check_depth
@@ -18,6 +18,9 @@ SWITCHES = ("enable_thinking", "thinking")  # names of the variable that turns r
 
 
 class ThinkingFields(Body):
+    lenient: ClassVar[bool] = False
+    """Whether an effort that the template does not read is ignored: agents set one whatever the model is."""
+
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="A variable of the chat template. none turns reasoning off."
     )
@@ -28,6 +31,8 @@ class ThinkingFields(Body):
     thinking_token_budget: Annotated[int, Between(0, TOKEN_LIMIT)] | None = Field(
         None, description="After this many tokens of reasoning, the marker that ends it is forced."
     )
+
+    _unread_settings: list[str] = PrivateAttr(default_factory=list)
 
     @property
     def without_reasoning(self) -> bool:
@@ -49,8 +54,15 @@ class ThinkingFields(Body):
         if effort is not None and template.mentions("reasoning_effort"):
             variables.setdefault("reasoning_effort", effort)
         elif effort not in (None, "none"):
-            _refuse("reasoning_effort", "reasoning_effort")
+            if not self.lenient:
+                _refuse("reasoning_effort", "reasoning_effort")
+            self._unread_settings = ["reasoning_effort"]
         return variables
+
+    @property
+    def unread_settings(self) -> list[str]:
+        """Fields that the model's template does not read; known once it has been asked for the variables."""
+        return self._unread_settings
 
     def _switch(self, template: ChatTemplate, variables: dict[str, Any]) -> None:
         """Turns reasoning on or off, if the client says so."""

@@ -17,7 +17,7 @@ from alignedserve.gateway.body.values import Body
 from alignedserve.gateway.dialects.machine import Tool
 from alignedserve.gateway.failures import MissingFieldError, UnsupportedFeatureError, WrongTypeError
 
-MAX_TOOLS = 256
+MAX_TOOLS = 1024
 _OF_A_TOOL = ("type", "function")
 _OF_A_FUNCTION = ("name", "description", "parameters", "strict")
 _SLIPS = dict.fromkeys(("params", "arguments", "args", "schema", "input_schema", "inputSchema"), "parameters")

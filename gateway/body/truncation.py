@@ -31,7 +31,8 @@ def truncated(
         message = f"truncate_prompt_tokens is {wanted}, more than the {limit} tokens that there is room for"
         raise InvalidRequestError(message, param="truncate_prompt_tokens")
     if wanted == -1:
-        wanted = max(1, limit - (default if request.max_tokens is None else request.max_tokens))
+        asked = request.max_tokens
+        wanted = max(1, limit - (default if asked is None or asked >= limit else asked))
     if len(tokens) <= wanted:
         return tokens
     if request.truncation_side != "left":

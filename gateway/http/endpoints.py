@@ -12,6 +12,7 @@ from alignedserve.errors import CancelledError, OverloadedError
 from alignedserve.gateway.body.planning import CallPlan, ServedModel
 from alignedserve.gateway.body.requests import GenerationRequest
 from alignedserve.gateway.failures import UnsupportedFeatureError
+from alignedserve.gateway.http import keep_alive
 from alignedserve.gateway.http.asgi import (
     IGNORED,
     ClientGoneError,
@@ -27,12 +28,13 @@ from alignedserve.gateway.http.asgi import (
     start,
 )
 from alignedserve.gateway.http.body_reader import BodyReader
-from alignedserve.gateway.ledger.calls import Call
+from alignedserve.gateway.ledger.calls import Call, Delta
 from alignedserve.gateway.ledger.intake import Intake
 from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.reply.replies import Reply
 
-_EVENT_STREAM = "text/event-stream; charset=utf-8"
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+STREAMED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 REQUEST_ID_HEADER = "x-alignedserve-request-id"  # Serve's proxy already sets x-request-id
 
 
@@ -147,26 +149,38 @@ class GenerateEndpoint:
         await send_json(send, body, headers=headers)
 
     async def _stream(self, reply: Reply, send: Send, headers: Mapping[str, str], watch: DisconnectWatch) -> None:
-        """Streams the reply. The status line is sent with the first tokens: an earlier error has its own status."""
-        call = reply.call
+        """Streams the reply. The status line is sent with the first tokens, or after FIRST_S: an earlier error has its
+        own status.
+        """
+        first: list[Delta] | None = None
         try:
-            deltas = await call.next()
+            async with asyncio.timeout(keep_alive.FIRST_S):
+                first = await reply.call.next()
+        except TimeoutError:
+            pass
         except Exception as error:
             if not watch.gone:
                 await self._send_error(send, error, headers)
             return
-        await start(send, 200, _EVENT_STREAM, {"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        await start(send, 200, EVENT_STREAM, {**STREAMED, **headers})
+        ending = await self._stream_body(reply, send, first, watch)
+        if ending is not None:
+            await send({"type": "http.response.body", "body": ending})
+
+    async def _stream_body(
+        self, reply: Reply, send: Send, first: list[Delta] | None, watch: DisconnectWatch
+    ) -> bytes | None:
+        """What is left to be sent; None if the client has gone. `first`: what has come already."""
         try:
-            while deltas:
-                if frames := reply.frames(deltas):
-                    await send({"type": "http.response.body", "body": b"".join(frames), "more_body": True})
-                deltas = await call.next()
+            async with keep_alive.KeepAlive(send) as stream:
+                deltas = await reply.call.next() if first is None else first
+                while deltas:
+                    if frames := reply.frames(deltas):
+                        await stream.send(b"".join(frames))
+                    deltas = await reply.call.next()
             await self.before_end(reply)
-            ending = reply.ending()
+            return reply.ending()
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            if watch.gone:
-                return
-            ending = reply.broken(report(error))
-        await send({"type": "http.response.body", "body": ending})
+            return None if watch.gone else reply.broken(report(error))

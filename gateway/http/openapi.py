@@ -155,7 +155,12 @@ def _operation_schemas() -> dict[str, Schema]:
     book = _object({**named, **blocks}, named)
     role = dict.fromkeys(("role", "id", "node", "address", "state", "holds"), _STRING)
     more = {"root": _STRING, "parent": {"type": "null"}, "max_model_len": _nullable(_INTEGER)}
-    more |= {"type": {"const": "model"}, "display_name": _STRING, "created_at": {**_STRING, "format": "date-time"}}
+    more |= {
+        "max_input_tokens": _nullable(_INTEGER),
+        "type": {"const": "model"},
+        "display_name": _STRING,
+        "created_at": {**_STRING, "format": "date-time"},
+    }
     listed = {"object": {"const": "list"}, "data": _array(_ref("Model"))}
     page = {"has_more": {"const": False}, "first_id": _STRING, "last_id": _STRING}
     tokenised = {"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _array(_INTEGER)}

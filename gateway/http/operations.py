@@ -44,8 +44,12 @@ class Operator(Protocol):
     async def integrity_json(self) -> dict[str, Any]: ...
 
 
-def model_card(model: ServedModel) -> dict[str, Any]:
-    """OpenAI's fields, Anthropic's (`type`, `display_name`, `created_at`), and those that clients of vLLM read."""
+def model_card(model: ServedModel, name: str) -> dict[str, Any]:
+    """OpenAI's fields, Anthropic's (from `type` on), and those that clients of vLLM read.
+
+    `name`: one of the model's.
+    """
+    most = model.limit[0] if model.info is not None else None
     permission = {
         "id": f"modelperm-{model.name}",
         "object": "model_permission",
@@ -61,17 +65,18 @@ def model_card(model: ServedModel) -> dict[str, Any]:
         "is_blocking": False,
     }
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         "created": model.created,
         "owned_by": "alignedserve",
         "root": model.root or model.name,
         "parent": None,
-        "max_model_len": model.limit[0] if model.info is not None else None,
+        "max_model_len": most,
         "permission": [permission],
         "type": "model",
-        "display_name": model.name,
+        "display_name": name,
         "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
+        "max_input_tokens": most,
     }
 
 
@@ -82,17 +87,18 @@ class Operations:
         self._operator = operator
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name = self._operator.model.name
-        page = {"has_more": False, "first_id": name, "last_id": name}
-        await send_json(send, {"object": "list", "data": [model_card(self._operator.model)], **page})
+        model = self._operator.model
+        names = [model.name, *(alias for alias in model.aliases if "*" not in alias)]
+        page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        await send_json(send, {"object": "list", "data": [model_card(model, name) for name in names], **page})
 
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = scope["path_params"]["model_id"]
-        if name != self._operator.model.name:
+        if not self._operator.model.is_called(name):
             message = f"model {name!r} does not exist; this server has {self._operator.model.name!r}"
             await send_error(send, ModelNotFoundError(message, param="model"))
             return
-        await send_json(send, model_card(self._operator.model))
+        await send_json(send, model_card(self._operator.model, name))
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Cancels a request that was sent with the same API key or, with the cluster's admin key, with any key."""

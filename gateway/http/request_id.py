@@ -1,7 +1,7 @@
 """`X-Request-Id`: the client's own name for a request. It is recorded with the request, and sent back.
 
-It need not be unique: clients send it again with a retry. So a request's id stays the gateway's own. `X-Session-Id`
-names the request's conversation likewise.
+It need not be unique: clients send it again with a retry. So a request's id stays the gateway's own. `X-Session-Id`,
+or the header of an agent that has one of its own, names the request's conversation likewise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from alignedserve.gateway.http.asgi import App, Message, Receive, Scope, Send
 from alignedserve.gateway.ledger.calls import sent_request_id, sent_session
 
-HEADER, SESSION_HEADER = b"x-request-id", b"x-session-id"
+HEADER, SESSION_HEADERS = b"x-request-id", (b"x-session-id", b"x-claude-code-session-id")
 MOST_CHARACTERS = 256
 
 
@@ -31,7 +31,8 @@ class RecordsRequestId:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             sent_request_id.set(sent_id(scope["headers"]))
-            sent_session.set(sent_id(scope["headers"], SESSION_HEADER))
+            sessions = (sent_id(scope["headers"], header) for header in SESSION_HEADERS)
+            sent_session.set(next(filter(None, sessions), ""))
         await self._app(scope, receive, send)
 
 

@@ -11,6 +11,7 @@ from alignedserve.gateway.body.planning import ServedModel
 from alignedserve.gateway.body.token_requests import TokenizeRequest, parse_detokenize, parse_tokenize
 from alignedserve.gateway.body.tokenising import TooManyTokens, in_turn, tokenise
 from alignedserve.gateway.body.truncation import MOST
+from alignedserve.gateway.body.turns import turns_for
 from alignedserve.gateway.body.values import unknown_fields
 from alignedserve.gateway.failures import error_object
 from alignedserve.gateway.http.asgi import (
@@ -108,7 +109,8 @@ class TokenEndpoints:
         if template is None:
             message = "this model has no chat template: start the server with --chat-template FILE"
             raise InvalidRequestError(message, param="messages")
-        turns, variables = [message.turn for message in request.messages], request.variables(template)
+        turns = [message.turn for message in turns_for(template, request.messages)]
+        variables = request.variables(template)
         if request.continue_final_message:
             return await in_turn(partial(encoder.of_begun_answer, template, turns, variables))
         return await in_turn(partial(encoder.of_chat, template, turns, variables, request.add_generation_prompt))

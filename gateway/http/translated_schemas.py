@@ -24,7 +24,7 @@ _COMMON = {
     "model": _or_null("string", maxLength=1024),
     "stream": _or_null("boolean", description="Send the answer as server-sent events."),
     "top_p": _or_null("number", exclusiveMinimum=0, maximum=1),
-    "tools": _or_null("array", items=_OBJECT, description="Functions; tools that the server would run are refused."),
+    "tools": _or_null("array", items=_OBJECT, description="Functions. Tools of other types: see the guide."),
     "metadata": _or_null("object"),
 }
 
@@ -40,7 +40,7 @@ def translated_requests() -> dict[str, Schema]:
         "max_output_tokens": _or_null("integer", minimum=1),
         "temperature": _or_null("number", minimum=0, maximum=2),
         "text": _or_null("object", description="format: text, json_object or json_schema."),
-        "reasoning": _or_null("object", description="effort, as chat's reasoning_effort."),
+        "reasoning": _or_null("object", description="effort, as chat's reasoning_effort, and summary."),
         "tool_choice": {"anyOf": [_STRING, _OBJECT, {"type": "null"}]},
         "parallel_tool_calls": _or_null("boolean"),
         "top_logprobs": _or_null("integer", minimum=0, maximum=20),
@@ -57,7 +57,7 @@ def translated_requests() -> dict[str, Schema]:
             "minItems": 1,
             "items": {
                 "type": "object",
-                "properties": {"role": {"enum": ["user", "assistant"]}, "content": _TEXT_OR_PARTS},
+                "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": _TEXT_OR_PARTS},
                 "required": ["role", "content"],
             },
         },
@@ -95,7 +95,9 @@ def translated_replies() -> dict[str, Schema]:
         "role": {"const": "assistant"},
         "model": _STRING,
         "content": _OBJECTS,
-        "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+        "stop_reason": {
+            "enum": ["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
+        },
         "stop_sequence": {"type": ["string", "null"]},
         "usage": _OBJECT,
     }

@@ -71,6 +71,7 @@ class Answer:
     group_size: int = 1  # number of answers that were sent together, this one included
     state: AnswerState = AnswerState.UNSENT
     tokens: list[int] = field(default_factory=list)
+    tokens_before: int = 0  # those that came before this epoch, here or by the gateway of the call that it resumes
     finish: FinishReason | None = None
     setbacks: int = 0  # losses since the last token
     prompt_scored: bool = False
@@ -113,6 +114,7 @@ class Answer:
     def next_epoch(self, reason: str = "") -> None:
         self.losses = (*self.losses, (time.time_ns(), reason))[-MOST_NOTED:]
         self.epoch += 1
+        self.tokens_before = len(self.tokens)
         self.stopwatch = Stopwatch()
         self.early.clear()
         self.state = AnswerState.UNSENT
@@ -262,6 +264,11 @@ class Call:
         for answer, delivered in zip(self.answers, plan.resume, strict=bool(plan.resume)):
             self._go_on(answer, delivered)
 
+    @property
+    def begun(self) -> bool:
+        """Whether any of its answers has a token."""
+        return any(answer.tokens for answer in self.answers)
+
     def _answer(self, number: int, prompt: PromptPlan, index: int) -> Answer:
         plan = self.plan
         return Answer(
@@ -277,6 +284,7 @@ class Call:
 
     def _go_on(self, answer: Answer, delivered: Delivered) -> None:
         answer.tokens.extend(delivered.token_ids)
+        answer.tokens_before = len(answer.tokens)
         if delivered.finish is None:
             return
         answer.state = AnswerState.ENDED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from alignedserve.errors import OverloadedError
 from alignedserve.gateway.metrics import GatewayMetrics
@@ -24,6 +24,7 @@ class Intake:
     def __init__(self, max_calls: int, metrics: GatewayMetrics) -> None:
         self._max_calls = max_calls  # requests in the ledger and calls being read, together
         self._metrics = metrics
+        self.on_refused: Callable[[str], None] | None = None  # gets why, in the context of the refused call
         self._limited = False  # whether `_requests` counts; from the scheduler's last report
         self._requests = 0  # room in the last report, less one for each call admitted since
         self._retry_s = 0.0  # seconds until there is room again, in the last report
@@ -97,4 +98,6 @@ class Intake:
     def _refuse(self, why: str, retry_after_s: float) -> None:
         error = OverloadedError(f"{why}; try again later", retry_after_s=retry_after_s)
         self._metrics.on_call_failed(error)
+        if self.on_refused is not None:
+            self.on_refused(why)
         raise error

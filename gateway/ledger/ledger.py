@@ -73,6 +73,7 @@ class Ledger:
         self._asked_s = 0.0  # when the scheduler was last asked about silent requests (time.monotonic)
         self.on_closed: Callable[[Call], None] | None = None  # gets each call whose reader has finished
         self.on_ended: Callable[[Answer], None] | None = None  # gets each answer that has ended
+        self.on_refused: Callable[[str], None] | None = None  # gets why, in the context of the refused call
         self._empty = asyncio.Event()  # set while `_open` is empty
         self._empty.set()
 
@@ -236,7 +237,11 @@ class Ledger:
             self._lose(answers, "it was cancelled by the cluster")
             return
         for answer in answers:
-            self._fail(answer.call, error, gone=[answer])
+            if isinstance(error, OverloadedError) and not answer.epoch and answer.call.begun:
+                answer.next_epoch("it was refused for load after its call had begun")  # a later epoch is not refused
+            else:
+                self._fail(answer.call, error, gone=[answer])
+        self._submitter.submit(answer for answer in answers if not answer.ended)
 
     def on_lost(self, keys: Iterable[RequestKey], reason: str) -> None:
         self._lose(self._current(keys), reason)
@@ -306,9 +311,11 @@ class Ledger:
             message = f"one call may ask for at most {self._max_open} answers, this call asks for {plan.answers}"
             raise InvalidRequestError(message, param="prompt")
         if len(self._open) + plan.answers > self._max_open:
-            message = f"this gateway holds {len(self._open)} requests; its limit is {self._max_open}; try again later"
-            error = OverloadedError(message, retry_after_s=1.0)
+            why = f"this gateway holds {len(self._open)} requests; its limit is {self._max_open}"
+            error = OverloadedError(f"{why}; try again later", retry_after_s=1.0)
             (self._aside if plan.probe else self._metrics).on_call_failed(error)
+            if self.on_refused is not None and not (plan.probe or plan.offline):
+                self.on_refused(why)
             raise error
         if (caller.get(), plan.id) in self._calls:
             raise InvalidRequestError(f"request_id {plan.id!r} is in use", param="request_id")
@@ -375,7 +382,7 @@ class Ledger:
                 answer.call.add(answer, finish=finish)
             else:
                 answer.next_epoch(reason)
-                self._count(answer.call).resubmissions.inc()
+                self._count(answer.call).on_resubmission()
                 delay_s = 0.0 if answer.setbacks == 1 else _FIRST_BACKOFF_S * 2.0 ** (answer.setbacks - 2)
                 delayed.setdefault(delay_s, []).append(answer)
                 logger.info("epoch %d: %s", answer.epoch, reason, extra=answer.log_extra)

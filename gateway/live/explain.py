@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from alignedserve.gateway.live.timeline import LOST, UNTIL_FIRST
+
 Json = dict[str, Any]
 Said = Iterator[tuple[str, str]]  # a sentence about the request, or "", and advice, or ""
 
@@ -39,7 +41,8 @@ _NAMES = {
     "prefetch": "prefetch",
     "handover": "hand-over",
     "decode": "decode",
-    "lost": "what was lost with a process",
+    LOST: "what was lost with a process",
+    UNTIL_FIRST: "the wait for a token",
 }
 
 
@@ -64,12 +67,16 @@ class Told:
 
 def explain(told: Told) -> tuple[list[str], list[str]]:
     """Sentences about an ended or open request, and advice."""
-    said = [pair for part in (_summary, _queue, _prefill, _pool, _copies, _decode, _losses) for pair in part(told)]
+    parts = (_summary, _untold, _queue, _prefill, _pool, _copies, _decode, _losses)
+    said = [pair for part in parts for pair in part(told)]
     return [words for words, _ in said if words], [advice for _, advice in said if advice]
 
 
 def _summary(told: Told) -> Said:
     request, stages = told.request, told.request["stages"]
+    if request["refused"]:
+        yield f"Its gateway refused it when it arrived: {request['refused']}.", _OUTCOMES["overloaded"][1]
+        return
     where = " and ".join(filter(None, (request["prefill_id"], request["decode_id"])))
     at = f" at {where}" if where else ""
     if request["outcome"] == "open":
@@ -79,6 +86,14 @@ def _summary(told: Told) -> Said:
     most = f"; most of it was {_NAMES[longest]} ({_s(stages[longest])})" if longest and stages[longest] else ""
     yield f"It took {_s(request['took_s'])}{at} and ended with {request['outcome']}{most}.", ""
     yield _OUTCOMES.get(request["outcome"], ("", ""))
+
+
+def _untold(told: Told) -> Said:
+    if (waited_s := told.stage_s(UNTIL_FIRST)) >= SHORT_S:
+        where = "in the queue, in prefill or in the pool" if told.request["epoch"] else "in the queue or in prefill"
+        yield f"It ended after {_s(waited_s)} {where}; no worker had told more of it.", ""
+    if told.matters(waited_s) and not told.request["epoch"]:
+        yield "", f"More prefill instances shorten both: alignedserve scale --prefill {told.prefill + 1}"
 
 
 def _queue(told: Told) -> Said:
@@ -136,10 +151,13 @@ def _copies(told: Told) -> Said:
 
 
 def _decode(told: Told) -> Said:
-    decode_s, tokens = told.stage_s("decode"), told.request["output_tokens"]
-    if not decode_s or tokens < 2:
+    decode_s, before = told.stage_s("decode"), told.request["tokens_before"]
+    tokens = told.request["output_tokens"] - before  # stages are of the last epoch
+    decoded = tokens - bool(told.stage_s("prefill"))  # prefill makes the first
+    if not decode_s or decoded < 1:
         return
-    yield f"It decoded {_count(tokens, 'token')} in {_s(decode_s)}, {_s(decode_s / (tokens - 1))} each.", ""
+    which = "its last " if before else ""
+    yield f"It decoded {which}{_count(tokens, 'token')} in {_s(decode_s)}, {_s(decode_s / decoded)} each.", ""
     bubble_s = told.request.get("bubble_s") or 0.0
     if bubble_s > UNEQUAL_SHARE * decode_s:
         advice = "More requests in the pool at once, or a longer wait objective, make batches of more equal lengths."
@@ -149,6 +167,9 @@ def _decode(told: Told) -> Said:
 def _losses(told: Told) -> Said:
     if losses := told.request["losses"]:
         yield f"A process that had it was lost, {_times(losses)}; it was submitted again and went on.", ""
+    if (resumed := told.request["resumed_tokens"]) is not None:
+        came = f"{_count(resumed, 'token')} came before, and their time is not counted here"
+        yield f"It was resumed here after its gateway or its connection was lost; {came}.", ""
 
 
 def _s(seconds: float) -> str:

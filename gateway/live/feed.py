@@ -94,6 +94,7 @@ class LiveFeed:
 
     def _mark_switches(self, state: State) -> None:
         """Also those that began and ended since the last state."""
-        for one in state["decode"]:
-            one["switching"] |= self._batches.get(one["id"], one["batch"]) != one["batch"]
-        self._batches = {one["id"]: one["batch"] for one in state["decode"]}
+        known = {one["id"]: one for one in state["decode"] if one["batch"] is not None}
+        for name, one in known.items():
+            one["switching"] |= self._batches.get(name, one["batch"]) != one["batch"]
+        self._batches = {name: one["batch"] for name, one in known.items()}

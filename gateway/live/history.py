@@ -3,19 +3,26 @@
 A request is described by a JSON object: `id` (its call's), `request_id`, `x_request_id` (its client's),
 `arrival_unix_s`, `took_s`, `first_token_s` (after arrival; None: none yet), `input_tokens`, `output_tokens`,
 `cached_tokens`, `outcome` ("open", a finish reason or an error code), `prefill_id`, `decode_id`, `epoch`, `losses` (how
-often it was submitted again), `bubble_s` (None: there is no cost model), `stages` (seconds in each) and `steps` (each
+often it was submitted again), `tokens_before` (output tokens that came before its last epoch), `resumed_tokens` (those
+that its client had from another call; None: it resumes none), `bubble_s` (None: there is no cost model), `stages`
+(seconds in each, in the last epoch; UNTIL_FIRST alone if it ended before a worker had told of it), `steps` (each
 stage that is known, in order, and when it began after arrival; of an open request, workers tell the gateway when it
-begins to decode).
+begins to decode) and `refused` (why its gateway refused the call on arrival; "": it did not). A refused call has ids
+that begin with "refused-", and None as `input_tokens`.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from alignedserve.errors import OverloadedError
+from alignedserve.gateway.ledger.calls import caller, sent_request_id
+from alignedserve.gateway.live.timeline import UNTIL_FIRST
 from alignedserve.gateway.request_log import outcome_of
 from alignedserve.request import PIN, PROBE
 
@@ -25,6 +32,7 @@ if TYPE_CHECKING:
     from alignedserve.proto import gateway_pb2 as gw
 
 MOST_REQUESTS = 2048
+MOST_REFUSED = 512
 MOST_ASKED = 200
 OWN = (PROBE, PIN)  # how ids of the cluster's own requests begin
 
@@ -34,13 +42,18 @@ Json = dict[str, Any]
 def describe(answer: Answer) -> Json:
     call, watch = answer.call, answer.stopwatch
     arrival_s = call.arrival_ns / 1e9
+    took_s = time.monotonic() - call.arrival_s
     first_s = answer.first_token_s - call.arrival_s if answer.first_token_s else None
+    stages = {stage.value: seconds for stage, seconds in watch.spent_s.items()}
+    untold = not watch.steps and len(answer.tokens) == answer.tokens_before and answer.sent_epoch == answer.epoch
+    if answer.ended and untold:
+        stages[UNTIL_FIRST] = took_s - (answer.sent_s - call.arrival_s)
     return {
         "id": call.plan.id,
         "request_id": answer.request_id,
         "x_request_id": call.sent_id,
         "arrival_unix_s": arrival_s,
-        "took_s": time.monotonic() - call.arrival_s,
+        "took_s": took_s,
         "first_token_s": first_s,
         "input_tokens": len(answer.prompt.token_ids),
         "output_tokens": len(answer.tokens),
@@ -50,9 +63,31 @@ def describe(answer: Answer) -> Json:
         "decode_id": answer.decode_id,
         "epoch": answer.epoch,
         "losses": len(answer.losses),
+        "tokens_before": answer.tokens_before,
+        "resumed_tokens": len(call.plan.resume[answer.index].token_ids) if call.plan.resume else None,
         "bubble_s": watch.bubble_s,
-        "stages": {stage.value: seconds for stage, seconds in watch.spent_s.items()},
+        "stages": stages,
         "steps": [[stage.value, begun_ns / 1e9 - arrival_s] for stage, begun_ns in watch.steps],
+        "refused": "",
+    }
+
+
+def _describe_refused(reason: str) -> Json:
+    now_ns = time.time_ns()
+    name = f"refused-{now_ns:x}"
+    return {
+        "id": name,
+        "request_id": name,
+        "x_request_id": sent_request_id.get(),
+        "arrival_unix_s": now_ns / 1e9,
+        "took_s": 0.0,
+        "outcome": OverloadedError.code,
+        **dict.fromkeys(("first_token_s", "input_tokens", "resumed_tokens", "bubble_s")),
+        **dict.fromkeys(("output_tokens", "cached_tokens", "epoch", "losses", "tokens_before"), 0),
+        **dict.fromkeys(("prefill_id", "decode_id"), ""),
+        "stages": {},
+        "steps": [],
+        "refused": reason,
     }
 
 
@@ -69,13 +104,14 @@ def _is_shown(answer: Answer) -> bool:
 
 
 class RecentRequests:
-    """The newest requests of one gateway that ended, each with the hash of its caller's API key.
+    """The newest requests of one gateway that ended, and calls that it refused, with the hash of the caller's API key.
 
     Lines of batches, probes and pins are left out: no client waits for them.
     """
 
     def __init__(self) -> None:
         self._ended: OrderedDict[str, tuple[bytes, Json]] = OrderedDict()  # by request id
+        self._refused: deque[tuple[bytes, Json]] = deque(maxlen=MOST_REFUSED)  # apart, so that they push out none
 
     def note(self, answer: Answer) -> None:
         """An answer has ended, with or without an error."""
@@ -86,9 +122,14 @@ class RecentRequests:
         if len(self._ended) > MOST_REQUESTS:
             self._ended.popitem(last=False)
 
+    def refuse(self, reason: str) -> None:
+        """The present caller's call was refused on arrival."""
+        self._refused.append((caller.get(), _describe_refused(reason)))
+
     def of(self, owner: bytes | None) -> list[Json]:
-        """Those of one owner, the newest first; None: of all."""
-        return [found for whose, found in reversed(self._ended.values()) if owner is None or whose == owner]
+        """Those of one owner, the newest first, and then refused calls likewise; None: of all."""
+        known = chain(reversed(self._ended.values()), reversed(self._refused))
+        return [found for whose, found in known if owner is None or whose == owner]
 
 
 def requests_of(ledger: Ledger, recent: RecentRequests, query: gw.RequestsQuery) -> list[Json]:

@@ -57,10 +57,12 @@ class LiveService:
         `others` has those after the first. None if no gateway knows it.
         """
         query = gw.RequestsQuery(id=request_id, owner=owner or b"", whosever=owner is None)
-        found = requests_of(self._ledger, self._recent, query) or await self._peers.requests(query)
+        found = requests_of(self._ledger, self._recent, query)
+        if all(one["refused"] for one in found):  # another gateway may have accepted it when it was sent again
+            found += await self._peers.requests(query)
         if not found:
             return None
-        found.sort(key=lambda one: str(one["request_id"]))
+        found.sort(key=lambda one: (bool(one["refused"]), str(one["request_id"])))
         told = await self._scheduler.told([one["request_id"] for one in found])
         first, *others = [self._whole(one, told.get(one["request_id"], {"stays": []})) for one in found]
         return {**first, "others": others}

@@ -46,10 +46,10 @@ def live_state(live: sv.LiveState, change: Change) -> Json:
         "health": {"state": status.state, "missing": list(status.missing), "degraded": list(status.degraded)},
         "rates": _rates(change),
         "requests": {
-            "open": round(now.sum("gateway_open_requests")),
-            **{state: round(now.sum(f"requests_{state}")) for state in _STATES},
+            "open": _count(now, "gateway_open_requests"),
+            **{state: _count(now, f"requests_{state}") for state in _STATES},
         },
-        "waiting": scheduler.get("waiting", []),
+        "waiting": scheduler.get("waiting"),
         "decode": [
             _decode(peer, change, lives.get(peer.process.id, {}), scheduler.get("candidates", {}))
             for peer in peers["decode"]
@@ -98,11 +98,20 @@ def _bubble(change: Change, decode_id: str = "") -> Json:
     return {"bubble_share": sum(learned) / len(learned) if learned else None, "bubble_learned": bool(learned)}
 
 
+def _count(now: Samples, name: str, **labels: str) -> int | None:
+    """The sum of these samples; None if no process has any."""
+    return round(now.sum(name, **labels)) if any(True for _ in now.each(name, **labels)) else None
+
+
+def _rate(change: Change, name: str, **labels: str) -> float | None:
+    return None if _count(change.now, name, **labels) is None else change.rate(name, **labels)
+
+
 def _blocks(now: Samples, **labels: str) -> Json:
     counts = now.by("state", "kv_blocks", **labels)
     return {
-        **{state: round(counts.get(state, 0.0)) for state in _BLOCKS},
-        "capacity": round(now.sum("kv_capacity_blocks", **labels)),
+        **{state: round(counts.get(state, 0.0)) if counts else None for state in _BLOCKS},
+        "capacity": _count(now, "kv_capacity_blocks", **labels),
     }
 
 
@@ -111,13 +120,13 @@ def _decode(peer: sv.Peer, change: Change, live: Mapping[str, Any], candidates: 
     return {
         "id": name,
         "state": peer.state,
-        "lengths": live.get("lengths", []),
-        "batch": live.get("batch", 0),
+        "lengths": live.get("lengths"),
+        "batch": live.get("batch"),
         "switching": live.get("switching", False),
-        "max_running": live.get("max_running", 0),
-        "candidates": candidates.get(name, {"batch": [], "requests": []}),
-        "iterations_per_s": change.rate("decode_iterations_total", instance=name),
-        "evictions_per_s": change.rate("decode_evictions_total", instance=name),
+        "max_running": live.get("max_running"),
+        "candidates": candidates.get(name),
+        "iterations_per_s": _rate(change, "decode_iterations_total", instance=name),
+        "evictions_per_s": _rate(change, "decode_evictions_total", instance=name),
         **_bubble(change, name),
         "cache": _blocks(change.now, instance=name, store=f"{name}/cache"),
     }
@@ -129,9 +138,9 @@ def _prefill(peer: sv.Peer, change: Change) -> Json:
     return {
         "id": name,
         "state": peer.state,
-        "pending_tokens": round(now.sum("prefill_pending_tokens", instance=name)),
-        "passes_per_s": change.rate("prefill_passes_total", instance=name),
-        "busy_share": change.rate("prefill_seconds_total", instance=name),
+        "pending_tokens": _count(now, "prefill_pending_tokens", instance=name),
+        "passes_per_s": _rate(change, "prefill_passes_total", instance=name),
+        "busy_share": _rate(change, "prefill_seconds_total", instance=name),
         "buffers": [{"store": store, **_blocks(now, instance=name, store=store)} for store in stores],
     }
 
@@ -143,7 +152,7 @@ def _shard(peer: sv.Peer, now: Samples) -> Json:
         "id": name,
         "state": peer.state,
         **_blocks(now, instance=name, store=name),
-        "pinned": round(now.sum("pool_pinned_blocks", instance=name)),
+        "pinned": _count(now, "pool_pinned_blocks", instance=name),
         "disk": disk if disk["capacity"] else None,
     }
 

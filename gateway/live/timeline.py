@@ -9,6 +9,7 @@ from typing import Any
 Json = dict[str, Any]
 
 LOST = "lost"  # the stage of the time until a request was submitted again for the last time
+UNTIL_FIRST = "until_first_token"  # the stage of a request that ended before a worker had told of it, since it was sent
 STAGE_OF = {
     "queued": "queue",
     "prefilling": "prefill",
@@ -26,8 +27,8 @@ def timeline(request: Json, decode_ids: Sequence[str]) -> list[Json]:
     steps are of the last epoch: after a loss, all that was before them is one bar, LOST.
     """
     steps: list[list[Any]] = request["steps"]
-    if not steps:  # no worker has told of it
-        return []
+    if not steps:
+        return [] if request["outcome"] == "open" else _untold(request)
     decodes = iter(decode_ids)
     ends = [begin_s for _, begin_s in steps[1:]] + [request["took_s"]]
     bars, where = [_bar(LOST, "", 0.0, steps[0][1])] if request["losses"] else [], ""
@@ -52,6 +53,14 @@ def open_timeline(request: Json, told: Mapping[str, Any], decode_ids: Sequence[s
         del later[0]
     known = {key: told[key] or request[key] for key in ("prefill_id", "decode_id")}
     return timeline({**request, **known, "steps": [*steps, *later]}, decode_ids)
+
+
+def _untold(request: Json) -> list[Json]:
+    """Bars of a request that has ended, and of which no worker has told in its last epoch."""
+    until_first_s, end_s = request["stages"].get(UNTIL_FIRST), request["took_s"]
+    begin_s = end_s - (until_first_s or 0.0)
+    bars = [_bar(LOST, "", 0.0, begin_s)] if request["losses"] else []
+    return bars if until_first_s is None else [*bars, _bar(UNTIL_FIRST, "", begin_s, end_s)]
 
 
 def _place(stage: str, request: Json, decode_id: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from alignedserve.gateway.body.requests import ChatRequest
+from alignedserve.gateway.ledger.calls import Delta
 from alignedserve.gateway.reply.answers import AnswerView, Part, ScoredToken
 from alignedserve.gateway.reply.prompt_scores import prompt_scores
-from alignedserve.gateway.reply.replies import Reply, finite
+from alignedserve.gateway.reply.replies import Reply, event, finite
 from alignedserve.gateway.reply.written_calls import written_calls
 from alignedserve.request import FinishReason
 
@@ -75,6 +77,9 @@ class ChatReply(Reply):
             delta |= {"function_call": calls[0]["function"]} if self._older else {"tool_calls": calls}
         return self._choice(view, part, "delta", delta)
 
+    def frames(self, deltas: Iterable[Delta]) -> list[bytes]:
+        return [event(one) for chunk in self.chunks(deltas) for one in _one_call_each(chunk)]
+
     def opening_chunk(self, view: AnswerView) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
         return {"index": view.answer.index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -112,3 +117,24 @@ class ChatReply(Reply):
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         piece = None if self.tokenizer is None else list(self.tokenizer.piece(token))
         return {"token": self.token_name(token), "logprob": finite(logprob), "bytes": piece}
+
+
+def _one_call_each(chunk: dict[str, Any]) -> list[dict[str, Any]]:
+    """Chunks with at most one call each, as OpenAI sends them: some clients read no other."""
+    choice = chunk["choices"][0] if chunk["choices"] else {}
+    calls: list[Any] = choice.get("delta", {}).get("tool_calls") or []
+    if len(calls) < 2:
+        return [chunk]
+    *others, last = calls
+    first = {**choice, "delta": {**choice["delta"], "tool_calls": others[:1]}, "finish_reason": None}
+    between = [{**first, "delta": {"tool_calls": [call]}, "logprobs": None} for call in others[1:]]
+    ending = {**choice, "delta": {"tool_calls": [last]}, "logprobs": None}
+    for one in (*between, ending):
+        one.pop("token_ids", None)  # the first has them all
+    parts = [{**chunk, "choices": [one]} for one in (first, *between, ending)]
+    for part, one in zip(parts[:-1], (first, *between), strict=True):  # the last has them
+        part.pop("timings", None)
+        one.pop("timings", None)
+    for part in parts[1:]:
+        part.pop("prompt_token_ids", None)
+    return parts

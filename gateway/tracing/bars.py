@@ -6,13 +6,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from alignedserve.gateway.live.history import describe
-from alignedserve.gateway.live.timeline import timeline
+from alignedserve.gateway.live.timeline import UNTIL_FIRST, timeline
 from alignedserve.request import MOST_STEPS, Stage
 
 if TYPE_CHECKING:
     from alignedserve.gateway.ledger.calls import Answer
 
-UNTIL_FIRST, FURTHER = "until_first_token", "further_tokens"
+FURTHER = "further_tokens"
 
 
 class Bar(NamedTuple):

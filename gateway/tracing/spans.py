@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, StatusCode, Tracer, set_span_in_context
 
-from alignedserve.gateway.live.timeline import LOST
+from alignedserve.gateway.live.timeline import LOST, UNTIL_FIRST
 from alignedserve.gateway.tracing.attributes import failure_of, of_answer, of_call, of_one_among_several
-from alignedserve.gateway.tracing.bars import UNTIL_FIRST, Bar, bars_of, evicted_ns, first_token_ns
+from alignedserve.gateway.tracing.bars import Bar, bars_of, evicted_ns, first_token_ns
 from alignedserve.gateway.tracing.content import content_of
 
 if TYPE_CHECKING:

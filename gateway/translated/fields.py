@@ -11,6 +11,8 @@ from alignedserve.gateway.body.refused import NOTHING, Refusal
 from alignedserve.gateway.body.validation_errors import wrong_type
 from alignedserve.gateway.failures import MissingFieldError, UnsupportedFeatureError
 
+IMAGE_LEFT_OUT = "[an image, which this model cannot read]"
+
 
 class Fields:
     """An object of a body. `where`: its place there, "" for the body itself. A value that is null counts as absent."""

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from alignedserve.errors import AlignedServeError
-from alignedserve.gateway.failures import error_object
+from alignedserve.gateway.failures import ContextLengthError, error_object
 from alignedserve.gateway.translated.blocks import Block, Kind, Op, Step
 from alignedserve.gateway.translated.messages_request import MessagesChat
 from alignedserve.gateway.translated.reply import TranslatedReply
@@ -18,13 +18,19 @@ _DELTAS = {Kind.TEXT: ("text_delta", "text"), Kind.REASONING: ("thinking_delta",
            Kind.CALL: ("input_json_delta", "partial_json")}  # fmt: skip
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
           408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
+SIGNATURE = "YWxpZ25lZHNlcnZl"
+"""Of all thinking: clients leave thinking without a signature out of the conversation."""
 
 
 def messages_error(error: AlignedServeError) -> dict[str, Any]:
     """Anthropic's error object."""
     status = error.http_status
     kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error_object(error)["error"]["message"]}}
+    message = error_object(error)["error"]["message"]
+    if isinstance(error, ContextLengthError):  # agents shorten the conversation when they read these words
+        tokens, limit = error.details.get("tokens"), error.details.get("limit")
+        message = f"prompt is too long: {f'{tokens} tokens > {limit} maximum' if tokens else message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 class MessagesReply(TranslatedReply):
@@ -47,7 +53,10 @@ class MessagesReply(TranslatedReply):
                     {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: step.piece}}
                 ]
             case Op.CLOSE:
-                return [{"type": "content_block_stop", "index": block.index}]
+                signed = {"type": "signature_delta", "signature": SIGNATURE}
+                signing = {"type": "content_block_delta", "index": block.index, "delta": signed}
+                stop = {"type": "content_block_stop", "index": block.index}
+                return [signing, stop] if block.kind is Kind.REASONING else [stop]
 
     def closing(self) -> list[dict[str, Any]]:
         delta = {"type": "message_delta", "delta": self._stop(), "usage": self._usage_so_far()}
@@ -74,8 +83,10 @@ class MessagesReply(TranslatedReply):
         }
 
     def _stop(self) -> dict[str, Any]:
-        stop = self._parts.views[0].stop_string
+        stop, wanted = self._parts.views[0].stop_string, self.request.max_tokens
         reason = "stop_sequence" if stop is not None else _STOPS.get(self.blocks.finish or "", "end_turn")
+        if reason == "max_tokens" and wanted is not None and self.call.plan.prompts[0].sampling.max_tokens < wanted:
+            reason = "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _usage_so_far(self) -> dict[str, int]:
@@ -93,9 +104,9 @@ def _block(block: Block, *, begun: bool = False) -> dict[str, Any]:
     text = "" if begun else block.text
     match block.kind:
         case Kind.TEXT:
-            return {"type": "text", "text": text, "citations": None}
+            return {"type": "text", "text": text}
         case Kind.REASONING:
-            return {"type": "thinking", "thinking": text, "signature": ""}
+            return {"type": "thinking", "thinking": text, "signature": "" if begun else SIGNATURE}
         case Kind.CALL:
             return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _arguments(text)}
 

@@ -17,6 +17,7 @@ from alignedserve.gateway.body.thinking import SWITCHES
 from alignedserve.gateway.body.validation_errors import wrong_type
 from alignedserve.gateway.translated.context_edits import ContextEdits, context_edits
 from alignedserve.gateway.translated.fields import (
+    IMAGE_LEFT_OUT,
     Fields,
     part_text,
     refusals,
@@ -57,6 +58,7 @@ _REFUSED = refusals(
 ) | {"speed": Refusal("speed", "there is one speed", ("standard",))}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TEXT = ("text",)
+_BILLING = "x-anthropic-billing-header:"
 _OF_A_TOOL = ("type", "name", "description", "input_schema", "strict")
 
 
@@ -64,6 +66,8 @@ class MessagesChat(ChatRequest):
     """A chat request that was sent to /v1/messages."""
 
     longest_name: ClassVar[int] = 128  # as Anthropic has it
+    fills_room: ClassVar[bool] = True
+    lenient: ClassVar[bool] = True
 
     _unread: list[str] = PrivateAttr(default_factory=list)
     _edits: ContextEdits = PrivateAttr(default_factory=ContextEdits)
@@ -85,7 +89,8 @@ def _parsed(body: Any) -> MessagesChat:
     fields = Fields(body, "")
     fields.text("model")
     fields.required("max_tokens")
-    chat, edits = _chat_body(fields), context_edits(fields)
+    left_out: list[str] = []
+    chat, edits = _chat_body(fields, left_out), context_edits(fields)
     edits.apply(chat["messages"])
     last = chat["messages"][-1] if chat["messages"] else {}
     chat["continue_final_message"] = last.get("role") == "assistant" and "tool_calls" not in last
@@ -99,6 +104,7 @@ def _parsed(body: Any) -> MessagesChat:
         *unread(fields.object("context_management"), "edits"),
         *unread(fields.object("tool_choice"), "type", "name", "disable_parallel_tool_use"),
         *(name for tool in fields.objects("tools") for name in unread(tool, *_OF_A_TOOL)),
+        *left_out,
     ]
     return request
 
@@ -123,21 +129,28 @@ async def count_tokens(model: ServedModel, body: Any) -> tuple[dict[str, Any], l
 
 
 def _for_model(model: ServedModel, request: MessagesChat) -> MessagesChat:
-    """Thinking is switched only where the template has a switch: a model that never thinks has none.
+    """Agents set how a model thinks whatever the model is: what this one cannot be told is named among what is ignored.
 
     Raises UnsupportedFeatureError for an edit of the conversation that could apply.
     """
     request._edits.check(model.limit[0])
-    if model.template is not None and not any(map(model.template.mentions, SWITCHES)):
+    if model.template is None:
+        return request
+    if not any(map(model.template.mentions, SWITCHES)):
         request.enable_thinking = None
+    thinks = model.dialects is not None and model.dialects.reasoning is not None
+    if request.thinking_token_budget is not None and not thinks:
+        request.thinking_token_budget = None
+        request._unread.append("thinking.budget_tokens")
     return request
 
 
-def _chat_body(fields: Fields) -> dict[str, Any]:
+def _chat_body(fields: Fields, left_out: list[str]) -> dict[str, Any]:
+    """`left_out` gets the places of what a text cannot hold."""
     given = fields.values()
     refuse(fields, _REFUSED)
     extra = {name: value for name, value in given.items() if name not in _OWN and name not in _REFUSED}
-    body = {**extra, **{name: given[name] for name in _SAME if name in given}, "messages": _messages(fields)}
+    body = {**extra, **{name: given[name] for name in _SAME if name in given}, "messages": _messages(fields, left_out)}
     if stops := fields.raw("stop_sequences"):
         body["stop"] = stops
     if (metadata := fields.object("metadata")) is not None:
@@ -173,9 +186,9 @@ def _tools(fields: Fields) -> dict[str, Any]:
     tools = []
     for tool in fields.objects("tools"):
         if tool.raw("type") not in (None, "custom"):
-            raise unsupported(
-                tool, "type", f"tools of type {tool.text('type')} are not supported: the client runs its own"
-            )
+            kind = tool.text("type")[:60]
+            why = "only tools with an input_schema, which the client runs, are known"
+            raise unsupported(tool, "type", f"{tool.where}: Input tag '{kind}' is not supported: {why}")
         function = {"name": tool.text("name"), "parameters": tool.required("input_schema")}
         for name in ("description", "strict"):
             if tool.raw(name) is not None:
@@ -197,18 +210,20 @@ def _tools(fields: Fields) -> dict[str, Any]:
     return found
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
+def _messages(fields: Fields, left_out: list[str]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    if system := text_of(fields, "system", _TEXT):
+    if system := _system(fields):
         messages.append({"role": "system", "content": system})
     fields.required("messages")
     calls = EarlierCalls()
-    for number, message in enumerate(fields.objects("messages")):
+    for message in fields.objects("messages"):
         role = message.text("role")
-        if role not in ("user", "assistant", "system") or (role == "system" and number == 0):
-            roles = "user or assistant" if number == 0 else "user, assistant or system"
-            text = f"{message.place('role')} must be {roles}; got {role[:60]!r}"
+        if role not in ("user", "assistant", "system"):
+            text = f"{message.place('role')} must be user, assistant or system; got {role[:60]!r}"
             raise InvalidRequestError(text, param=message.place("role"))
+        if role == "system" and message.raw("content") is None:
+            left_out.append(message.where)  # a message that only changes settings
+            continue
         content = message.required("content")
         if isinstance(content, str):
             messages.append({"role": role, "content": content})
@@ -216,8 +231,19 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
             raise wrong_type(message.place("content"), "text or an array of blocks", content)
         else:
             _note_calls(message, calls)
-            messages += _OF_ROLE[role](message)
+            messages += _of_user(message, left_out) if role == "user" else _OF_ROLE[role](message)
     return messages
+
+
+def _system(fields: Fields) -> str:
+    """The system prompt. A first block that differs with each conversation, for billing, is no part of it."""
+    blocks = fields.raw("system")
+    if not isinstance(blocks, list):
+        return text_of(fields, "system", _TEXT)
+    texts = [part_text(part, _TEXT) for part in fields.objects("system")]
+    if texts and texts[0].startswith(_BILLING):
+        del texts[0]
+    return "".join(texts)
 
 
 def _note_calls(message: Fields, calls: EarlierCalls) -> None:
@@ -233,18 +259,43 @@ def _of_system(message: Fields) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text_of(message, "content", _TEXT)}]
 
 
-def _of_user(message: Fields) -> list[dict[str, Any]]:
+def _of_user(message: Fields, left_out: list[str]) -> list[dict[str, Any]]:
     """Results of tools are messages of their own, before the text."""
     results, text = [], []
     for block in message.objects("content"):
         if block.text("type") == "tool_result":
-            content = text_of(block, "content", _TEXT)
+            content = _result(block, left_out)
             if block.flag("is_error") and not content.lower().startswith("error"):
                 content = f"Error: {content}" if content else "Error"  # templates have no field for it
             results.append({"role": "tool", "tool_call_id": block.text("tool_use_id"), "content": content})
         else:
-            text.append(part_text(block, _TEXT))
-    return [*results, {"role": "user", "content": "".join(text)}] if text or not results else results
+            text.append(_document(block) if block.text("type") == "document" else part_text(block, _TEXT))
+    return [*results, {"role": "user", "content": "\n".join(text)}] if text or not results else results
+
+
+def _result(block: Fields, left_out: list[str]) -> str:
+    """What a tool has returned. An image there stays in an agent's conversation, so a text says that it is left out."""
+    if not isinstance(block.raw("content"), list):
+        return text_of(block, "content", _TEXT)
+    texts = []
+    for part in block.objects("content"):
+        kind = part.text("type")
+        if kind == "image":
+            texts.append(IMAGE_LEFT_OUT)
+            left_out.append(part.where)
+        elif kind == "tool_reference":
+            texts.append(f"The tool {part.text('tool_name')} can be used now.")
+        else:
+            texts.append(_document(part) if kind == "document" else part_text(part, _TEXT))
+    return "\n".join(texts)
+
+
+def _document(block: Fields) -> str:
+    """The text of a document that is one. Raises UnsupportedFeatureError for another."""
+    source = block.object("source")
+    if source is None or source.text("type") != "text":
+        raise unsupported(block, "source", f"{block.place('source')} must be text: this server reads text only")
+    return "\n\n".join(filter(None, (block.optional_text("title"), source.text("data"))))
 
 
 def _of_assistant(message: Fields) -> list[dict[str, Any]]:
@@ -268,4 +319,4 @@ def _of_assistant(message: Fields) -> list[dict[str, Any]]:
     return [turn]
 
 
-_OF_ROLE = {"user": _of_user, "assistant": _of_assistant, "system": _of_system}
+_OF_ROLE = {"assistant": _of_assistant, "system": _of_system}

@@ -52,13 +52,13 @@ class TranslatedReply(ChatReply):
         self._opened = True
         for step in self._steps(deltas):
             events += self.step(step)
-        return [_named(one) for one in events]
+        return [named(one) for one in events]
 
     def ending(self) -> bytes:
-        return b"".join(map(_named, self.closing()))
+        return b"".join(map(named, self.closing()))
 
     def broken(self, error: AlignedServeError) -> bytes:
-        return b"".join(map(_named, self.failing(error)))
+        return b"".join(map(named, self.failing(error)))
 
     # ---- as a whole
 
@@ -74,6 +74,7 @@ class TranslatedReply(ChatReply):
         ]
 
 
-def _named(one: dict[str, Any]) -> bytes:
+def named(one: dict[str, Any]) -> bytes:
+    """A server-sent event that is named by its type."""
     kind: str = one["type"]
     return b"event: " + kind.encode() + b"\n" + event(one)

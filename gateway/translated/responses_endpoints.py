@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -12,15 +13,16 @@ from alignedserve.gateway.batches.requests import Query
 from alignedserve.gateway.batches.responses import Item, ResponseStore
 from alignedserve.gateway.batches.service import BatchService
 from alignedserve.gateway.body.planning import ServedModel
-from alignedserve.gateway.failures import UnsupportedFeatureError
-from alignedserve.gateway.http.asgi import App, Receive, Scope, json_app
+from alignedserve.gateway.body.requests import GenerationRequest
+from alignedserve.gateway.failures import ContextLengthError, UnsupportedFeatureError
+from alignedserve.gateway.http.asgi import App, Receive, Scope, Send, json_app, parse_json, report, start
 from alignedserve.gateway.http.body_reader import BodyReader
-from alignedserve.gateway.http.endpoints import GenerateEndpoint
-from alignedserve.gateway.ledger.calls import caller
+from alignedserve.gateway.http.endpoints import EVENT_STREAM, STREAMED, GenerateEndpoint
+from alignedserve.gateway.ledger.calls import Call, caller
 from alignedserve.gateway.ledger.intake import Intake
 from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.reply.replies import Reply
-from alignedserve.gateway.translated.responses_reply import ResponsesReply
+from alignedserve.gateway.translated.responses_reply import ResponsesReply, failed_at_once
 from alignedserve.gateway.translated.responses_request import (
     ResponsesChat,
     count_input,
@@ -42,6 +44,21 @@ class ResponsesEndpoint(GenerateEndpoint):
     ) -> None:
         super().__init__(ledger, intake, model, bodies, parse_responses, plan_response, ResponsesReply)
         self._service = service
+
+    async def _open(self, body: bytes) -> tuple[GenerationRequest, Call]:
+        try:
+            return await super()._open(body)
+        except ContextLengthError as error:
+            error.details["streamed"] = parse_json(body).get("stream") is True
+            raise
+
+    async def _send_error(self, send: Send, error: Exception, headers: Mapping[str, str]) -> None:
+        """A stream for which the prompt is too long fails in its events: agents shorten the conversation then."""
+        if not isinstance(error, ContextLengthError) or not error.details.get("streamed"):
+            await super()._send_error(send, error, headers)
+            return
+        await start(send, 200, EVENT_STREAM, {**STREAMED, **headers})
+        await send({"type": "http.response.body", "body": failed_at_once(report(error), self._model.name)})
 
     async def read(self, body: Any, *, offline: bool = False) -> ResponsesChat:
         """The request, with the conversation that `previous_response_id` names."""

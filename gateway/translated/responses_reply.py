@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from uuid import uuid4
 
 from alignedserve.errors import AlignedServeError
 from alignedserve.gateway.batches.responses import PREFIX, item_id
@@ -13,8 +14,9 @@ from alignedserve.gateway.body.requests import GenerationRequest
 from alignedserve.gateway.failures import error_object
 from alignedserve.gateway.ledger.calls import Answer, Call
 from alignedserve.gateway.translated.blocks import Block, Kind, Op, Step
-from alignedserve.gateway.translated.reply import TranslatedReply
+from alignedserve.gateway.translated.reply import TranslatedReply, named
 from alignedserve.gateway.translated.responses_request import ResponsesChat
+from alignedserve.gateway.translated.responses_tools import text_input
 
 _ITEM = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
 _EVENT = {
@@ -51,25 +53,65 @@ class ResponsesReply(TranslatedReply):
 
     def step(self, step: Step) -> list[dict[str, Any]]:
         block = step.block
+        if block.kind is Kind.REASONING and self.request.summarises:
+            return self._summary_step(step)
+        if block.kind is Kind.CALL and block.name in self.request.tool_names.custom:
+            return self._custom_step(step)
         where = {"item_id": self._id(block), "output_index": block.index}
         within = where if block.kind is Kind.CALL else {**where, "content_index": 0}
         logprobs = {"logprobs": list(step.logprobs)} if block.kind is Kind.TEXT else {}
         if step.op is Op.ADD:
             return [self._event(f"{_EVENT[block.kind]}.delta", **within, delta=step.piece, **logprobs)]
         if step.op is Op.OPEN:
-            item = self._item(block, "in_progress")
-            events = [self._event("response.output_item.added", output_index=block.index, item=item)]
+            events = [self._added(block)]
             if block.kind is not Kind.CALL:
                 events.append(self._event("response.content_part.added", **within, part=_part(block, "")))
             return events
-        about: dict[str, Any] = {"name": block.name, "arguments": block.text}
-        if block.kind is not Kind.CALL:
-            about = {"text": block.text, **({"logprobs": block.logprobs} if block.kind is Kind.TEXT else {})}
+        about: dict[str, Any] = {"text": block.text}
+        if block.kind is Kind.TEXT:
+            about["logprobs"] = block.logprobs
+        elif block.kind is Kind.CALL:
+            about = self.request.tool_names.item(block.name, block.text)
+            del about["type"]
         events = [self._event(f"{_EVENT[block.kind]}.done", **within, **about)]
         if block.kind is not Kind.CALL:
             events.append(self._event("response.content_part.done", **within, part=_part(block, block.text)))
+        return [*events, self._done(block)]
+
+    def _summary_step(self, step: Step) -> list[dict[str, Any]]:
+        """Reasoning as one part of a summary."""
+        block, kind = step.block, "response.reasoning_summary"
+        within = {"item_id": self._id(block), "output_index": block.index, "summary_index": 0}
+        match step.op:
+            case Op.OPEN:
+                part = {"type": "summary_text", "text": ""}
+                return [self._added(block), self._event(f"{kind}_part.added", **within, part=part)]
+            case Op.ADD:
+                return [self._event(f"{kind}_text.delta", **within, delta=step.piece)]
+            case Op.CLOSE:
+                part = {"type": "summary_text", "text": block.text}
+                events = [self._event(f"{kind}_text.done", **within, text=block.text)]
+                return [*events, self._event(f"{kind}_part.done", **within, part=part), self._done(block)]
+
+    def _custom_step(self, step: Step) -> list[dict[str, Any]]:
+        """The call of a tool that takes a text, which is known once its JSON is whole."""
+        block, kind = step.block, "response.custom_tool_call_input"
+        if step.op is Op.OPEN:
+            return [self._added(block)]
+        if step.op is Op.ADD:
+            return []
+        text = text_input(block.text)
+        within = {"item_id": self._id(block), "output_index": block.index}
+        events = [self._event(f"{kind}.delta", **within, delta=text)] if text else []
+        return [*events, self._event(f"{kind}.done", **within, input=text), self._done(block)]
+
+    def _added(self, block: Block) -> dict[str, Any]:
+        item = self._item(block, "in_progress")
+        return self._event("response.output_item.added", output_index=block.index, item=item)
+
+    def _done(self, block: Block) -> dict[str, Any]:
         item = self._item(block, self._end_of(block))
-        return [*events, self._event("response.output_item.done", output_index=block.index, item=item)]
+        return self._event("response.output_item.done", output_index=block.index, item=item)
 
     def closing(self) -> list[dict[str, Any]]:
         response = self.body()
@@ -122,9 +164,9 @@ class ResponsesReply(TranslatedReply):
             "previous_response_id": given.get("previous_response_id") or None,
             "background": False,
             "store": self.stored,
-            "text": given.get("text") or {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}, **(given.get("text") or {})},
             "tool_choice": given.get("tool_choice") or "auto",
-            "tools": [{**_TOOL, **tool} for tool in given.get("tools") or ()],
+            "tools": [(_TOOL if tool["type"] == "function" else {}) | tool for tool in given.get("tools") or ()],
             "top_logprobs": given.get("top_logprobs") or 0,
             "truncation": "disabled",
             "usage": None,
@@ -148,14 +190,38 @@ class ResponsesReply(TranslatedReply):
                 return {**item, "type": "message", "role": "assistant", "content": content}
             case Kind.REASONING:
                 content = [] if begun else [_part(block, block.text)]
+                if self.request.summarises:
+                    summary = [{"type": "summary_text", "text": block.text}] if content else []
+                    return {**item, "type": "reasoning", "summary": summary}
                 return {**item, "type": "reasoning", "summary": [], "content": content}
             case Kind.CALL:
-                call = {"call_id": block.call_id, "name": block.name, "arguments": "" if begun else block.text}
-                return {**item, "type": "function_call", **call}
+                call = self.request.tool_names.item(block.name, "" if begun else block.text)
+                return {**item, "call_id": block.call_id, **call}
 
     def _event(self, kind: str, **about: Any) -> dict[str, Any]:
         number, self.sent = self.sent, self.sent + 1
         return {"type": kind, "sequence_number": number, **about}
+
+
+def failed_at_once(error: AlignedServeError, model: str) -> bytes:
+    """The events of a response that could not begin."""
+    response = {
+        "id": f"{PREFIX}{uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": None,
+    }
+    failed = {**response, "status": "failed", "error": {"code": error.code, "message": error.message}}
+    created = {"type": "response.created", "sequence_number": 0, "response": response}
+    return named(created) + named({"type": "response.failed", "sequence_number": 1, "response": failed})
 
 
 def _part(block: Block, text: str) -> dict[str, Any]:

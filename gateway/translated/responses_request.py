@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import PrivateAttr
 
@@ -15,15 +15,24 @@ from alignedserve.gateway.body.refused import Refusal
 from alignedserve.gateway.body.requests import ChatRequest, checked
 from alignedserve.gateway.body.validation_errors import shown, wrong_type
 from alignedserve.gateway.body.values import Metadata
-from alignedserve.gateway.failures import MissingFieldError
-from alignedserve.gateway.translated.fields import Fields, refusals, refuse, renamed, text_of, unread, unsupported
+from alignedserve.gateway.translated.fields import (
+    IMAGE_LEFT_OUT,
+    Fields,
+    part_text,
+    refusals,
+    refuse,
+    renamed,
+    text_of,
+    unread,
+    unsupported,
+)
+from alignedserve.gateway.translated.responses_tools import ToolNames, tools_of, written_call
 
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
-    "verbosity": "text.verbosity",
 }
 _SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "user", "metadata", "safety_identifier",
          "service_tier", "prompt_cache_key", "prompt_cache_retention")  # fmt: skip
@@ -54,16 +63,26 @@ _UNSTORED = refusals(
 _REPEATED = ("input", "metadata", "reasoning", "text", "tool_choice")  # by a reply, or in the store, as they were sent
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 _PARTS = ("input_text", "output_text", "text")
+_CALLS = ("function_call", "custom_tool_call")
+_RESULTS = ("function_call_output", "custom_tool_call_output")
+# Calls that OpenAI's servers made in an earlier part of the conversation.
+_LEFT_OUT = ("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "computer_call",
+             "computer_call_output", "mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response",
+             "local_shell_call", "local_shell_call_output", "tool_search_call", "tool_search_output")  # fmt: skip
 
 
 class ResponsesChat(ChatRequest):
     """A chat request that was sent to /v1/responses."""
+
+    longest_name: ClassVar[int] = 128  # a namespace's and its function's
+    lenient: ClassVar[bool] = True
 
     metadata: Metadata | None = None  # the reply repeats it
 
     _body: dict[str, Any] = PrivateAttr(default_factory=dict)
     _earlier: Sequence[dict[str, Any]] = PrivateAttr(default=())
     _stored: bool = PrivateAttr(default=False)
+    _names: ToolNames = PrivateAttr(default_factory=ToolNames)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -76,6 +95,16 @@ class ResponsesChat(ChatRequest):
         return [*self._earlier, *(dict(item.values()) for item in _items(Fields(self._body, "")))]
 
     @property
+    def tool_names(self) -> ToolNames:
+        return self._names
+
+    @property
+    def summarises(self) -> bool:
+        """Whether the client wants reasoning as a summary: the only form that some show. It gets all of it."""
+        reasoning = Fields(self._body, "").object("reasoning")
+        return reasoning is not None and bool(reasoning.raw("summary"))
+
+    @property
     def stored(self) -> bool:
         """Whether the answer is to be stored."""
         return self._stored
@@ -83,9 +112,10 @@ class ResponsesChat(ChatRequest):
     @property
     def ignored(self) -> list[str]:
         fields = Fields(self._body, "")
-        known = [name.replace("tools.function.", "tools.") for name in super().ignored if name != "metadata"]
-        within = [*unread(fields.object("reasoning"), "effort"), *unread(fields.object("text"), "format", "verbosity")]
-        return known + within
+        given = (_NAMES.get(name, name.replace("tools.function.", "tools.")) for name in super().ignored)
+        reasoning = unread(fields.object("reasoning"), "effort", "summary")
+        within = [*reasoning, *unread(fields.object("text"), "format"), *self._names.left_out]
+        return [*(name for name in given if name != "metadata"), *within]
 
 
 def parse_responses(body: Any, earlier: Sequence[dict[str, Any]] = (), *, stores: bool = False) -> ResponsesChat:
@@ -94,28 +124,30 @@ def parse_responses(body: Any, earlier: Sequence[dict[str, Any]] = (), *, stores
     Raises InvalidRequestError, or a subclass of it, that names the invalid field.
     """
     fields = Fields(body, "")
-    chat = _chat_body(fields, earlier, stores=stores)
-    with renamed(_NAMES):
+    chat, names = _chat_body(fields, earlier, stores=stores)
+    with names.placed(), renamed(_NAMES):
         request = checked(ResponsesChat, chat)
-    request._body, request._earlier = body, earlier
+    request._body, request._earlier, request._names = body, earlier, names
     request._stored = stores and fields.flag("store") is not False
     return request
 
 
 async def plan_response(model: ServedModel, request: ResponsesChat) -> CallPlan:
     """`plan_chat`, whose errors name the fields that the client sent."""
-    with renamed(_NAMES):
+    with request.tool_names.placed(), renamed(_NAMES):
         return await plan_chat(model, request)
 
 
 async def count_input(model: ServedModel, request: ResponsesChat) -> int:
     """The tokens of the conversation. Raises InvalidRequestError (or one of its kinds), ModelNotFoundError."""
     model.require(request.model)
-    with renamed(_NAMES):
+    with request.tool_names.placed(), renamed(_NAMES):
         return await counted(model, request, "input")
 
 
-def _chat_body(fields: Fields, earlier: Sequence[dict[str, Any]] = (), *, stores: bool = False) -> dict[str, Any]:
+def _chat_body(
+    fields: Fields, earlier: Sequence[dict[str, Any]] = (), *, stores: bool = False
+) -> tuple[dict[str, Any], ToolNames]:
     given = fields.values()
     for name in _REPEATED:
         check_depth(fields.raw(name), name, MOST_REPEATED_DEPTH)
@@ -124,7 +156,8 @@ def _chat_body(fields: Fields, earlier: Sequence[dict[str, Any]] = (), *, stores
     refuse(fields, _REFUSED if stores else {**_REFUSED, **_UNSTORED})
     extra = {name: value for name, value in given.items() if name not in _OWN and name not in _REFUSED}
     body = {**extra, **{name: given[name] for name in _SAME if name in given}}
-    body["messages"] = _messages(fields, earlier)
+    left_out: list[str] = []
+    body["messages"] = _messages(fields, earlier, left_out)
     body["max_tokens"] = fields.raw("max_output_tokens")
     included = fields.get("include", list, "an array of strings") or []
     for name in included:
@@ -132,13 +165,14 @@ def _chat_body(fields: Fields, earlier: Sequence[dict[str, Any]] = (), *, stores
             raise unsupported(fields, "include", f"include: {shown(name)} is not supported")
     if _INCLUDED[0] in included or fields.raw("top_logprobs"):
         body |= {"logprobs": True, "top_logprobs": fields.raw("top_logprobs")}
-    if (text := fields.object("text")) is not None:
-        body["verbosity"] = text.raw("verbosity")
-        if (wanted := text.object("format")) is not None:
-            body["response_format"] = _format(wanted)
+    text = fields.object("text")
+    if text is not None and (wanted := text.object("format")) is not None:
+        body["response_format"] = _format(wanted)
     if (reasoning := fields.object("reasoning")) is not None:
         body["reasoning_effort"] = reasoning.raw("effort")
-    return {**body, **_tools(fields)}
+    tools, names = tools_of(fields)
+    names.left_out += left_out
+    return {**body, **tools}, names
 
 
 def _format(wanted: Fields) -> dict[str, Any]:
@@ -146,52 +180,6 @@ def _format(wanted: Fields) -> dict[str, Any]:
     if kind != "json_schema":
         return {"type": kind}
     return {"type": kind, "json_schema": {name: value for name, value in wanted.values().items() if name != "type"}}
-
-
-def _tools(fields: Fields) -> dict[str, Any]:
-    """tools and tool_choice of the chat request."""
-    tools = []
-    for tool in fields.objects("tools"):
-        kind = tool.text("type")
-        if tool.raw("name") is None and isinstance(tool.raw("function"), dict):
-            message = f"{tool.place('name')} is required: here a function's fields stand beside type, not in function"
-            raise MissingFieldError(message, param=tool.place("name"))
-        if kind != "function":
-            raise unsupported(tool, "type", f"tools of type {kind} are not supported: only functions are")
-        tools.append({"type": "function", "function": {k: v for k, v in tool.values().items() if k != "type"}})
-    choice = fields.raw("tool_choice")
-    if isinstance(choice, dict):
-        choice = _choice(Fields(choice, "tool_choice"), tools)
-    found: dict[str, Any] = {}
-    if tools:
-        found["tools"] = tools
-    if choice is not None:
-        found["tool_choice"] = choice
-    return found
-
-
-def _choice(choice: Fields, tools: list[Any]) -> dict[str, Any]:
-    """Chat's tool_choice."""
-    kind = choice.text("type")
-    if kind == "function":
-        return _function(choice.text("name"))
-    if kind != "allowed_tools":
-        raise unsupported(choice, "type", f"tool_choice of type {kind} is not supported: only functions are")
-    mode, names = choice.text("mode"), [tool.text("name") for tool in choice.objects("tools")]
-    if mode not in ("auto", "required"):
-        raise InvalidRequestError(
-            f"tool_choice.mode must be auto or required, not {shown(mode)}", param="tool_choice.mode"
-        )
-    if not names:
-        raise InvalidRequestError("tool_choice.tools must name a tool", param="tool_choice.tools")
-    missing = [name for name in names if name not in [tool["function"].get("name") for tool in tools]]
-    if missing:
-        raise InvalidRequestError(f"tool_choice.tools: tools has no {shown(missing[0])}", param="tool_choice.tools")
-    return {"type": kind, kind: {"mode": mode, "tools": [_function(name) for name in names]}}
-
-
-def _function(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name}}
 
 
 def _items(fields: Fields) -> list[Fields]:
@@ -204,7 +192,8 @@ def _items(fields: Fields) -> list[Fields]:
     return fields.objects("input")
 
 
-def _messages(fields: Fields, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _messages(fields: Fields, earlier: Sequence[dict[str, Any]], left_out: list[str]) -> list[dict[str, Any]]:
+    """`left_out` gets the places of what a text cannot hold."""
     messages: list[dict[str, Any]] = []
     if instructions := fields.optional_text("instructions"):
         messages.append({"role": "system", "content": instructions})
@@ -212,14 +201,17 @@ def _messages(fields: Fields, earlier: Sequence[dict[str, Any]]) -> list[dict[st
     turn: dict[str, Any] | None = None  # the open turn of the assistant: its reasoning, text and calls are one message
     for item in [*(Fields(item, "previous_response_id") for item in earlier), *_items(fields)]:
         kind = item.optional_text("type") or "message"
-        if kind == "function_call":
+        if kind in _LEFT_OUT:
+            left_out.append(item.where)
+            continue
+        if kind in _CALLS:
             calls.add(item.optional_text("call_id"))
-        elif kind == "function_call_output":
+        elif kind in _RESULTS:
             calls.check(item.text("call_id"), item.place("call_id"))
-        of_assistant = kind in ("reasoning", "function_call") or item.raw("role") == "assistant"
+        of_assistant = kind in ("reasoning", *_CALLS) or item.raw("role") == "assistant"
         if not of_assistant:
             turn = None
-            messages.append(_message(item, kind))
+            messages.append(_message(item, kind, left_out))
             continue
         if turn is None or _begins_turn(turn, kind):
             turn = {"role": "assistant", "content": None}
@@ -246,13 +238,17 @@ def _add_to_turn(turn: dict[str, Any], item: Fields, kind: str) -> None:
             item, "summary", ("summary_text",)
         )
     else:
-        function = {"name": item.text("name"), "arguments": item.text("arguments")}
+        name, arguments = written_call(item, kind)
+        function = {"name": name, "arguments": arguments}
         turn.setdefault("tool_calls", []).append({"id": item.text("call_id"), "type": "function", "function": function})
 
 
-def _message(item: Fields, kind: str) -> dict[str, Any]:
-    if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": item.text("call_id"), "content": text_of(item, "output", _PARTS)}
+def _message(item: Fields, kind: str, left_out: list[str]) -> dict[str, Any]:
+    if kind in _RESULTS:
+        return {"role": "tool", "tool_call_id": item.text("call_id"), "content": _result(item, left_out)}
+    if kind == "item_reference":
+        reason = "responses are not stored (batches.folder): send whole items, as with store: false"
+        raise unsupported(item, "type", f"items of type {kind} are not supported: {reason}")
     if kind != "message":
         raise unsupported(item, "type", f"items of type {kind} are not supported")
     role = item.text("role")
@@ -261,3 +257,17 @@ def _message(item: Fields, kind: str) -> dict[str, Any]:
         raise InvalidRequestError(message, param=item.place("role"))
     item.required("content")
     return {"role": role, "content": text_of(item, "content", _PARTS)}
+
+
+def _result(item: Fields, left_out: list[str]) -> str:
+    """What a tool has returned. An image there stays in an agent's conversation, so a text says that it is left out."""
+    if not isinstance(item.raw("output"), list):
+        return text_of(item, "output", _PARTS)
+    texts = []
+    for part in item.objects("output"):
+        if part.text("type") == "input_image":
+            texts.append(IMAGE_LEFT_OUT)
+            left_out.append(part.where)
+        else:
+            texts.append(part_text(part, _PARTS))
+    return "".join(texts)

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -37,10 +37,13 @@ Result = TypeVar("Result")
 LOW_SHARE = AHEAD_SHARE = 1 / 8
 BATCH_BYTES = 64 << 20
 MOST_LOOKED_AT = 4096  # blocks of prefixes, for a batch: some 5 ms
+LAST_LOOKED_AT = 1 << 16  # the same when the process ends
 PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0  # between looks for what is to be written
 HOT_EVERY_S = 10.0
 HOT_USES = 2
 HUNG_S = 5.0  # a write that takes longer hangs
+ERASED_AT_ONCE = 4096  # slots, perhaps each in a page of its own
+ERASE_AGAIN_S = 1.0  # after a fault
 
 
 @dataclass(slots=True)
@@ -76,9 +79,10 @@ class Demotion:
         self._threads = threads
         self._wanted = asyncio.Event()
         self._saving = asyncio.Lock()
-        self._on_disk = bytearray(disk.index.indexed)  # slots that may have an entry on disk
-        for slot in stale:
-            self._on_disk[slot] = 1
+        self._on_disk = np.frombuffer(disk.index.indexed, np.uint8) != 0  # slots that may have an entry on disk
+        self._on_disk[list(stale)] = True
+        self._noted = 0  # copies that were found on disk
+        self._most_looked_at = MOST_LOOKED_AT
         capacity = disk.blocks.capacity
         # With more, a small disk would evict what it has just taken, and take it again.
         self._ahead = max(1, min(int(shard.store.capacity_blocks * AHEAD_SHARE), capacity // 2))
@@ -93,18 +97,26 @@ class Demotion:
         self._threads.close()
         return await self._threads.ended()
 
-    async def erase(self, slots: Sequence[int]) -> None:
-        """Write that these slots, which are indexed no more, have no entry."""
-        gone = [slot for slot in slots if self._on_disk[slot]]
+    async def erase(self, slots: Ids) -> None:
+        """Write that these slots, which are indexed no more, have no entry. Tries again until that succeeds."""
+        gone = np.sort(slots[self._on_disk[slots]])  # neighbours share pages
+        for begin in range(0, len(gone), ERASED_AT_ONCE):
+            await self._erase(gone[begin : begin + ERASED_AT_ONCE].tolist())
+
+    async def _erase(self, slots: list[int]) -> None:
         while True:
             try:
-                await self._save_entries(gone)
+                await self._save_entries(slots)
                 break
             except OSError as error:  # else a restart would find again what was dropped
                 self.breaker.failed(error)
-            await asyncio.sleep(LONGEST_PAUSE_S)
-        for slot in gone:
-            self._on_disk[slot] = self._disk.index.indexed[slot]  # it may have been written to again
+            await asyncio.sleep(ERASE_AGAIN_S)
+        # They may have been written to again.
+        self._on_disk[slots] = np.frombuffer(self._disk.index.indexed, np.uint8)[slots] != 0
+
+    async def discard(self) -> None:
+        """Have the next start discard the file. Raises OSError."""
+        await self._result(self._threads.start(self._io.discard))
 
     async def run(self) -> None:
         hot_s = time.monotonic() + HOT_EVERY_S
@@ -142,10 +154,14 @@ class Demotion:
 
         `run` must have ended.
         """
-        self._ahead = self._shard.store.capacity_blocks
+        self._ahead, self._most_looked_at = self._shard.store.capacity_blocks, LAST_LOOKED_AT
         left = self._disk.blocks.capacity - int(self._copies.there(self._cached_ids()).sum())
-        while left > 0 and not self.breaker.open and (written := await self.step(self._ends_last_first, left)):
-            left -= written
+        while left > 0 and not self.breaker.open:
+            noted = self._noted  # a look may find nothing but copies that are there already
+            written = await self.step(self._ends_last_first, left)
+            if not (done := written + self._noted - noted):
+                break
+            left -= done
 
     async def step(self, which: Callable[[], list[int]] | None = None, most: int | None = None) -> int:
         """Write one batch of what `which` returns: by default what goes next. Returns how many blocks are on disk now.
@@ -199,7 +215,7 @@ class Demotion:
         seen: set[int] = set()
         begun: set[int] = set()
         for block in going:
-            if room <= 0 or len(seen) >= MOST_LOOKED_AT:
+            if room <= 0 or len(seen) >= self._most_looked_at:
                 break
             if block in seen or not index.indexed[block]:
                 continue
@@ -217,7 +233,7 @@ class Demotion:
         disk, index = self._disk, self._shard.index
         chain = index.chain_of(lineage)
         found = disk.index.match(chain, len(lineage))
-        self._copies.note(lineage[: len(found)], found)
+        self._noted += self._copies.note(lineage[: len(found)], found)
         new = lineage[len(found) :][:most]
         if not new or new[0] in begun:  # what it continues is being written: next time
             disk.index.queue.touch(found)
@@ -240,8 +256,7 @@ class Demotion:
             # A process that is killed before the new entries are there leaves none for what is overwritten now.
             if old := [slot for slot in slots if self._on_disk[slot]]:
                 await self._save_entries(old)
-                for slot in old:
-                    self._on_disk[slot] = 0
+                self._on_disk[old] = False
             for part in parts:
                 for begin, end in runs(part.slots, self._io.most):
                     work = functools.partial(self._io.write, part.slots[begin:end], part.block_ids[begin:end])
@@ -253,9 +268,8 @@ class Demotion:
             self.breaker.succeeded()
             await self._shard.settled()
             saved = [slot for part in parts for slot in self._publish(part)]
-            for slot in saved:
-                self._on_disk[slot] = 1
             if saved:
+                self._on_disk[saved] = True
                 self.written_bytes += len(saved) * self._io.layout.slot_bytes
                 await self._save_entries(saved)
         except OSError as error:

@@ -48,9 +48,10 @@ class FileCalls:
     def used_bytes(self, fd: int) -> int:
         return os.fstat(fd).st_blocks * 512
 
-    def free_bytes(self, folder: str) -> int:
+    def room(self, folder: str) -> tuple[int, int]:
+        """Bytes of the file system that are free, and all that it has."""
         found = os.statvfs(folder)
-        return found.f_bavail * found.f_frsize
+        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
     def forget(self, fd: int, offset: int, size: int) -> None:
         os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
@@ -127,13 +128,15 @@ class DiskFile:
         self._calls.truncate(self._fd, size)
 
     def require_room(self, size: int) -> None:
-        """Raises ResourceError if the file system has no room for a file of `size` bytes."""
-        free = self._calls.free_bytes(str(self.path.parent)) + self._calls.used_bytes(self._fd)
-        if free < size:
-            raise ResourceError(
-                f"kv_pool.disk_path: {self.path.parent} has room for {describe_bytes(free)}, not for "
+        """Raises ResourceError if the file system is smaller than `size` bytes, OSError if others have filled it."""
+        free, total = self._calls.room(str(self.path.parent))
+        free += self._calls.used_bytes(self._fd)
+        if min(free, total) < size:
+            problem = (
+                f"kv_pool.disk_path: {self.path.parent} has room for {describe_bytes(min(free, total))}, not for "
                 f"{describe_bytes(size)}; lower kv_pool.disk_gib"
             )
+            raise ResourceError(problem) if total < size else OSError(errno.ENOSPC, problem)
 
     def close(self) -> None:
         self._calls.close(self._fd)

@@ -97,6 +97,10 @@ class DiskLayout:
         file.begin_anew(self.size)
         self._write_header(file)
 
+    def discard(self, file: DiskFile) -> None:
+        """Make the file one without a header: it has no layout any more. Raises OSError."""
+        file.write([page_buffer(PAGE_BYTES)], 0)
+
     def take_place(self, file: DiskFile, entries: IndexEntries) -> None:
         """Make the file, which has this layout but for the number of slots, one with these entries. Raises OSError.
 

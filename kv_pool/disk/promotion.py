@@ -22,6 +22,7 @@ from alignedserve.kv_pool.disk.slot_io import SlotIo
 from alignedserve.kv_pool.disk.slots import Copies, DiskSlots
 from alignedserve.kv_pool.disk.threads import DiskThreads
 from alignedserve.kv_pool.prefix_chain import DIGEST_BYTES, Chain
+from alignedserve.kv_pool.removal import remove_found
 from alignedserve.scheduler.cost.step import ChunkShape
 
 logger = logging.getLogger(__name__)
@@ -223,7 +224,7 @@ class Promotion:
             sums += right or ()
             whole = right is not None and len(right) == piece.end - piece.begin
             if right is not None and not whole:
-                self._disk.drop(slots[len(sums)])
+                await self._forget(slots[len(sums)])
             if len(sums) > done and (not whole or piece.end == len(slots) or len(sums) - done >= step):
                 goes_on = self._publish(coming, slots, block_ids, done, sums)
                 done = len(sums)
@@ -232,6 +233,13 @@ class Promotion:
             if not whole:
                 break
         return done
+
+    async def _forget(self, slot: int) -> None:
+        """What this slot holds is wrong: it goes with all that continues it."""
+        index = self._disk.index
+        async with self._shard.alone():
+            if index.indexed[slot]:
+                await remove_found(len(index.indexed), functools.partial(index.continued_by, slot), self._disk.remove)
 
     async def _result(self, piece: _Piece, until_s: float) -> list[int] | None:
         """The checksums of the blocks that a piece has read, up to the first that is wrong. Counts faults.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from alignedserve.kv_pool.counts import Grant
@@ -19,7 +20,8 @@ DISK = WriterKey("kv_pool", "disk", 1)
 @dataclass(frozen=True, slots=True)
 class Shard:
     """`deliver`: gives grants to writers. `settled`: returns once nothing reads the shard's state in another thread;
-    nothing does so before the caller's next `await`. `cost`: of computing prompts; None if it is unknown.
+    nothing does so before the caller's next `await`. `alone`: until it is left, only the caller changes the state.
+    `cost`: of computing prompts; None if it is unknown.
     """
 
     pool: KvPool
@@ -27,5 +29,6 @@ class Shard:
     store: HostBlockStore
     deliver: Callable[[Iterable[Grant]], None]
     settled: Callable[[], Awaitable[None]]
+    alone: Callable[[], AbstractAsyncContextManager[None]]
     verify: bool = False
     cost: StepCost | None = None

@@ -66,6 +66,10 @@ class SlotIo:
             sums.append(found)
         return sums
 
+    def discard(self) -> None:
+        """Have the next start discard the file. Raises OSError."""
+        self.layout.discard(self.file)
+
     def write_entries(self, pages: Sequence[tuple[memoryview, int]]) -> None:
         """Write what `entry_pages` has prepared. Raises OSError."""
         for buffer, offset in pages:

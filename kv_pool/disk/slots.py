@@ -73,27 +73,10 @@ class DiskSlots:
         if there:
             self.index.queue.touch(self.index.chain_to(there[-1]))
 
-    def drop(self, slot: int) -> None:
-        """What this slot holds is wrong: forget it, and all that continues it."""
-        if self.index.indexed[slot]:
-            ids = self.index.continued_by([slot])
-            self.index.remove(ids)
-            self.blocks.uncache([each for each in ids if self.blocks.cached[each]])
-
-    def forget(self, root: bytes, token_ids: Sequence[int]) -> list[int]:
-        """Forget a prefix of full blocks and all that continues it; without tokens, all of the root. Returns the slots.
-
-        Raises TransferError if `root` is not a digest.
-        """
-        if token_ids:
-            chain = self.index.chain(root, token_ids)
-            found = self.index.match(chain, chain.blocks)
-            slots = self.index.continued_by(found, whole=len(found) == chain.blocks) if found else []
-        else:
-            slots = self.index.under(root)
+    def remove(self, slots: Sequence[int]) -> None:
+        """Forget these slots, an indexed one after those that continue it (`PrefixIndex.begun_by`)."""
         self.index.remove(slots)
         self.blocks.uncache([slot for slot in slots if self.blocks.cached[slot]])
-        return slots
 
     def proofs(self, slots: Sequence[int]) -> list[int]:
         found: list[int] = self.entries.words[np.array(slots, np.int32), CHECKSUM].tolist()
@@ -120,10 +103,13 @@ class Copies:
         self._source = np.zeros(len(slots.entries.words), np.uint64)  # generation of the block whose copy a slot has
         self._promoted = np.zeros(capacity, np.uint64)  # generation in which a block came from disk, until it is used
 
-    def note(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+    def note(self, block_ids: Sequence[int], slots: Sequence[int]) -> int:
+        """These slots have copies of these blocks. Returns how many were not known yet."""
         ids, at = np.array(block_ids, np.int32), np.array(slots, np.int32)
+        fresh = len(ids) - int(self.there(ids).sum())
         self._slot_of[ids] = at
         self._source[at] = self._generations[ids]
+        return fresh
 
     def there(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Which of these indexed blocks have a copy. Some that have one may be left out."""

@@ -7,6 +7,8 @@ threads of its own, so a disk that hangs stops neither the event loop nor the en
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -26,9 +28,10 @@ from alignedserve.kv_pool.disk.promotion import Promotion
 from alignedserve.kv_pool.disk.shard import Shard
 from alignedserve.kv_pool.disk.slot_io import SlotIo
 from alignedserve.kv_pool.disk.slots import Copies, DiskSlots, empty_entries
-from alignedserve.kv_pool.disk.threads import DiskThreads
+from alignedserve.kv_pool.disk.threads import CLOSED_WITHIN_S, DiskThreads
 from alignedserve.kv_pool.entries import IndexEntries
 from alignedserve.kv_pool.prefix_cache import configured_policy
+from alignedserve.kv_pool.removal import remove_found
 from alignedserve.memory import GIB
 from alignedserve.metrics import Page
 from alignedserve.model import ModelInfo
@@ -72,9 +75,10 @@ class DiskTier:
         self._thread = threads("disk-open", 1)
         self._opened: _Opened | None = None
         self._to_forget: list[tuple[bytes, list[int]]] = []  # what was dropped before the file was open
+        self._erasing: set[asyncio.Task[None]] = set()
         self._opening: asyncio.Task[None] | None = None
         self._tried = asyncio.Event()  # opening has succeeded or failed once
-        self._working: set[asyncio.Task[None]] = set()  # promotions with what follows them, and erasures
+        self._working: set[asyncio.Task[None]] = set()  # promotions with what follows them
 
     async def start(self, *, required: bool) -> None:
         """Open the file in the background, and wait for it a little.
@@ -111,10 +115,11 @@ class DiskTier:
         demotion = Demotion(self._shard, disk, copies, slot_io, writing, writers, stale)
         promotion = Promotion(self._shard, disk, copies, slot_io, reading, readers, self._clock)
         demoting = asyncio.get_running_loop().create_task(demotion.run())
-        self._opened = _Opened(file, disk, copies, demotion, promotion, demoting)
-        for root, token_ids in self._to_forget:
-            self.forget(root, token_ids)
-        self._to_forget.clear()
+        async with self._shard.alone():
+            self._opened = _Opened(file, disk, copies, demotion, promotion, demoting)
+            for root, token_ids in self._to_forget:
+                await self.forget(root, token_ids)
+            self._to_forget.clear()
 
     def _load(self) -> tuple[DiskFile, DiskLayout, DiskSlots, list[int]]:
         """Open the shard's file, and take over what it has. Raises ConfigError or OSError."""
@@ -186,7 +191,7 @@ class DiskTier:
         if opened is None or opened.promotion.coming(root, token_ids, len(token_ids)) is None:
             then()
             return
-        self._run(self._promote(opened.promotion, root, token_ids, then))
+        self._run(self._promote(opened.promotion, root, token_ids, then), self._working)
 
     async def _promote(
         self, promotion: Promotion, root: bytes, token_ids: Sequence[int], then: Callable[[], None]
@@ -217,21 +222,38 @@ class DiskTier:
             return 0
         return self._opened.copies.first_used(block_ids) * self._shard.index.block_size
 
-    def forget(self, root: bytes, token_ids: Sequence[int]) -> None:
-        """Forget a prefix of full blocks and all that continues it; without tokens, all of the root.
+    async def forget(self, root: bytes, token_ids: Sequence[int]) -> None:
+        """Forget what begins with these tokens (`PrefixIndex.begun_by`). The caller is alone with the shard.
 
-        The file's entries follow soon. Raises TransferError if `root` is not a digest.
+        The file's entries follow (`erased`). Raises TransferError if `root` is not a digest.
         """
         if self._opened is None:
             self._to_forget.append((root, list(token_ids)))
             return
-        if slots := self._opened.disk.forget(root, token_ids):
-            self._run(self._opened.demotion.erase(slots))
+        disk = self._opened.disk
+        find = functools.partial(disk.index.begun_by, root, token_ids)
+        slots = await remove_found(disk.blocks.capacity, find, disk.remove)
+        if len(slots):
+            self._run(self._opened.demotion.erase(slots), self._erasing)
 
-    def _run(self, work: Coroutine[None, None, None]) -> None:
+    async def erased(self, within_s: float) -> bool:
+        """Wait until the file has no entry of what was forgotten. Returns whether that is so within this time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while tasks := self._unerased():
+                    await asyncio.wait(tasks)
+        return not self._to_forget and not self._unerased()
+
+    def _unerased(self) -> set[asyncio.Task[None]]:
+        """What has to end before all that was forgotten is erased."""
+        opening = [self._opening] if self._opening is not None and self._to_forget else []
+        return {task for task in (*self._erasing, *opening) if not task.done()}
+
+    @staticmethod
+    def _run(work: Coroutine[None, None, None], among: set[asyncio.Task[None]]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._working.add(task)
-        task.add_done_callback(self._working.discard)
+        among.add(task)
+        task.add_done_callback(among.discard)
 
     # ---- what it tells
 
@@ -271,21 +293,40 @@ class DiskTier:
         page.counter("disk_tier_declined_total", meaning, promotion.declined)
 
     async def close(self, *, flush: bool = False) -> None:
-        """End all tasks. `flush`: write what is cached and not on disk first, for at most `FLUSH_S`.
+        """Erase what was forgotten, and end all tasks. `flush`: write what is cached and not on disk first.
 
-        What is being read, or written by then, is lost. A call that hangs keeps the file open.
+        Both take at most `FLUSH_S`. If something cannot be erased, the next start discards the file. What is being
+        read, or written by then, is lost. A call that hangs keeps the file open.
         """
+        now_s = asyncio.get_running_loop().time
+        until_s = now_s() + FLUSH_S
+        erased = await self.erased(FLUSH_S)
         self._thread.close()
-        await end_tasks([*filter(None, [self._opening]), *self._working])
+        await end_tasks([*filter(None, [self._opening]), *self._working, *self._erasing])
         if (opened := self._opened) is None:
+            if not erased:
+                folder = self._config.kv_pool.disk_path
+                logger.error("the disk tier was never open: what was dropped may be in %s: delete its files", folder)
             return
         self._opened = None
         await end_tasks([opened.demoting])
-        if flush:
+        if not erased:
+            await self._discard(opened)
+        elif flush:
             flushing = asyncio.get_running_loop().create_task(opened.demotion.flush())
-            _, late = await asyncio.wait({flushing}, timeout=FLUSH_S)
+            _, late = await asyncio.wait({flushing}, timeout=max(0.0, until_s - now_s()))
             if late:
                 logger.warning("some cached blocks are not on disk: writing them would take over %.0f s", FLUSH_S)
             await end_tasks([flushing])
         if all([await opened.promotion.close(), await opened.demotion.close()]):
             opened.file.close()
+
+    async def _discard(self, opened: _Opened) -> None:
+        """Entries of what was forgotten are still in the file: have the next start discard it."""
+        discarding = asyncio.get_running_loop().create_task(opened.demotion.discard())
+        await asyncio.wait({discarding}, timeout=CLOSED_WITHIN_S)
+        if discarding.done() and discarding.exception() is None:
+            logger.warning("the next start discards %s: what was dropped could not be erased from it", opened.file.path)
+        else:
+            logger.error("what was dropped may be found in %s again: delete it", opened.file.path)
+        await end_tasks([discarding])

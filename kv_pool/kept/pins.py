@@ -13,6 +13,7 @@ from alignedserve.control.prefixes import prefix_tokens
 from alignedserve.errors import InvalidRequestError, PinsFullError
 from alignedserve.kv_pool.counts import Grant
 from alignedserve.kv_pool.pool import KvPool
+from alignedserve.kv_pool.prefix_chain import TOKEN_BYTES
 from alignedserve.kv_pool.records import MAX_NAME_BYTES, Holding
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import PIN
@@ -99,26 +100,20 @@ class Pins:
         self._count()
         return ended, grants
 
-    def drop(self, prefix: kp.CachedPrefix, root: bytes) -> tuple[list[str], int, list[Grant]]:
-        """End the pins that continue a prefix, and remove what continues it from the cache.
+    def let_go_of(self, prefix: kp.CachedPrefix) -> tuple[list[str], list[Grant]]:
+        """End the pins of a salt that begin with these tokens; returns those that there were.
 
-        Returns the pins, the number of blocks removed, and grants. Only full blocks count; without tokens, all of its
-        salt is dropped. Raises TransferError if the token ids are cut.
+        A pin has full blocks only: it may lack the last tokens, which fill none.
         """
-        tokens = prefix_tokens(prefix)
-        whole = tokens[: len(tokens) // self._pool.block_size * self._pool.block_size]
-        if tokens and not whole:
-            return [], 0, []
-        begin = prefix.token_ids[: len(whole) * whole.itemsize]
-        names = [
-            name
-            for name, spec in self._specs.items()
-            if spec.prefix.salt == prefix.salt and spec.prefix.token_ids.startswith(begin)
-        ]
-        ended, grants = self.let_go(names)
-        pool = self._pool
-        removed, more = pool.drop_prefix(root, whole, self.blocks) if whole else pool.drop_root(root, self.blocks)
-        return ended, removed, [*grants, *more]
+        begin = prefix.token_ids
+        block_bytes = self._pool.block_size * TOKEN_BYTES
+        least = len(begin) // block_bytes * block_bytes
+        names = []
+        for name, spec in self._specs.items():
+            own = spec.prefix.token_ids
+            if spec.prefix.salt == prefix.salt and len(own) >= least and own.startswith(begin[: len(own)]):
+                names.append(name)
+        return self.let_go(names)
 
     def used(self, block_ids: Sequence[int]) -> None:
         """A prompt begins with these blocks."""

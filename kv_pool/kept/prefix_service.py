@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from itertools import islice
 from typing import Any
 
@@ -20,19 +24,26 @@ from alignedserve.kv_pool.kept.sessions import Note, Sessions
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.prefix_chain import root_digest
 from alignedserve.kv_pool.records import Holding, WriterKey
+from alignedserve.kv_pool.removal import remove_found
 from alignedserve.kv_pool.stored import holding_to_proto
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.request import RequestKey
 
+logger = logging.getLogger(__name__)
+
 MOST_ASKED = 4096
+ERASED_WITHIN_S = 3.0  # a drop does not wait longer for the disk; the gateway waits 10 s for it
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PrefixCacheService(kp_grpc.PrefixCacheServicer):
-    """`ready` returns once the pool may be changed. `changed` gets the grants of each change."""
+    """`ready` returns once the pool may be changed. `changed` gets the grants of each change.
+
+    `alone`: until it is left, nothing else changes the pool.
+    """
 
     def __init__(
         self,
@@ -40,11 +51,13 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
         fraction: float,
         ready: Callable[[Context], Awaitable[KvPool]],
         changed: Callable[[Iterable[Grant]], None],
+        alone: Callable[[], AbstractAsyncContextManager[None]],
     ) -> None:
         self._pool_id = pool_id
         self._fraction = fraction
         self._ready = ready
         self._changed = changed
+        self._alone = alone
         self._fingerprint = self._weights = ""
         self._known: set[str] = set()  # weights that KV here may be of
         self._block_bytes = 0
@@ -169,23 +182,40 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
     async def Drop(self, request: kp.DropCached, context: Context) -> kp.Dropped:
         pool, pins = await self._ready(context), await self._open_pins(context)
         names, grants = pins.let_go(request.names)
+        self._changed(grants)
         removed = 0
         if request.HasField("prefix"):
-            asked = request.prefix
-            for weights in [asked.weights] if asked.weights else sorted(self._known | {self._weights}):
-                try:
-                    root = self.root(asked.salt, weights)
-                    more, count, freed = pins.drop(asked, root)
-                    if self.disk is not None:
-                        tokens = prefix_tokens(asked)
-                        whole = len(tokens) // pool.block_size * pool.block_size
-                        if whole or not tokens:
-                            self.disk.forget(root, tokens[:whole])
-                except AlignedServeError as error:
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
-                names, grants, removed = [*names, *more], [*grants, *freed], removed + count
-        self._changed(grants)
+            try:  # it is carried out even if the caller gives up
+                drop = asyncio.ensure_future(self._drop(pool, pins, request.prefix))
+                more, removed = await asyncio.shield(drop)
+            except AlignedServeError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+            names = [*names, *more]
         return kp.Dropped(names=names, blocks=removed)
+
+    async def _drop(self, pool: KvPool, pins: Pins, prefix: kp.CachedPrefix) -> tuple[list[str], int]:
+        """End the pins that begin with a prefix, and remove what does from memory and disk: without tokens, all of its
+        salt. Returns the pins, and the number of blocks removed from memory. Raises TransferError.
+        """
+        tokens, removed = prefix_tokens(prefix), 0
+
+        def remove(block_ids: list[int]) -> None:
+            nonlocal removed
+            count, grants = pool.remove(block_ids, pins.blocks)
+            removed += count
+            self._changed(grants)
+
+        async with self._alone():
+            names, grants = pins.let_go_of(prefix)
+            self._changed(grants)
+            for weights in [prefix.weights] if prefix.weights else sorted(self._known | {self._weights}):
+                root = self.root(prefix.salt, weights)
+                await remove_found(pool.counts().capacity, functools.partial(pool.begun_by, root, tokens), remove)
+                if self.disk is not None:
+                    await self.disk.forget(root, tokens)
+        if self.disk is not None and not await self.disk.erased(ERASED_WITHIN_S):
+            logger.warning("what was dropped is not erased from the disk tier's file yet")
+        return names, removed
 
     async def NoteEndings(self, request: kp.Endings, context: Context) -> pb.Empty:
         pool, now_s = await self._ready(context), time.monotonic()

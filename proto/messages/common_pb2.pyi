@@ -47,7 +47,7 @@ class Geometry(_message.Message):
     def __init__(self, model: _Optional[str] = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class StoreHandle(_message.Message):
-    __slots__ = ("store_id", "kind", "node_id", "agent_socket", "segment", "offset_bytes", "capacity_blocks", "geometry", "layer_begin", "layer_end", "head_begin", "head_end", "device", "device_handle", "memory")
+    __slots__ = ("store_id", "kind", "node_id", "agent_socket", "segment", "offset_bytes", "capacity_blocks", "geometry", "layer_begin", "layer_end", "head_begin", "head_end", "device", "device_handle", "memory", "parts")
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class StoreHandle(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_HANDLE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     store_id: str
     kind: str
     node_id: str
@@ -78,7 +79,8 @@ class StoreHandle(_message.Message):
     device: str
     device_handle: bytes
     memory: str
-    def __init__(self, store_id: _Optional[str] = ..., kind: _Optional[str] = ..., node_id: _Optional[str] = ..., agent_socket: _Optional[str] = ..., segment: _Optional[str] = ..., offset_bytes: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., layer_begin: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_begin: _Optional[int] = ..., head_end: _Optional[int] = ..., device: _Optional[str] = ..., device_handle: _Optional[bytes] = ..., memory: _Optional[str] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[StoreHandle]
+    def __init__(self, store_id: _Optional[str] = ..., kind: _Optional[str] = ..., node_id: _Optional[str] = ..., agent_socket: _Optional[str] = ..., segment: _Optional[str] = ..., offset_bytes: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., layer_begin: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_begin: _Optional[int] = ..., head_end: _Optional[int] = ..., device: _Optional[str] = ..., device_handle: _Optional[bytes] = ..., memory: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[StoreHandle, _Mapping]]] = ...) -> None: ...
 
 class LogitBias(_message.Message):
     __slots__ = ("token_id", "bias")

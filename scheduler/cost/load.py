@@ -22,6 +22,7 @@ from alignedserve.scheduler.cost.tensor_parallel import (
     check_weights_fit,
     degree_of,
     with_collectives,
+    with_exchange,
 )
 
 _DATA = Path(__file__).parent / "data"
@@ -120,17 +121,18 @@ def _degree(folder: Path, options: Mapping[str, float]) -> int:
 
 
 def _add_collectives(folder: Path, parts: CostParts, options: Mapping[str, float]) -> CostParts:
-    degree = _degree(folder, options)
-    if degree == 1:
+    degree, ranks = _degree(folder, options), int(options.get(EXPERT_RANKS, 1))
+    if degree == 1 and (ranks == 1 or not parts.experts_each):
         return parts
     bandwidth = options.get(BANDWIDTH, parts.hardware.get(BANDWIDTH))
     latency_s = options.get(LATENCY, LATENCY_S)
     if not bandwidth:
         raise ConfigError(
-            f"{folder} is of tensor parallelism {degree} on an unknown GPU: give the bytes/s of a device's link in "
-            "collectives (collective_bandwidth, a key of --hardware)"
+            f"{folder} is of tensor parallelism {degree} and {ranks} ranks that share experts, on an unknown GPU: give "
+            "the bytes/s of a device's link in collectives (collective_bandwidth, a key of --hardware)"
         )
-    return with_collectives(parts, degree, Collectives(bandwidth, latency_s))
+    collectives = Collectives(bandwidth, latency_s)
+    return with_exchange(with_collectives(parts, degree, collectives), ranks, collectives)
 
 
 def load_rank_cost(source: str | Path, ranks: int, kernel_mode: str = "split_kv", **options: Any) -> MeasuredCost:

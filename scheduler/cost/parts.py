@@ -86,6 +86,7 @@ class CostParts:
     (chunk tokens, cached tokens, requests, length) for passes with a chunk and decodes (absent: their sum). `hardware`:
     fields of the simulator's Hardware that come with the measurement. `sm_count` 0: not known. `no_split`: `decode` of
     that mode's kernel. `block_bandwidth`: bytes/s that one of its thread blocks reads. None and 0: not measured.
+    `experts_each`: experts of a mixture that a token activates in a layer; 0: not known.
     """
 
     name: str
@@ -100,5 +101,6 @@ class CostParts:
     sm_count: int = 0
     no_split: Surface | None = None
     block_bandwidth: float = 0.0
+    experts_each: int = 0
     hardware: Mapping[str, float] = field(default_factory=dict)
     source: Mapping[str, object] = field(default_factory=dict)

@@ -38,6 +38,10 @@ class StepCost(ABC):
         batch (which matters for `no_split` only). 0 if both are empty.
         """
 
+    def stages_s(self, chunks: Sequence[ChunkShape]) -> Sequence[float]:
+        """Seconds of a pass of prompt chunks in each stage of the instance's pipeline, one after the other."""
+        return (self.step_s(chunks, ()),)
+
     @abstractmethod
     def run_s(self, lengths: Sequence[int], steps: int) -> list[float]:
         """Seconds of each of the next `steps` decode passes without joins or departures.

@@ -10,7 +10,7 @@
 KV lengths are those before the pass: LLMServingSim's profiler gives each decode `kv_decode` computed tokens and one new
 (profiler/core/hooks/batch.py), and each chunk `kv_prefill`.
 
-The tables are those of one device of a tensor-parallel group, without collectives (`tensor_parallel.py` adds them). The
+The tables are those of one device of a group, without collectives (`tensor_parallel.py` adds them). The
 degree is an option, else the folder's suffix `-tpN`, else 1: `engine_effective` in meta.yaml may describe a run of
 another degree and is not read. For a model whose shape is not known by name, meta.yaml needs the whole model's `shape:
 {layers: 64, heads: 64, kv_heads: 8, head_dim: 128}`; for an unknown GPU it needs `sm_count`. Options override both.
@@ -55,7 +55,8 @@ def load_tables(
     """The parts from the tables in `folder`. `shape`: fields of `ModelShape` that replace the known whole model's.
 
     `degree`: of tensor parallelism, as the tables were measured. `expert_ranks`: over how many ranks the experts of a
-    mixture are divided, each rank with as many tokens as this one (expert parallelism); their exchange is not in it.
+    mixture are divided, each rank with as many tokens as this one (expert parallelism).
+
     Raises ConfigError for a missing or broken file, with its line and column, and for a model of unknown shape or one
     that cannot be divided.
     """
@@ -77,6 +78,7 @@ def load_tables(
         chunk=ChunkAttention(chunk),
         skew=_skew(folder / "skew_fit.csv", meta, folder / "meta.yaml"),
         mixed=mixed,
+        experts_each=_experts_each(folder / EXPERTS),
         sm_count=_count(meta, "sm_count", folder) or (0 if device is None else device.sms),
         hardware=instance_hardware(model, str(meta.get("model", "")), device, degree),
         source={
@@ -173,12 +175,22 @@ def _experts(path: Path, ranks: int) -> tuple[list[float], Callable[[float], flo
     a rank has E / R experts: T k of the R T k pairs of token and expert, as in the table. Fewer experts than a token
     activates were not measured, and take as long as that many.
     """
-    rows = {tuple(row[:2]): row[2] for _, row in read_rows(path, (), ("tokens", "activated_experts", "time_us"))}
+    rows = _expert_rows(path)
     each, all_of = min(active for _, active in rows), max(active for _, active in rows)
     axes, values = full_grid(rows)
     surface = Surface(axes[0], axes[1], values.tolist())
     here = all_of / ranks  # the surface takes a number below its first point as that
     return axes[0], lambda tokens: surface.at(tokens, here * (1.0 - (1.0 - each / all_of) ** (ranks * tokens)))
+
+
+def _expert_rows(path: Path) -> dict[tuple[float, ...], float]:
+    """Microseconds by tokens and activated experts."""
+    return {tuple(row[:2]): row[2] for _, row in read_rows(path, (), ("tokens", "activated_experts", "time_us"))}
+
+
+def _experts_each(path: Path) -> int:
+    """Experts that one token activates in a layer; 0 without the table."""
+    return int(min(active for _, active in _expert_rows(path))) if path.is_file() else 0
 
 
 def _sum_of(path: Path, column: str, weights: Mapping[str, float], default: float = 1.0) -> Curve:

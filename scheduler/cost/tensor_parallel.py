@@ -1,8 +1,13 @@
-"""Tensor parallelism: each device of an instance computes a share of the heads, and collectives add the shares up.
+"""Collectives of instances that have several devices.
+
+Tensor parallelism: each device of an instance computes a share of the heads, and collectives add the shares up.
 
 In every layer the hidden states of a pass are reduced twice over all devices, after attention and after the
 feed-forward part. A ring of N devices moves 2 (N - 1) / N of their bytes over each device's link (Patarasuk and Yuan,
 2009). The logits of the divided vocabulary are gathered: (N - 1) / N of their bytes.
+
+Ranks that share experts: in every layer the states of each token go to the ranks of the experts that it activates, once
+for each expert, and come back. All but one Nth of the rows leave their rank.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ POOL_GIB = 512
 REACHED = 0.8  # of a link's data-sheet rate
 LATENCY_S = 20e-6
 REDUCES_PER_LAYER = 2
+EXCHANGES_PER_LAYER = 2  # of tokens: to the experts, and back
 BLOCK_TOKENS = 16
 _SUFFIX = re.compile(r"-tp(\d+)$")
 
@@ -74,6 +80,19 @@ def with_collectives(parts: CostParts, degree: int, collectives: Collectives) ->
     source = {**parts.source, "tensor_parallel": degree, **asdict(collectives)}
     dense, sequences = _with(parts.dense, of_tokens), _with(parts.sequences, of_requests)
     return replace(parts, dense=dense, sequences=sequences, source=source)
+
+
+def with_exchange(parts: CostParts, ranks: int, collectives: Collectives) -> CostParts:
+    """The parts of one of `ranks` ranks that share experts, with the time of the exchange, by the tokens of a rank."""
+    if ranks == 1 or not parts.experts_each:
+        return parts
+    row_bytes = parts.experts_each * parts.shape.hidden * parts.shape.itemsize
+
+    def of_tokens(tokens: float) -> float:
+        return EXCHANGES_PER_LAYER * parts.shape.layers * collectives.gather_us(ranks, row_bytes * tokens)
+
+    source = {**parts.source, "exchange": True, **asdict(collectives)}
+    return replace(parts, dense=_with(parts.dense, of_tokens), source=source)
 
 
 def _with(curve: Curve, more: Callable[[float], float]) -> Curve:

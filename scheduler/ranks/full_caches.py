@@ -18,20 +18,22 @@ from alignedserve.scheduler.ranks.window import Window
 
 SLACK = 0.005  # share of the level by which a rank may exceed it before requests move
 ABOVE_WEIGHT = 3.0  # of load above the level, which every rank waits for, beside the sum of all loads
+HEAVY = 0.7  # of a mean request's KV: one whose own time takes longer counts with it
 COPY_WEIGHT = 0.1  # by how many tokens loads must fall, so weighed, for each token that is copied
 
 
 def refill(ranks: Sequence[Rank], loads: list[float], window: Window, weights: Weights) -> list[Place]:
     """Which waiting requests join which rank. Changes `loads` and the counters accordingly.
 
-    Loads are compared by what fills room, without the weight of each request that joins.
+    Loads are compared by what fills room, without the weight of each request that joins, unless that is heavy.
     """
     places: list[Place] = []
-    level = full_level(ranks, loads, window)
+    counted = _counted(window, weights)
+    level = full_level(ranks, loads, window, counted)
 
     def place(request: Ready, most: float) -> bool:
         fitting = [rank for rank in ranks if rank.takes(request)]
-        extra = [added(rank, request.tokens, weights) - weights.request for rank in fitting]
+        extra = [added(rank, request.tokens, weights) - weights.request + counted for rank in fitting]
         # an empty rank takes any request: otherwise a long one could wait without end
         possible = [
             (more, loads[rank.number], rank.number)
@@ -60,7 +62,7 @@ def refill(ranks: Sequence[Rank], loads: list[float], window: Window, weights: W
 def moves(ranks: Sequence[Rank], loads: list[float], members: Members, window: Window, weights: Weights) -> list[Move]:
     """At most as many as there are ranks. Changes `loads` and the counters accordingly."""
     found: list[Move] = []
-    level = full_level(ranks, loads, window)
+    level = full_level(ranks, loads, window, _counted(window, weights))
     most = level * (1 + SLACK)
     movable: dict[int, list[Ready]] = {}
     above = {number for number, load in enumerate(loads) if load > most}
@@ -88,9 +90,18 @@ def moves(ranks: Sequence[Rank], loads: list[float], members: Members, window: W
     return found
 
 
-def full_level(ranks: Sequence[Rank], loads: Sequence[float], window: Window) -> float:
-    """The least load of a rank whose room is filled; infinite without any."""
-    of_block = window.mean_tokens / window.mean_blocks if len(window) else 0.0
+def _counted(window: Window, weights: Weights) -> float:
+    """The load of a request that joins, beside its KV. Where ranks share experts, each has its rows exchanged.
+
+    Without a cost model its weight is a guess, and does not count.
+    """
+    heavy = bool(weights.token_s and len(window)) and weights.request > HEAVY * window.mean_tokens
+    return weights.request if heavy else 0.0
+
+
+def full_level(ranks: Sequence[Rank], loads: Sequence[float], window: Window, counted: float) -> float:
+    """The least load of a rank whose room is filled; infinite without any. `counted`: of a request beside its KV."""
+    of_block = (window.mean_tokens + counted) / window.mean_blocks if len(window) else 0.0
     rooms = [max(0, rank.room_blocks) * of_block if rank.slots > 0 else 0.0 for rank in ranks]
     return min((loads[rank.number] + rooms[rank.number] for rank in ranks if rank.requests), default=math.inf)
 

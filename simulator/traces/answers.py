@@ -35,7 +35,7 @@ def with_answers(rows: Sequence[Row], block_tokens: int) -> tuple[tuple[Row, ...
         while last is not None and len(blocks) < missing:
             nexts = list(following.get(last, ()))
             last = nexts[0] if len(nexts) == 1 else None
-            if last is None or first[last] <= number:
+            if last is None or first[last] <= number or last in blocks:  # ids that follow each other in a circle
                 break
             blocks.append(last)
         continued += bool(blocks)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 
 from alignedserve.errors import ConfigError
 from alignedserve.request import BATCH_PRIORITY
-from alignedserve.simulator.traces.fields import MAX_TOKENS
+from alignedserve.simulator.traces.generated import MOST_REQUESTS, check_range, described, is_of, parsed
 from alignedserve.simulator.traces.load import Load
 from alignedserve.simulator.traces.trace import Trace
 from alignedserve.simulator.workload import Arrival, Workload
 
 PREFIX = "mix:"
 _DEFAULT_REQUESTS = 1000
-_MOST_REQUESTS = 10_000_000
 
 
 def is_mix(source: str) -> bool:
-    return source.startswith(PREFIX) or source == PREFIX.rstrip(":")
+    return is_of(PREFIX, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,35 +41,18 @@ class Mix(Trace):
     @classmethod
     def parse(cls, source: str) -> Mix:
         """Parse `mix:short=0.95,requests=2000`; every key is optional. Raises ConfigError."""
-        known = {entry.name: entry for entry in fields(cls) if entry.init}
-        given: dict[str, float | int] = {}
-        for part in filter(None, source.removeprefix(PREFIX).removeprefix("mix").split(",")):
-            name, _, text = part.partition("=")
-            if name not in known:
-                raise ConfigError(f"{source}: unknown key {name!r}; a mix has {', '.join(known)}")
-            kind = float if name == "short" else int
-            try:
-                given[name] = kind(text)
-            except ValueError:
-                wanted = "a number" if kind is float else "a whole number, such as 1000"
-                raise ConfigError(f"{source}: {name}={text!r} is not {wanted}") from None
-        mix = replace(cls(), **given)  # type: ignore[arg-type]  # values have the types of the fields
+        mix = parsed(cls(), PREFIX, source)
         mix._check(source)
         return mix
 
     def _check(self, source: str) -> None:
         if not 0 <= self.short <= 1:
             raise ConfigError(f"{source}: short must be a share between 0 and 1")
-        if not 1 <= self.requests <= _MOST_REQUESTS:
-            raise ConfigError(f"{source}: requests must be between 1 and {_MOST_REQUESTS}")
-        if not 0 <= self.batch <= _MOST_REQUESTS:
-            raise ConfigError(f"{source}: batch must be between 0 and {_MOST_REQUESTS}")
-        for name in ("short", "long", "output"):
-            low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
-            if not 1 <= low <= high:
-                raise ConfigError(f"{source}: {name}_min ({low}) must be at least 1, {name}_max ({high}) no less")
-            if high >= MAX_TOKENS:
-                raise ConfigError(f"{source}: {name}_max must be less than {MAX_TOKENS} tokens")
+        if not 1 <= self.requests <= MOST_REQUESTS:
+            raise ConfigError(f"{source}: requests must be between 1 and {MOST_REQUESTS}")
+        if not 0 <= self.batch <= MOST_REQUESTS:
+            raise ConfigError(f"{source}: batch must be between 0 and {MOST_REQUESTS}")
+        check_range(source, self, "short", "long", "output")
 
     def workload(self, load: Load, seed: int) -> Workload:
         if self.batch and load.clients:
@@ -95,8 +76,4 @@ class Mix(Trace):
         return inputs, outputs
 
     def describe(self) -> dict[str, object]:
-        keys = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
-        if not self.batch:
-            del keys["batch"]
-        spec = PREFIX + ",".join(f"{name}={value}" for name, value in keys.items())
-        return {"source": spec, "format": "mix", "sha256": hashlib.sha256(spec.encode()).hexdigest(), "mix": keys}
+        return described(self, PREFIX, () if self.batch else ("batch",))

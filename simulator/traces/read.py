@@ -8,6 +8,7 @@ from pathlib import Path
 from alignedserve.errors import TraceError
 from alignedserve.simulator.traces import records, tables
 from alignedserve.simulator.traces.answers import with_answers
+from alignedserve.simulator.traces.chats import Chats, are_chats
 from alignedserve.simulator.traces.mix import Mix, is_mix
 from alignedserve.simulator.traces.trace import LengthsTrace, TimedTrace, Trace, in_order
 
@@ -21,9 +22,11 @@ _COMPRESSED = {
 
 
 def read_trace(source: str) -> Trace:
-    """Read a file, or the specification of a mix. Raises TraceError with file, line and column."""
+    """Read a file, or the specification of a mix or of chats. Raises TraceError with file, line and column."""
     if is_mix(source):
         return Mix.parse(source)
+    if are_chats(source):
+        return Chats.parse(source)
     raw = _bytes(source)
     digest = hashlib.sha256(raw).hexdigest()
     text = _text(raw, source)

@@ -1,10 +1,13 @@
-"""Traces as JSON lines: Mooncake's, and the request log of our gateways (`--request-log`)."""
+"""Traces as JSON lines: Mooncake's and Bailian's, and the request log of our gateways (`--request-log`)."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from alignedserve.simulator import trace_formats
@@ -13,7 +16,9 @@ from alignedserve.simulator.traces.measured import LogFigures
 from alignedserve.simulator.traces.tables import Found
 from alignedserve.simulator.traces.trace import Row
 
-_MOONCAKE_BLOCK = 512  # tokens of each of its hash_ids, where a line has no `block_tokens`
+_MOONCAKE_BLOCK = 512  # tokens of each of its hash_ids
+_BLOCK_SIZES = (_MOONCAKE_BLOCK, 16, 32, 64, 128, 256, 1024, 2048, 4096, 8, 4, 2, 1)
+"""Tokens of an id, where no line has `block_tokens`: the first that fits. 16: Bailian's."""
 _MOONCAKE = ("timestamp", "input_length", "output_length")
 _REQUEST_LOG = ("arrival_unix_s", "input_tokens", "output_tokens")
 _MOST_ID = (1 << 63) - 1  # of a block
@@ -63,18 +68,39 @@ class _Record:
         return self.values[key], self.place(key)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ids:
+    """How many ids a line has for its prompt. `place`: of the ids."""
+
+    count: int
+    input_tokens: int
+    place: Place
+
+    def fill(self, size: int) -> int:
+        """Blocks of `size` tokens that the prompt fills, the last one perhaps in part."""
+        return -(-self.input_tokens // size)
+
+
 class _Mooncake:
+    """Also Alibaba's Bailian traces, which name each line's `chat_id`: their times are seconds."""
+
     def __init__(self) -> None:
         self._found = Found("mooncake", timed=True)
+        self._ids: list[_Ids] = []
+        self._sized = False  # a line has told the size of its blocks
         self._seen: set[int] = set()
         self._hits = 0
         self._blocks = 0
 
     def add(self, record: _Record) -> None:
-        arrival_s = seconds_of(*record.get("timestamp")) / 1e3
+        per_s = 1.0 if "chat_id" in record.values else 1e3
+        arrival_s = seconds_of(*record.get("timestamp")) / per_s
         inputs, outputs = tokens_of(*record.get("input_length")), tokens_of(*record.get("output_length"))
         blocks = _names(record, "hash_ids")
         _block_tokens(self._found, record, blocks, _MOONCAKE_BLOCK)
+        if blocks:
+            self._ids.append(_Ids(len(blocks), inputs, record.place("hash_ids")))
+            self._sized |= "block_tokens" in record.values
         self._found.add(Row(inputs, outputs, arrival_s, blocks=blocks), record.place("timestamp"))
         self._blocks += len(blocks)
         for position, block in enumerate(blocks):  # a prefix ends at the first block that no earlier request had
@@ -84,6 +110,18 @@ class _Mooncake:
             self._hits += 1
 
     def finish(self) -> Found:
+        if self._ids and not self._sized and (size := _inferred_size(self._ids)) != _MOONCAKE_BLOCK:
+            self._found.block_tokens = size
+            self._found.notes.append(
+                f"hash_ids are taken to name blocks of {size} tokens: every line has as many as its prompt fills"
+            )
+        size = self._found.block_tokens
+        for ids in self._ids:
+            if ids.count > (most := ids.fill(size)):
+                ids.place.fail(
+                    f"{ids.count} ids are more than the {most} blocks of {size} tokens that the prompt fills; "
+                    "`block_tokens` in a line says how many tokens each id is of"
+                )
         if self._hits:
             share = self._hits / self._blocks
             self._found.notes.append(
@@ -91,6 +129,16 @@ class _Mooncake:
                 "request's prefix; every prompt is computed in full without kv_pool.prefix_cache"
             )
         return self._found
+
+
+def _inferred_size(lines: Sequence[_Ids]) -> int:
+    """The first of `_BLOCK_SIZES` of which every line names all blocks, or all full ones; else Mooncake's."""
+    for size in _BLOCK_SIZES:
+        if all(ids.count == ids.fill(size) for ids in lines) or all(
+            ids.count == ids.input_tokens // size for ids in lines
+        ):
+            return size
+    return _MOONCAKE_BLOCK
 
 
 class _RequestLog:
@@ -146,12 +194,18 @@ def _block_tokens(found: Found, record: _Record, blocks: tuple[int, ...], defaul
 
 
 def _names(record: _Record, key: str) -> tuple[int, ...]:
-    """Ids of blocks; none if they are null or missing. Negative ones are left for answers without a name."""
+    """Ids of blocks; none if they are null or missing. Negative ones are left for answers without a name.
+
+    An id names its block and all tokens before it, so no line has one twice.
+    """
     found = record.values.get(key)
     if found is None:
         return ()
     if not isinstance(found, list) or not all(type(one) is int and 0 <= one <= _MOST_ID for one in found):
         record.place(key).fail("must be a list of whole numbers from 0 to 2^63 - 1")
+    if len(set(found)) < len(found):
+        again = next(one for one, times in Counter(found).items() if times > 1)
+        record.place(key).fail(f"{again} is there twice, but an id names all tokens up to the end of its block")
     return tuple(found)
 
 

@@ -32,6 +32,7 @@ def _key(
 class ModelConfig:
     path: str = _key("tiny", "the model: 'tiny' (ships with the package), a local folder, or ORG/NAME on a hub")
     served_name: str = _key("", "the model name that clients use; empty: the last part of model.path")
+    aliases: str = _key("", "more names that clients may use, separated by commas; * stands for any characters")
     dtype: str = _key(
         "auto",
         "data type of weights and KV; auto: float32 on a CPU, the checkpoint's type on a GPU",
@@ -78,8 +79,8 @@ class ClusterConfig:
     decode_resources: str = _key("", "Ray resources that each decode instance takes from its node: decode_node=1")
     name: str = _key("default", "the application's name in Ray; it must be unique in a Ray cluster")
     threads: int = _key(0, "CPU threads of each worker; 0: all cores", low=0, high=1024)
-    tensor_parallel: int = _key(1, "ranks that share each layer of an instance's model (on a CPU)", low=1, high=64)
-    pipeline_parallel: int = _key(1, "stages that share out an instance's layers (on a CPU)", low=1, high=64)
+    tensor_parallel: int = _key(1, "ranks that share each layer of an instance's model", low=1, high=64)
+    pipeline_parallel: int = _key(1, "stages that share out an instance's layers", low=1, high=64)
 
 
 @dataclass(frozen=True, slots=True)

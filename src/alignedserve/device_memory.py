@@ -14,16 +14,20 @@ from dataclasses import dataclass, replace
 from alignedserve.batch_size import LEAST, automatic_max_running, choices
 from alignedserve.config import Config
 from alignedserve.errors import ResourceError
-from alignedserve.geometry import DTYPE_BYTES
+from alignedserve.geometry import DTYPE_BYTES, KvGeometry
 from alignedserve.graph_sizes import graph_sizes
 from alignedserve.memory import GIB, describe_bytes
 from alignedserve.model import ModelInfo
+from alignedserve.ranks.degrees import Degrees, devices_in
 
 TOTAL_GAUGE, FREE_GAUGE = "device_total_bytes", "device_free_bytes"  # in a worker's heartbeat
 
 # Reserves that are not measured before the start: upper bounds of published figures.
 CONTEXT_BYTES = 768 << 20  # context, modules, cuBLAS workspaces, and memory lost to fragmentation
 PAIR_BYTES = 100 << 20  # NCCL takes 52 to 100 MB for a pair of ranks
+GROUP_BYTES = 512 << 20  # NCCL's for the ranks of an instance: channels to each other
+UNEQUAL = 0.02  # of a rank's weights: vocabularies and MLPs are filled up, and some are in each rank
+RANK_EXTRA_BYTES = 8 << 20  # the same for small models
 NCCL_CHANNELS = ("auto", "nccl")  # settings of cluster.channel that may select NCCL
 STAGING_BYTES = 64 << 20  # for copies that are packed on the device
 GRAPH_LAYER_BYTES = 256 << 10  # one layer's kernels in one captured graph
@@ -38,8 +42,66 @@ KEYS = {
 
 
 @dataclass(frozen=True, slots=True)
+class RanksHere:
+    """How many of an instance's ranks are on the device that has most of them."""
+
+    number: int
+    degrees: Degrees
+
+    @classmethod
+    def of(cls, config: Config, role: str, device: str) -> RanksHere:
+        degrees = config.degrees(role)
+        return cls(-(-degrees.ranks // len(devices_in(device))), degrees)
+
+    @property
+    def captures(self) -> bool:
+        """Whether decode iterations are CUDA graphs."""
+        return self.degrees.stages == 1 and self.number == 1
+
+    def weight_bytes(self, model: ModelInfo) -> int:
+        """At most: what all ranks hold (norms, KV heads that are fewer than ranks), and a stage with both ends."""
+        degrees, size = self.degrees, DTYPE_BYTES[model.dtype]
+        if degrees.ranks == 1:
+            return model.weight_bytes
+        hidden, end = _hidden(model), _end_bytes(model)
+        rest = max(0, model.weight_bytes - 2 * end)
+        share = self.layers(model) / model.layers / degrees.tensor
+        held = share * rest + (2 * end / degrees.tensor if degrees.stages > 1 else (model.weight_bytes - rest) * share)
+        twice = max(0.0, 1.0 / model.kv_heads - 1.0 / degrees.tensor)  # of the KV heads, beyond a rank's share
+        held += self.layers(model) * 2 * model.kv_heads * model.head_dim * hidden * size * twice
+        return self.number * int(held * (1.0 + UNEQUAL) + RANK_EXTRA_BYTES)
+
+    def layers(self, model: ModelInfo) -> int:
+        """At most, of one rank. Stages are balanced by active weights, of which the last has the head, too."""
+        stages = self.degrees.stages
+        if stages == 1:
+            return model.layers
+        end = _end_bytes(model)
+        least = max(1.0, (model.weight_bytes - model.expert_bytes - 2 * end) / model.layers)  # active ones of a layer
+        return min(model.layers - stages + 1, int((model.layers + end / least) / stages) + 2)
+
+    def block_bytes(self, model: ModelInfo, geometry: KvGeometry) -> int:
+        """At most."""
+        heads = max(1, geometry.kv_heads // self.degrees.tensor)
+        head_bytes = geometry.block_bytes // (geometry.layers * geometry.kv_heads)
+        return self.number * head_bytes * self.layers(model) * heads
+
+
+def _hidden(model: ModelInfo) -> int:
+    return model.hidden_size or (model.heads or model.kv_heads) * model.head_dim
+
+
+def _end_bytes(model: ModelInfo) -> int:
+    """Bytes of the embedding, and of the head."""
+    return model.vocab_size * _hidden(model) * DTYPE_BYTES[model.dtype]
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The memory of one instance's device, measured before anything was loaded."""
+    """The memory of one instance's device, measured before anything was loaded.
+
+    Of several ranks, `device` names all devices ("cuda:0,1"), and the memory is that of the one with the least free.
+    """
 
     instance: str
     device: str
@@ -100,7 +162,6 @@ class Wanted:
     least: int
     largest: int
     served: int  # decode instances that share the buffers of one prefill instance
-    block_bytes: int
 
 
 def activation_bytes(model: ModelInfo, tokens: int, rows: int) -> int:
@@ -113,7 +174,7 @@ def activation_bytes(model: ModelInfo, tokens: int, rows: int) -> int:
     """
     size = DTYPE_BYTES[model.dtype]
     heads = model.heads or model.kv_heads
-    hidden = model.hidden_size or heads * model.head_dim
+    hidden = _hidden(model)
     attention = (3 * (heads + 2 * model.kv_heads) + 2 * heads) * model.head_dim * size
     mlp = 4 * (model.mlp_width or 4 * hidden) * size
     token_bytes = 4 * hidden * size + 2 * hidden * 4 + max(attention, mlp)
@@ -123,21 +184,28 @@ def activation_bytes(model: ModelInfo, tokens: int, rows: int) -> int:
     return tokens * token_bytes + rows * row_bytes + max(gathered, partial)
 
 
-def fixed_parts(config: Config, model: ModelInfo, role: str) -> dict[str, int]:
-    """All memory of an instance except its KV blocks: bytes by part. An automatic `decode.max_running` is the least."""
+def fixed_parts(config: Config, model: ModelInfo, role: str, ranks: RanksHere | None = None) -> dict[str, int]:
+    """All memory of an instance on its fullest device except KV blocks: bytes by part. `ranks`: by default all there.
+
+    An automatic `decode.max_running` is the least.
+    """
+    ranks = ranks or RanksHere.of(config, role, "cuda:0")
     if role == PREFILL:
         tokens = config.prefill.pass_tokens
         rows = min(config.prefill.max_requests, tokens)
     else:
         tokens = rows = config.decode.max_running or LEAST
-    activations = activation_bytes(model, tokens, rows)
-    parts = {"weights": model.weight_bytes, "activations": activations}
-    if role == DECODE and config.decode.graphs != "off":  # their memory is a pool of its own
+    activations = ranks.number * activation_bytes(model, tokens, rows)
+    parts = {"weights": ranks.weight_bytes(model), "activations": activations}
+    if role == DECODE and config.decode.graphs != "off" and ranks.captures:  # their memory is a pool of its own
         graphs = len(graph_sizes(config.decode.graph_sizes, rows))
         parts["CUDA graphs"] = activations + graphs * model.layers * GRAPH_LAYER_BYTES
     others = config.cluster.decode if role == PREFILL else config.cluster.prefill
     parts["transfer buffers"] = STAGING_BYTES + (others * PAIR_BYTES if config.cluster.channel in NCCL_CHANNELS else 0)
-    parts["CUDA and libraries"] = CONTEXT_BYTES
+    if ranks.degrees.tensor > 1 and ranks.number == 1:
+        parts["transfer buffers"] += GROUP_BYTES
+    first = ranks.degrees.ranks > ranks.number  # the process of rank 0 has a context on each device, too
+    parts["CUDA and libraries"] = (ranks.number + first) * CONTEXT_BYTES
     return parts
 
 
@@ -155,25 +223,27 @@ def plan_devices(config: Config, model: ModelInfo, memories: Sequence[tuple[str,
         least=min(longest, geometry.blocks_for(LEAST_TOKENS)),
         largest=longest,
         served=-(-config.cluster.decode // config.cluster.prefill),
-        block_bytes=geometry.block_bytes,
     )
     budgets = _budgets(config, memories)
     tightest: dict[str, DeviceMemory] = {}
     for role, memory in memories:
         if role not in tightest or budgets[memory.instance] < budgets[tightest[role].instance]:
             tightest[role] = memory
+    ranks = {role: RanksHere.of(config, role, memory.device) for role, memory in tightest.items()}
+    block_bytes = {role: ranks[role].block_bytes(model, geometry) for role in tightest}
     decode_budget = budgets[tightest[DECODE].instance]
-    config = replace(config, decode=config.decode.running(_max_running(config, model, wanted, decode_budget)))
+    most = _max_running(config, model, wanted, decode_budget, ranks[DECODE], block_bytes[DECODE])
+    config = replace(config, decode=config.decode.running(most))
     roles: dict[str, RoleMemory] = {}
     stores: dict[str, dict[str, int]] = {}
     for role in (DECODE, PREFILL):
-        budget, fixed = budgets[tightest[role].instance], fixed_parts(config, model, role)
-        rest = (budget - sum(fixed.values())) // wanted.block_bytes
+        budget, fixed = budgets[tightest[role].instance], fixed_parts(config, model, role, ranks[role])
+        rest = (budget - sum(fixed.values())) // block_bytes[role]
         if role == DECODE:
             stores[role] = _decode_blocks(config, wanted, rest)
         else:
             stores[role] = _prefill_blocks(config, wanted, rest, stores[DECODE]["cache"])
-        held = {name: count * wanted.block_bytes for name, count in stores[role].items() if count}
+        held = {name: count * block_bytes[role] for name, count in stores[role].items() if count}
         roles[role] = RoleMemory(budget, fixed | held)
     short = [
         lack(role, memory, replace(roles[role], budget=budgets[memory.instance]))
@@ -237,25 +307,31 @@ def _figures(parts: Mapping[str, int]) -> str:
 
 def _budgets(config: Config, memories: Sequence[tuple[str, DeviceMemory]]) -> dict[str, int]:
     """Budgets in bytes, by instance. The instance of a device that measured first saw the most free memory."""
-    on: dict[tuple[str, str], list[DeviceMemory]] = {}
-    for _, memory in memories:
-        on.setdefault((memory.node_id, memory.device), []).append(memory)
+    on: dict[tuple[str, str], dict[DeviceMemory, int]] = {}  # ranks of each instance on a device
+    for role, memory in memories:
+        ranks = RanksHere.of(config, role, memory.device).number
+        for device in devices_in(memory.device):
+            on.setdefault((memory.node_id, device), {})[memory] = ranks
     found: dict[str, int] = {}
-    most = max(len(sharers) for sharers in on.values())
+    most = max(sum(sharers.values()) for sharers in on.values())
     for sharers in on.values():
         first = max(sharers, key=lambda memory: memory.free_bytes)
-        # Divided as on the fullest device, so that the cluster can grow without a change of any instance's share.
-        found |= {memory.instance: first.budget(config, most) for memory in sharers}
+        for memory, ranks in sharers.items():
+            # Divided as on the fullest device, so that the cluster can grow without a change of any instance's share.
+            budget = ranks * first.budget(config, most)
+            found[memory.instance] = min(budget, found.get(memory.instance, budget))
     return found
 
 
-def _max_running(config: Config, model: ModelInfo, wanted: Wanted, budget: int) -> int:
+def _max_running(
+    config: Config, model: ModelInfo, wanted: Wanted, budget: int, ranks: RanksHere, block_bytes: int
+) -> int:
     """`decode.max_running`, or the largest automatic value that fits `budget` bytes with the cache that it is for."""
     if config.decode.max_running:
         return config.decode.max_running
     for most in choices():
         tried = replace(config, decode=config.decode.running(most))
-        rest = (budget - sum(fixed_parts(tried, model, DECODE).values())) // wanted.block_bytes
+        rest = (budget - sum(fixed_parts(tried, model, DECODE, ranks).values())) // block_bytes
         cache = _decode_blocks(tried, wanted, rest)["cache"]
         if cache <= rest and automatic_max_running(cache * config.kv_pool.block_size) >= most:
             return most

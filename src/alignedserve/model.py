@@ -49,7 +49,8 @@ class ModelInfo:
     """A model's shape and limits. `eos_token_ids` are all its end tokens (config and generation_config).
 
     `heads` (query heads), `hidden_size` and `mlp_width` (of all experts of a token together) are used to estimate
-    memory; 0 means unknown. `weights` names what KV depends on beside the shape (`weights_identity`).
+    memory; 0 means unknown. Of `weight_bytes`, `expert_bytes` are of all experts, and `tied_bytes` of an embedding that
+    is the head, too. `weights` names what KV depends on beside the shape (`weights_identity`).
     `generation_defaults` are the sampling options of generation_config, which the values in a
     request override.
     """
@@ -66,6 +67,8 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, Any]
     weight_bytes: int
+    expert_bytes: int = 0
+    tied_bytes: int = 0
     heads: int = 0
     hidden_size: int = 0
     mlp_width: int = 0

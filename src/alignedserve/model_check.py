@@ -38,10 +38,10 @@ def check_model_files(folder: Path, trust_remote_code: bool = False) -> None:
 
 def check_if_here(folder: Path, trust_remote_code: bool = False) -> None:
     """Like `check_model_files`, for the files that this machine has. Only other nodes may have the rest."""
-    if not _is_here(folder / "config.json"):
+    if not is_here(folder / "config.json"):
         return
     config = _check_config(folder, trust_remote_code)
-    if not all(_is_here(file) for pattern in ("*.json", "*.safetensors") for file in folder.glob(pattern)):
+    if not all(is_here(file) for pattern in ("*.json", "*.safetensors") for file in folder.glob(pattern)):
         return
     try:
         files = weight_files(folder, config)
@@ -51,7 +51,8 @@ def check_if_here(folder: Path, trust_remote_code: bool = False) -> None:
         check_model_files(folder, trust_remote_code)
 
 
-def _is_here(file: Path) -> bool:
+def is_here(file: Path) -> bool:
+    """Whether this machine has the file, and may read it."""
     return is_there(file) and os.access(file, os.R_OK) and not is_pointer(file)
 
 

@@ -18,6 +18,19 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process with this pid. One that a debugger has stopped is none."""
+    try:
+        return _fields(pid)[0] == "T"
+    except OSError:
+        return False
+
+
 def started_ticks(pid: int) -> int:
     """The start time of the process, in the kernel's clock ticks since boot. Raises OSError if it does not exist."""
     return int(_fields(pid)[19])
+
+
+def parent_of(pid: int) -> int:
+    """The pid of its parent. Raises OSError if it does not exist."""
+    return int(_fields(pid)[1])

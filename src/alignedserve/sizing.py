@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 from alignedserve.batch_size import LEAST
 from alignedserve.config import Config
@@ -18,6 +18,7 @@ from alignedserve.prefix_marks import TOKEN_BYTES
 GIB = 1 << 30
 DISK_INDEX_BYTES = 300  # of a block on disk, in the shard's process
 SPARE_BYTES = 400 << 20  # a process that has imported torch, transformers and this package
+RANK_BYTES = 300 << 20  # a further rank's process, beside its weights
 INDEX_BYTES = 128  # of the prefix index for each block, beside the block's tokens (ADR 66)
 
 
@@ -61,6 +62,16 @@ class StorePlan:
         return cls(**raw, devices=devices)
 
 
+def instance_bytes(config: Config, role: str, model: ModelInfo) -> int:
+    """Bytes of host memory of the weights of an instance of this role on CPUs, and of its further ranks' processes.
+
+    Ranks that share experts have all other weights each. The embedding that is the head, too, is in two stages.
+    """
+    degrees = config.degrees(role)
+    weights = degrees.experts * (model.weight_bytes - model.expert_bytes) + model.expert_bytes
+    return weights + (model.tied_bytes if degrees.stages > 1 else 0) + (degrees.ranks - 1) * RANK_BYTES
+
+
 def plan_stores(
     config: Config,
     model: ModelInfo,
@@ -81,8 +92,8 @@ def plan_stores(
     """
     geometry = model.geometry(config.kv_pool.block_size)
     hosts = [_only(config, memory)] if isinstance(memory, int) else memory
-    weight_bytes = 0 if devices else model.weight_bytes
-    available = [max(0, host.available_bytes - _taken(host, weight_bytes)) for host in hosts]
+    own = {role: 0 if devices else instance_bytes(config, role, model) for role in ("prefill", "decode")}
+    available = [max(0, host.available_bytes - _taken(host, own)) for host in hosts]
     pool = (int(config.kv_pool.size_gib * GIB) or min(available) // 4) // geometry.block_bytes
     if devices:
         found = plan_devices(config, model, devices)
@@ -101,7 +112,7 @@ def plan_stores(
         plan = _plan_on_cpu(config, geometry, geometry.blocks_for(model.max_positions) + 1, pool, per_instance)
     for host in hosts:
         where = f" on node {host.node_id}" if len(hosts) > 1 else ""
-        _require_room(config, plan, geometry.block_bytes, host, weight_bytes, where)
+        _require_room(config, plan, geometry.block_bytes, host, own, where)
     if pool < 2:
         raise ResourceError(
             f"a shard of {describe_bytes(pool * geometry.block_bytes)} holds {pool} blocks of "
@@ -115,9 +126,9 @@ def _only(config: Config, memory_bytes: int) -> HostMemory:
     return HostMemory("", memory_bytes, config.cluster.prefill, config.cluster.decode, config.supervisor.spares)
 
 
-def _taken(host: HostMemory, weight_bytes: int) -> int:
-    """Bytes that weights and spares take on a node."""
-    return host.instances * weight_bytes + host.spares * SPARE_BYTES
+def _taken(host: HostMemory, own: Mapping[str, int]) -> int:
+    """Bytes that instances' weights and ranks, and spares, take on a node. `own`: of an instance, by role."""
+    return host.prefill * own["prefill"] + host.decode * own["decode"] + host.spares * SPARE_BYTES
 
 
 def _plan_on_cpu(config: Config, geometry: KvGeometry, longest: int, pool: int, per_instance: int) -> StorePlan:
@@ -149,7 +160,7 @@ def _plan_on_cpu(config: Config, geometry: KvGeometry, longest: int, pool: int, 
 
 
 def _require_room(
-    config: Config, plan: StorePlan, block_bytes: int, host: HostMemory, weight_bytes: int, where: str
+    config: Config, plan: StorePlan, block_bytes: int, host: HostMemory, own: Mapping[str, int], where: str
 ) -> None:
     """Raises ResourceError if the stores, and the weights if they are in host memory too, do not fit the node."""
     prefill, decode = host.prefill, host.decode
@@ -160,8 +171,10 @@ def _require_room(
         parts[f"{host.spares} warm spare(s)"] = host.spares * SPARE_BYTES
     if config.kv_pool.disk_gib:
         parts["the index of the disk tier"] = int(config.kv_pool.disk_gib * GIB) // block_bytes * DISK_INDEX_BYTES
-    if weight_bytes:
-        parts[f"the weights of {prefill + decode} workers"] = (prefill + decode) * weight_bytes
+    if any(own.values()):
+        ranks = prefill * config.degrees("prefill").ranks + decode * config.degrees("decode").ranks
+        of_ranks = f" of {ranks} ranks" if ranks > prefill + decode else ""
+        parts[f"the weights of {prefill + decode} workers{of_ranks}"] = _taken(replace(host, spares=0), own)
         parts[f"{decode} decode cache(s)"] = decode * plan.decode_cache * block_bytes
         parts[f"{prefill} prefill cache(s)"] = prefill * plan.prefill_cache * block_bytes
         if config.cluster.prefetch:

@@ -22,9 +22,10 @@ from support.chaos_asks import Ask, mixed
 
 STREAMS = 32
 ROLES = ("decode", "prefill", "kv_pool", "scheduler", "gateway", "supervisor", "node_agent")
+RANKS = ("rank of decode", "rank of prefill")
 SHORT_ROLES = ("decode", "scheduler", "gateway")
 VOCABULARY = 2000
-LONGEST_GAP_S = {"spare": 2.0, "alone": 8.0, "verified": 8.0}
+LONGEST_GAP_S = {"spare": 2.0, "alone": 8.0, "verified": 8.0, "ranks": 8.0}
 RANDOM_STRIKES = 20
 STOPPED_REPLACED_S = 10.0
 
@@ -82,16 +83,18 @@ def test_whichever_process_is_killed_no_stream_loses_or_repeats_a_token() -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("shape", ["alone", "spare", "verified"])
+@pytest.mark.parametrize("shape", ["alone", "spare", "verified", "ranks"])
 def test_every_role_is_struck_and_then_any(shape: str) -> None:
     arguments = {
         "alone": [],
         "spare": ["--prefill", "2", "--decode", "2", "--set", "supervisor.spares=1"],
         "verified": ["--verify-kv"],
+        "ranks": ["--prefill-tp", "2", "--decode-pp", "2", "--set", "supervisor.spares=1"],
     }[shape]
     draw = random.Random(7)
-    strikes = [(role, signal.SIGKILL) for role in ROLES]
-    strikes += [(draw.choice(ROLES), draw.choice([signal.SIGKILL, signal.SIGSTOP])) for _ in range(RANDOM_STRIKES)]
+    roles, count = (RANKS, len(RANKS) * 4) if shape == "ranks" else (ROLES, RANDOM_STRIKES)
+    strikes = [(role, signal.SIGKILL) for role in roles]
+    strikes += [(draw.choice(roles), draw.choice([signal.SIGKILL, signal.SIGSTOP])) for _ in range(count)]
 
     sent = asks(2, 500) if shape == "verified" else asks(2)
 

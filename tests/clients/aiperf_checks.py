@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 
 from checks import MODEL, check, main
-from load_checks import agreed, command, documented, documented_agrees, figures_agree
+from load_checks import PAGE, agreed, command, documented, documented_agrees, figures_agree
 from load_tools import run_tool
 
 SHARED, OWN, ANSWER = 256, 64, 16  # tokens
@@ -32,15 +32,12 @@ def the_documented_command_runs(url: str) -> None:
     documented_agrees(url, "aiperf")
 
 
-def hub_name(cache: Path) -> str:
-    """The model's tokenizer as a hub's cache has it: in a replay aiperf 0.13 finds no folder."""
-    model = cache / "models--local--tiny"
-    commit = "0" * 40
-    (model / "refs").mkdir(parents=True)
-    (model / "refs/main").write_text(commit)
-    (model / "snapshots").mkdir()
-    (model / "snapshots" / commit).symlink_to(os.environ["MODEL_FOLDER"])
-    os.environ.update(HF_HUB_CACHE=str(cache), HF_HUB_OFFLINE="1")
+def hub_name(folder: Path) -> str:
+    """The model's tokenizer as a hub's cache has it, by the lines of the page."""
+    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if "models--local--tiny" in line]
+    script = "\n".join(["set -e", *lines]).replace("MODEL", os.environ["MODEL_FOLDER"])
+    subprocess.run(["bash", "-c", script], cwd=folder, check=True)
+    os.environ.update(HF_HUB_CACHE=str(folder / "hub"), HF_HUB_OFFLINE="1")
     return "local/tiny"
 
 
@@ -64,7 +61,7 @@ def a_request_log_is_replayed(url: str) -> None:
     log.write_text("\n".join(newest), encoding="utf-8")
     save = ("simulate", "--trace", str(log), "--rate", "4", "--save-trace", str(trace))
     subprocess.run([os.environ["OUR_COMMAND"], *save], check=True, timeout=60)
-    words = documented(url, "aiperf", "mooncake", input_file=trace, tokenizer=hub_name(folder / "hub"))
+    words = documented(url, "aiperf", "mooncake", input_file=trace, tokenizer=hub_name(folder))
     found, grown = agreed(url, "aiperf", lambda out: run_tool("aiperf", [*command("aiperf"), *words], out))
     assert found["requests"] == REQUESTS
     assert found["output_tokens"] == REQUESTS * ANSWER

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
 import tempfile
 from functools import cache
@@ -20,6 +21,7 @@ sys.path.append(os.environ["FURTHER_PACKAGES"])
 import lm_eval
 import torch
 from checks import MODEL, check, main
+from load_checks import command, documented
 
 torch.set_num_threads(1)
 FOLDER = os.environ["MODEL_FOLDER"]
@@ -131,6 +133,18 @@ def chat_generates(url: str) -> None:
     assert len(said) == len(QUESTIONS)
     assert all(isinstance(text, str) and "\n\n" not in text for text in said)
     assert any(said)
+
+
+@check
+def the_documented_command_runs(url: str) -> None:
+    """It prints the numbers of the task; its task file is ours."""
+    (choices, _), folder = tasks()[0], Path(tempfile.mkdtemp(prefix="lm-eval-"))
+    (file := folder / "choices.yaml").write_text(json.dumps(choices), encoding="utf-8")  # JSON is YAML
+    words = documented(url, "lm_eval", tasks=file)
+    done = subprocess.run([*command("lm_eval"), *words], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = [line for line in done.stdout.splitlines() if "|acc " in line.replace("| ", "|")]
+    assert f"{truth()['results']['choices']['acc,none']:.4f}" in line
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 from load_tools import Endpoint, Figures, Load, run_load, run_tool  # noqa: E402
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+TRIES = 3
 PAGE = ROOT / "docs/operations/load.md"
 LOAD = Load(streams=4, requests=24, prompt_tokens=64, output_tokens=24)
 COUNTED = {
@@ -58,7 +59,7 @@ def command(tool: str) -> list[str]:
 def documented(url: str, tool: str, containing: str = "", **others: str | Path) -> list[str]:
     """The tool's command on the page of load tools, for this server and model. `others`: values of its options."""
     text = PAGE.read_text(encoding="utf-8").replace("\\\n", " ")
-    (line,) = [line for line in text.splitlines() if re.match(rf"{tool} (run|profile) .*{containing}", line)]
+    (line,) = [line for line in text.splitlines() if re.match(rf"{tool} (run|profile|--model) .*{containing}", line)]
     line = line.replace("http://127.0.0.1:8000", url).replace("=MODEL", f"={os.environ['MODEL_FOLDER']}")
     words = [{"MODEL": os.environ["MODEL_FOLDER"]}.get(word, word) for word in shlex.split(line)[1:]]
     for name, value in others.items():
@@ -67,14 +68,20 @@ def documented(url: str, tool: str, containing: str = "", **others: str | Path) 
 
 
 def agreed(url: str, tool: str, run: Callable[[Path], Figures]) -> tuple[Figures, Figures]:
-    """The figures of a run, and what the server has counted meanwhile, which is the same."""
-    before = counted(url)
-    found = run(Path(tempfile.mkdtemp(prefix=f"{tool}-")))
-    grown = {key: value - before[key] for key, value in counted(url).items()}
-    print(json.dumps({"tool": found, "server": grown}))
-    assert found["failed"] == 0
+    """The figures of a run, and what the server has counted meanwhile, which is the same.
+
+    guidellm 0.8.1 at times reports one finished request too few (63 of 64, none incomplete). Then it runs again.
+    """
+    for _ in range(TRIES):
+        before = counted(url)
+        found = run(Path(tempfile.mkdtemp(prefix=f"{tool}-")))
+        grown = {key: value - before[key] for key, value in counted(url).items()}
+        print(json.dumps({"tool": found, "server": grown}))
+        assert found["failed"] == 0
+        if found["requests"] != grown["requests"] - 1:
+            break
     for key in ("requests", "prompt_tokens", "output_tokens"):
-        assert found[key] == grown[key], key
+        assert found[key] == grown[key], f"{key}: {found} {grown}"
     server_ms = 1e3 * grown["ttft_s"] / grown["ttfts"]
     # The tool's own processes and the front add to it; on a busy machine as much again.
     assert server_ms - 1 <= found["ttft_mean_ms"] <= 2 * server_ms + 500

@@ -23,7 +23,7 @@ from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.cluster.launch.descendants import Descendants
 from alignedserve.proc_stat import is_alive
 from support.cpu_waits import thread_waits_s
-from support.serving import FakeServeProcess
+from support.serving import FakeServeProcess, wait_ready
 from support.started import noted, still_alive
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -51,18 +51,6 @@ def status() -> list[dict[str, Any]]:
     assert done.returncode == 0, done.stderr
     roles: list[dict[str, Any]] = json.loads(done.stdout)["roles"]
     return roles
-
-
-def wait_ready(server: ServeProcess, role_id: str, old_pid: int = 0, timeout_s: float = 30.0) -> int:
-    """The pid of the role's process once it is ready, and another than `old_pid`."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):  # the supervisor itself may be the one that is replaced
-            for role in server.get("/alignedserve/status", timeout_s=5.0)["roles"]:
-                if role["id"] == role_id and role["pid"] != old_pid and role["state"] == "ready":
-                    return int(role["pid"])
-        time.sleep(0.1)
-    raise AssertionError(f"{role_id} did not come back")
 
 
 def test_a_cluster_comes_up_replaces_what_dies_and_leaves_nothing(

@@ -22,6 +22,8 @@ import pytest
 from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.control.samples import value
 from support.browser import NO_AXE, NO_BROWSER, Page, browser_page
+from support.fake_cluster import FakeCluster
+from support.gateway import running_gateway
 from support.requirements import need, needs
 
 pytestmark = [
@@ -125,6 +127,25 @@ async def test_its_figures_are_those_of_the_metrics(server: ServeProcess) -> Non
     assert min(seen) <= shown["histogram"] <= max(seen)
     assert shown["tokens"] == pytest.approx(rate, rel=0.25)
     assert shown["running"] > 0
+
+
+async def test_what_is_not_known_is_not_shown_as_zero() -> None:
+    """No supervisor answers, so there is nothing to show."""
+    async with FakeCluster() as cluster, running_gateway(cluster) as gateway, browser_page() as page:
+        cluster.no_live = True
+        await page.open(f"{gateway.url}/")
+        await page.wait_for("document.getElementById('feed')?.dataset.state === 'stale'")
+        await page.wait_for("document.querySelector('#stages [data-state=queued]') !== null")
+        shown = await numbers(
+            page,
+            queued="document.querySelector('#stages [data-state=queued] strong').textContent",
+            waiting="document.getElementById('waiting-total').textContent",
+            empty="document.getElementById('waiting-empty').checkVisibility()",
+            words="document.getElementById('waiting-words').textContent",
+        )
+        assert page.complaints == []
+    words = "It is not known what waits: the scheduler tells nothing."
+    assert shown == {"queued": "–", "waiting": "–", "empty": False, "words": words}
 
 
 async def test_a_process_that_is_killed_is_seen_within_two_seconds(server: ServeProcess) -> None:

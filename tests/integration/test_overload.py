@@ -22,6 +22,7 @@ from support.gateway_process import GatewayProcess
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
 PATH = "/v1/completions"
+STATES = ("queued", "prefilling", "waiting_in_pool", "prefetched", "decoding")
 ROLES = ("prefill-0", "decode-0", "kv_pool-0", "scheduler-0", "node_agent-0")
 
 
@@ -99,10 +100,14 @@ async def test_the_kv_of_an_answer_that_no_client_reads_is_free_once_it_is_gener
         other = await http.post(PATH, json={"prompt": [10, 11], "max_tokens": 8, "ignore_eos": True})
     assert other.status_code == 200
     whole = b""
-    async with asyncio.timeout(60.0):
-        while b"data: [DONE]" not in whole[-200:]:
-            piece = await reader.read(1 << 20)
-            assert piece, f"the stream broke off after {whole[-500:]!r}"
-            whole += piece
+    try:
+        async with asyncio.timeout(60.0):
+            while b"data: [DONE]" not in whole[-200:]:
+                piece = await reader.read(1 << 20)
+                assert piece, f"the stream broke off after {whole[-500:]!r}"
+                whole += piece
+    except TimeoutError:
+        states = {state: await served.metric(f"alignedserve_requests_{state}") for state in STATES}
+        pytest.fail(f"after {len(whole)} bytes, of which the last are {whole[-300:]!r}, nothing came; {states}")
     assert whole.count(b'"finish_reason":"length"') == 32
     writer.close()

@@ -101,21 +101,30 @@ def test_turns_compute_only_what_is_new(folder: Path) -> None:
 
 
 def test_a_prefix_that_comes_at_once_is_computed_once(folder: Path) -> None:
-    system, *tails = prompts_of(folder, 440, 5, 6, 7, 8, 9, 30)
+    prompts = prompts_of(folder, 440, 441, 442, 443, 5, 6, 7, 8, 9, 30)
+    systems, tails = prompts[:4], prompts[4:]
 
-    async def run() -> tuple[list[Answer], str]:
+    async def run() -> tuple[list[list[Answer]], str]:
+        rounds: list[list[Answer]] = []
         async with LocalCluster(config_for(folder, token_budget=8)) as cluster:  # so that it takes a while
             await cluster.wait_ready()
             async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
-                answers = [driver.submit(system + tail, SAMPLING)[0] for tail in tails]
-                answers += driver.submit(system + tails[0], SAMPLING, n=3)
-                await driver.wait(answers)
-                return answers, await metrics_at_rest(cluster)
+                for system in systems:  # on a slow machine the first prompt may be computed before others are looked up
+                    answers = [driver.submit(system + tail, SAMPLING)[0] for tail in tails]
+                    answers += driver.submit(system + tails[0], SAMPLING, n=3)
+                    await driver.wait(answers)
+                    rounds.append(answers)
+                    metrics = await metrics_at_rest(cluster)
+                    if value(metrics, "alignedserve_prefix_cache_waited_prompts_total") > 0:
+                        break
+                return rounds, metrics
 
-    answers, metrics = asyncio.run(run())
-    check(folder, answers)
-    assert sorted(answer.cached_tokens for answer in answers)[:1] == [0]
-    assert all(answer.cached_tokens >= 440 // BLOCK * BLOCK for answer in answers[1:])
+    rounds, metrics = asyncio.run(run())
+    for answers in rounds:
+        check(folder, answers)
+        cached = sorted(answer.cached_tokens for answer in answers)
+        assert cached[0] == 0
+        assert all(tokens >= 440 // BLOCK * BLOCK for tokens in cached[1:])
     assert value(metrics, "alignedserve_prefix_cache_waited_prompts_total") > 0
 
 

@@ -12,14 +12,15 @@ import pytest
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
+from alignedserve.engine.parallel.processes import OWN_STORES_VARIABLE
 from alignedserve.proc_stat import is_alive
 from alignedserve.ranks.degrees import Degrees
-from alignedserve.ranks.forks import NAME
 from alignedserve.request import SamplingParams
 from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 from support.driver import Driver
 from support.held import wait_nothing_held
+from support.started import ranks_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -64,20 +65,6 @@ def repr_of(degrees: object) -> str | None:
     return f"{degrees.tensor}x{degrees.stages}x{degrees.experts}" if isinstance(degrees, Degrees) else None
 
 
-def ranks_of(pid: int) -> list[int]:
-    """Pids of the other ranks of the instance whose process this is."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            name = (entry / "comm").read_bytes().strip()
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            continue
-        if parent == pid and name == NAME:
-            found.append(int(entry.name))
-    return found
-
-
 async def wait_ended(pids: list[int]) -> None:
     async with asyncio.timeout(20.0):
         while any(map(is_alive, pids)):  # noqa: ASYNC110
@@ -98,6 +85,30 @@ SLOW_PAIRS = [
 )
 async def test_every_pair_of_degrees_gives_the_same_tokens(folder: Path, prefill: Degrees, decode: Degrees) -> None:
     await check_tokens(folder, prefill, decode)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (TWO, STAGES),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in ((TWO, FOUR), (FOUR, TWO), (STAGES, TWO), (ONE, BOTH), (BOTH, FOUR))
+        ),
+    ],
+    ids=repr_of,
+)
+async def test_pairs_whose_ranks_have_stores_of_their_own_give_the_same_tokens(
+    folder: Path,
+    prefill: Degrees,
+    decode: Degrees,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(OWN_STORES_VARIABLE, "1")
+    await check_tokens(folder, prefill, decode)
+    said = capfd.readouterr().err
+    assert all(f"kv_pool-0 to decode-0/cache/{rank}: channel" in said for rank in range(decode.ranks))
 
 
 @pytest.mark.parametrize("prefill", [ONE, pytest.param(TWO, marks=pytest.mark.slow)], ids=repr_of)
@@ -122,6 +133,7 @@ async def check_tokens(folder: Path, prefill: Degrees, decode: Degrees) -> None:
         told = {peer.process.id: peer.holds for peer in (await cluster.status()).peers}
         for role, degrees in (("prefill-0", prefill), ("decode-0", decode)):
             assert (str(degrees) in told[role]) == (degrees.ranks > 1)
+            assert all(str(pid) in told[role] for pid in ranks_of(pids[role]))
     await wait_ended(others)
 
 
@@ -131,7 +143,7 @@ async def check_tokens(folder: Path, prefill: Degrees, decode: Degrees) -> None:
 async def test_the_death_of_a_rank_is_that_of_its_instance_and_costs_no_token(
     folder: Path, degrees: Degrees, role_id: str, number: int
 ) -> None:
-    """A rank that is stopped is one that hangs: its instance makes no progress."""
+    """Also of one that is stopped."""
     prompts, reference = random_prompts(LENGTHS, VOCAB_SIZE, seed=23), load_reference(folder)
     async with LocalCluster(config(folder, degrees, degrees)) as cluster:
         await cluster.wait_ready()
@@ -147,9 +159,32 @@ async def test_the_death_of_a_rank_is_that_of_its_instance_and_costs_no_token(
             await driver.wait(answers, 120)
             for prompt, answer in zip([*prompts, *prompts], answers, strict=True):
                 assert answer.tokens == greedy(reference, prompt, NEW_TOKENS, answer.tokens)
-            await cluster.wait_restarted(role_id, incarnation, timeout_s=100)
+            await cluster.wait_restarted(role_id, incarnation, timeout_s=20)
             await wait_nothing_held(cluster)
             await wait_ended([other])
             (again,) = ranks_of(cluster.pids[role_id])
             cluster.kill(role_id)
             await wait_ended([again])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_rank_that_is_lost_while_it_loads_or_is_idle_is_replaced_within_ten_seconds(
+    folder: Path, number: int
+) -> None:
+    prompts, reference = random_prompts(LENGTHS, VOCAB_SIZE, seed=24), load_reference(folder)
+    async with LocalCluster(config(folder, TWO, TWO)) as cluster:
+        async with asyncio.timeout(30.0):
+            while not (loading := ranks_of(cluster.pids.get("decode-0", 0))):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert cluster.supervisor.core.state() != "ready"
+        os.kill(loading[0], number)
+        await cluster.wait_ready()
+        incarnation = cluster.peer("decode-0").process.incarnation
+        (idle,) = ranks_of(cluster.pids["decode-0"])
+        os.kill(idle, number)
+        await cluster.wait_restarted("decode-0", incarnation, timeout_s=10)
+        async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
+            for prompt, answer in zip(prompts, await driver.generate(prompts, GREEDY), strict=True):
+                assert answer.tokens == greedy(reference, prompt, NEW_TOKENS, answer.tokens)
+        await wait_ended([*loading, idle])

@@ -23,6 +23,7 @@ from alignedserve.client import AsyncClient
 from alignedserve.control.samples import by_instance, value
 from alignedserve.errors import AlignedServeError
 from support.chaos_asks import Ask, Heard
+from support.started import ranks_of
 
 REPEATED = "alignedserve_prefill_repeated_tokens_total"
 REUSED = "alignedserve_prefill_reused_tokens_total"
@@ -143,10 +144,14 @@ class Chaos:
         return sum(len(heard.tokens) for heard in self._expected)
 
     async def strike(self, role: str, number: int = signal.SIGKILL, *, at: float | None = None) -> Round:
-        """Signal a process of the role once the share `at` (random by default) of all tokens has been delivered."""
+        """Signal a process of the role once the share `at` (random by default) of all tokens has been delivered.
+
+        "rank of" and a role: one of the other ranks of an instance.
+        """
         share = self._draw.uniform(0.1, 0.7) if at is None else at
         repeated, reused = await self._counters(REPEATED), await self._counters(REUSED)
-        victim = self._draw.choice(await self._living(role))
+        victim = self._draw.choice(await self._living(role.removeprefix(RANK_OF)))
+        pids = ranks_of(victim["pid"]) if role.startswith(RANK_OF) else [victim["pid"]]
         struck: list[tuple[int, int, float, asyncio.Task[float]]] = []
 
         def watch(streams: Sequence[Stream]) -> None:
@@ -154,7 +159,7 @@ class Chaos:
             if not struck and delivered >= share * self.expected_tokens:
                 in_flight = sum(1 for stream in streams if stream.tokens and not stream.ended)
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(victim["pid"], number)
+                    os.kill(pids[0], number)
                     replaced = asyncio.ensure_future(self._wait_replaced(victim))
                     struck.append((delivered, in_flight, time.monotonic(), replaced))
 
@@ -278,6 +283,7 @@ def _grown(before: dict[str, float], after: dict[str, float]) -> int:
     return int(sum(now - (before.get(name, 0) if before.get(name, 0) <= now else 0) for name, now in after.items()))
 
 
+RANK_OF = "rank of "
 HEADER = (
     "role",
     "struck by",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import hashlib
 import os
@@ -42,7 +43,7 @@ class FaultyCalls(FileCalls):
         self.reads = self.writes = 0
         self.fds: list[int] = []
         self.dead = False  # the process has been killed: nothing reaches the disk any more
-        self.free = 1 << 50
+        self.free = self.total = 1 << 50
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         self.fds.append(super().open(path, flags, mode))
@@ -53,8 +54,8 @@ class FaultyCalls(FileCalls):
             self.fds.remove(fd)
             super().close(fd)
 
-    def free_bytes(self, folder: str) -> int:
-        return self.free
+    def room(self, folder: str) -> tuple[int, int]:
+        return self.free, self.total
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._require_alive()
@@ -172,7 +173,7 @@ class TierRig:
             return self.threads[-1]
 
         self.pool, self.index, self.store = pool, index, store
-        shard = Shard(pool, index, store, self.grants.extend, settled, verify, cost)
+        shard = Shard(pool, index, store, self.grants.extend, settled, contextlib.nullcontext, verify, cost)
         model = replace(MODEL, weights=weights)
         self.tier = DiskTier(Config(kv_pool=kv_pool), shard_id, model, shard, self.calls, lambda: self.now, make)
         self.tasks: list[asyncio.Task[object]] = []

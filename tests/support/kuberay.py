@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 FOLDER = Path(__file__).parents[2] / "deploy/kuberay"
-VARIANTS = ("cpu", "gpu-node", "gpu-nodes")
+VARIANTS = ("cpu", "gpu-node", "gpu-nodes", "gpu-ranks")
 Manifest = dict[str, Any]
 
 _UNITS = {"": 1.0, "m": 1e-3, **{f"{u}i": 1024.0 ** (n + 1) for n, u in enumerate("KMGT")}}
@@ -22,7 +22,26 @@ _UNITS = {"": 1.0, "m": 1e-3, **{f"{u}i": 1024.0 ** (n + 1) for n, u in enumerat
 
 def manifests(name: str) -> list[Manifest]:
     """All objects of a folder with a kustomization; those of the folders that it names come first."""
-    return [document for file in files(name) for document in _documents(file)]
+    found = [document for file in files(name) for document in _documents(file)]
+    for patch in kustomization(name).get("patches", ()):
+        (patched,) = (
+            entry
+            for entry in found
+            if (entry["kind"], entry["metadata"]["name"]) == (patch["target"]["kind"], patch["target"]["name"])
+        )
+        for change in yaml.load(patch["patch"], yaml.CSafeLoader):
+            _replace(patched, change)
+    return found
+
+
+def _replace(manifest: Any, change: Manifest) -> None:
+    """Apply a JSON patch (RFC 6902) that replaces a value."""
+    assert change["op"] == "replace"
+    *way, last = change["path"].lstrip("/").split("/")
+    for step in way:
+        manifest = manifest[int(step) if isinstance(manifest, list) else step]
+    assert last in manifest, change["path"]
+    manifest[last] = change["value"]
 
 
 def files(name: str) -> list[Path]:
@@ -131,6 +150,10 @@ def ray_pods(name: str) -> list[RayPods]:
 def _pods(group: str, count: int, spec: Manifest) -> RayPods:
     template = spec["template"]
     return RayPods(group, count, spec["rayStartParams"], template["metadata"], template["spec"])
+
+
+def is_memory(volume: Manifest) -> bool:
+    return bool(volume.get("emptyDir", {}).get("medium") == "Memory")
 
 
 def quantity(text: str | float) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.records import WriterKey
@@ -28,3 +30,8 @@ def leased(pool: KvPool, writer: WriterKey, count: int) -> list[int]:
     (grant,) = pool.want(writer, count)
     assert (grant.writer, len(grant.block_ids)) == (writer, count)
     return list(grant.block_ids)
+
+
+def drop_prefix(pool: KvPool, root: bytes, token_ids: Sequence[int], spared: Collection[int] = ()) -> int:
+    """Drop what begins with these tokens, as the shard does. Returns how many blocks there were."""
+    return pool.remove(pool.begun_by(root, token_ids).tolist(), spared)[0]

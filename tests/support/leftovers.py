@@ -7,11 +7,14 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 from support.fork_server import server_pids
 
 _STAYS = "multiprocessing.resource_tracker"  # Python's own, one for the whole run
+_FORKSERVER: Any = vars(forkserver)["_forkserver"]  # Python's, too
 _POLL_S = 0.05
 _ENDED_WITHIN_S = 10.0
 
@@ -43,7 +46,8 @@ def leftovers(before: dict[int, str], grace_s: float) -> dict[int, str]:
     deadline = time.monotonic() + grace_s
     while True:
         left = {pid: words for pid, words in descendants().items() if pid not in before and words}
-        left = {pid: words for pid, words in left.items() if _STAYS not in words and pid not in server_pids()}
+        stay = {*server_pids(), getattr(_FORKSERVER, "_forkserver_pid", None)}
+        left = {pid: words for pid, words in left.items() if _STAYS not in words and pid not in stay}
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(_POLL_S)

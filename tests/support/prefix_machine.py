@@ -20,6 +20,7 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.cache import eviction
 from alignedserve.scheduler.cache.returns import KINDS
 from alignedserve.scheduler.cache.values import LruPolicy, ValuePolicy
+from support.kv_pool import drop_prefix
 from support.prefix_pool import Fuse, Killed, index_memory, open_indexed
 
 CAPACITY = 18
@@ -175,16 +176,28 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS, fuse=FUSES)
     def drop_prefix(self, prompt: Prompt, fuse: int) -> None:
-        root, tokens = prompt[0], tokens_of(prompt)[: len(prompt[1]) * SIZE]
-        whole = tokens and self.pool.match(root, tokens) * SIZE == len(tokens)
-        dropped = self.until_killed(fuse, lambda: self.pool.drop_prefix(root, tokens))
-        if dropped is not None:
-            assert dropped[0] > 0 or not whole
-            assert not whole or self.pool.match(root, tokens) * SIZE < len(tokens)
+        root, tokens = prompt[0], tokens_of(prompt)
+        if not tokens:
+            return
+        before = [self.pool.match(*known) for known in self.known]
+        whole = not prompt[2] and self.pool.match(root, tokens) * SIZE == len(tokens)
+        dropped = self.until_killed(fuse, lambda: drop_prefix(self.pool, root, tokens))
+        if dropped is None:
+            return
+        assert dropped > 0 or not whole
+        for (its_root, known), count in zip(self.known, before, strict=True):
+            left = self.pool.match(its_root, known)
+            both = enumerate(zip(known, tokens, strict=False)) if its_root == root else ()
+            alike = next((at for at, (one, other) in both if one != other), min(len(known), len(tokens)))
+            alike *= its_root == root
+            if alike == len(tokens):
+                assert left * SIZE < len(tokens)
+            elif count * SIZE > alike:  # its last block is of another prefix
+                assert left == count
 
     @rule(root=st.sampled_from(ROOTS), fuse=FUSES)
     def drop_root(self, root: bytes, fuse: int) -> None:
-        if self.until_killed(fuse, lambda: self.pool.drop_root(root)) is not None:
+        if self.until_killed(fuse, lambda: drop_prefix(self.pool, root, [])) is not None:
             assert all(self.pool.match(root, tokens) == 0 for known, tokens in self.known if known == root)
 
     @rule(prompt=PROMPTS, name=PINS, fuse=FUSES)

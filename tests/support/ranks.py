@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import multiprocessing
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,20 @@ import torch.distributed
 import torch.multiprocessing
 
 from alignedserve.engine.batch import ForwardItem
+from alignedserve.engine.decoding import DecodeItem, DecodeStep
+from alignedserve.engine.eager import EagerDecode
+from alignedserve.engine.graphs.decode import GraphDecode
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.parallel.group import Groups
 from alignedserve.engine.parallel.load import load_part
 from alignedserve.engine.parallel.processes import runner_of
-from alignedserve.engine.parallel.runner import DrivenRunner
+from alignedserve.engine.parallel.runner import DrivenRunner, held_by
+from alignedserve.engine.runner import allocate_cache
+from alignedserve.engine.sampling.sampler import SampledToken, SampleRow
 from alignedserve.errors import RankLostError
 from alignedserve.ranks.degrees import Degrees, RankPlace
+from alignedserve.request import SamplingParams
+from support.graph_twins import TwinDevice
 
 _dist: Any = torch.distributed  # untyped
 _multiprocessing: Any = torch.multiprocessing
@@ -32,26 +40,41 @@ SILENT_S = 60.0
 
 
 def generated_by_ranks(
-    degrees: Degrees, folders: Sequence[Path], prompts: list[list[int]], count: int, work: Path
+    degrees: Degrees, folders: Sequence[Path], prompts: list[list[int]], count: int, work: Path, *, own: bool = False
 ) -> dict[str, list[list[int]]]:
-    """Greedy answers of `count` tokens to each prompt, by model."""
-    _multiprocessing.spawn(_generating, (degrees, list(folders), prompts, count, work), nprocs=degrees.ranks)
+    """Greedy answers of `count` tokens to each prompt, by model. `own`: each rank has a store of its own."""
+    _run(degrees.ranks, _generating, degrees, list(folders), prompts, count, work, own)
     answers: dict[str, list[list[int]]] = json.loads((work / "answers.json").read_text())
+    return answers
+
+
+def captured_by_ranks(
+    degrees: Degrees, folder: Path, prompts: list[list[int]], count: int, work: Path
+) -> list[list[int]]:
+    """The same of one model, decoded from captured passes that are launched before the last tokens are known."""
+    _run(degrees.ranks, _capturing, degrees, folder, prompts, count, work)
+    answers: list[list[int]] = json.loads((work / "answers.json").read_text())
     return answers
 
 
 def without_a_rank(degrees: Degrees, folder: Path, work: Path) -> str:
     """What rank 0 of 2 says of a pass in which rank 1 has left."""
-    _multiprocessing.spawn(_leaving, (degrees, folder, work), nprocs=2)
+    _run(2, _leaving, degrees, folder, work)
     return (work / "said").read_text()
 
 
+def _run(ranks: int, what: Callable[..., None], *arguments: Any) -> None:
+    """In processes that are forked from one with the imports, which take seconds."""
+    multiprocessing.set_forkserver_preload([__name__])
+    _multiprocessing.start_processes(what, arguments, nprocs=ranks, start_method="forkserver")
+
+
 def _generating(
-    rank: int, degrees: Degrees, folders: list[Path], prompts: list[list[int]], count: int, work: Path
+    rank: int, degrees: Degrees, folders: list[Path], prompts: list[list[int]], count: int, work: Path, own: bool
 ) -> None:
     answers = {}
     for folder in folders:
-        runner = _runner(RankPlace(rank, degrees), folder, work)
+        runner = _runner(RankPlace(rank, degrees), folder, work, own)
         if rank:
             runner.follow()
         else:
@@ -59,6 +82,45 @@ def _generating(
             runner.end()
     if rank == 0:
         (work / "answers.json").write_text(json.dumps(answers))
+
+
+def _capturing(rank: int, degrees: Degrees, folder: Path, prompts: list[list[int]], count: int, work: Path) -> None:
+    DrivenRunner.new_graph_device = lambda self: TwinDevice(records=False)  # type: ignore[method-assign]
+    runner = _runner(RankPlace(rank, degrees), folder, work, own=True)
+    if rank:
+        runner.follow()
+        return
+    eager = EagerDecode(runner, overlaps=False)
+    engine = GraphDecode(runner, eager, runner.new_graph_device(), (2, 4), lambda done, of: None)
+    engine.warm_up()
+    assert engine.sizes == (2, 4)
+    answers: list[list[int]] = []
+    blocks = [list(range(1 + number, BLOCKS, len(prompts))) for number in range(len(prompts))]
+    for prompt, own in zip(prompts, blocks, strict=True):
+        answers.append([int(runner.forward([ForwardItem(prompt, 0, own)])[-1].argmax())])
+    sampling = SamplingParams(temperature=0.0, max_tokens=count)
+    rows = [SampleRow(sampling, prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    step: DecodeStep | None = None
+    for number in range(count - 1):
+        items = [
+            DecodeItem(row, answer[-1] if step is None else None, at, len(prompt) + number, own, number + 1)
+            for at, (row, answer, prompt, own) in enumerate(zip(rows, answers, prompts, blocks, strict=True))
+        ]
+        after = engine.launch(items)
+        if step is not None:
+            _take(step, answers)
+        step = after
+    assert step is not None
+    _take(step, answers)
+    assert engine.counts.replays == count - 1
+    runner.end()
+    (work / "answers.json").write_text(json.dumps(answers))
+
+
+def _take(step: DecodeStep, answers: list[list[int]]) -> None:
+    for answer, result in zip(answers, step.tokens(), strict=True):
+        assert isinstance(result, SampledToken), result
+        answer.append(result.token_id)
 
 
 def _leaving(rank: int, degrees: Degrees, folder: Path, work: Path) -> None:
@@ -71,7 +133,7 @@ def _leaving(rank: int, degrees: Degrees, folder: Path, work: Path) -> None:
         (work / "said").write_text(f"{error.message}; {runner.device_fault() is error}")
 
 
-def _runner(place: RankPlace, folder: Path, work: Path) -> DrivenRunner:
+def _runner(place: RankPlace, folder: Path, work: Path, own: bool = False) -> DrivenRunner:
     torch.set_num_threads(1)
     store = _dist.FileStore(str(work / f"{folder.name}.store"), place.degrees.ranks)
     store.set_timeout(timedelta(seconds=SILENT_S))
@@ -82,6 +144,9 @@ def _runner(place: RankPlace, folder: Path, work: Path) -> DrivenRunner:
         np.memmap(file, np.float32, "w+", shape=shape)
     loaded = load_part(info, place, groups, "cpu")
     groups.waits.meet()  # the file is there
+    if own:
+        cache = allocate_cache(info.geometry(BLOCK_SIZE), BLOCKS, "cpu", part=held_by(loaded, place))
+        return runner_of(loaded, cache, place, groups, "torch")
     memory = np.memmap(file, np.float32, "r+", shape=shape)
     return runner_of(loaded, torch.from_numpy(memory), place, groups, "torch")
 

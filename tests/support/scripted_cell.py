@@ -146,9 +146,9 @@ class ScriptedCell:
         self.check()
         return ran
 
-    def settle(self, turns: int = 500) -> None:
+    def settle(self) -> None:
         """Run to the end: copies end, and requests that returned to the pool are offered again."""
-        for _ in range(turns):
+        for _ in range(500 + 40 * len(self.clients)):  # they may run one by one
             ran = self.turn()
             moved = bool(self.pulls or self.evictions or self.endings)
             while self.endings:

@@ -1,10 +1,12 @@
-"""Identifies processes by pid and start time: where there are only 32,768 pids, one is reused within minutes."""
+"""Identifies processes by pid and start time (of 32,768 pids one is reused within minutes), and ranks by parent."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from alignedserve.proc_stat import is_alive, started_ticks
+from alignedserve.ranks.forks import NAME
 
 
 def noted(pids: Iterable[int]) -> dict[int, int]:
@@ -22,3 +24,17 @@ def _started(pid: int) -> int:
         return started_ticks(pid)
     except OSError:  # it has ended meanwhile
         return -1
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Pids of the other ranks of the instance whose process this is."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            name = (entry / "comm").read_bytes().strip()
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue
+        if parent == pid and name == NAME:
+            found.append(int(entry.name))
+    return found

@@ -115,6 +115,7 @@ class DeviceBlocks(PackedBlocks):
         super().__init__(store)
         self._blocks = store.blocks
         self._views: dict[StoreSlice, torch.Tensor] = {}
+        self._computing = store.computing
         self._staging = torch.empty(0, dtype=torch.uint8, device=self._blocks.device)
         self._stream: Any = _cuda.Stream(self._blocks.device) if self.on_gpu else None
 
@@ -129,9 +130,9 @@ class DeviceBlocks(PackedBlocks):
     def now(self) -> torch.cuda.Event | None:
         if not self.on_gpu:
             return None
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self._computing):
             event: torch.cuda.Event = _cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))
+            event.record(torch.cuda.current_stream(self._computing))
         return event
 
     def read(self, part: StoreSlice, ids: IdArray, packed: torch.Tensor, ready: Any) -> None:

@@ -38,7 +38,9 @@ _BACKEND = "UCX"
 _HELLO, _FREE = b"hello", b"free"
 _PIECES = (b"piece 0", b"piece 1")  # in the first buffer, in the second one
 _PATIENCE = 4  # an agent takes half a second to start, its library another one, and directions connect one by one
-_ENVIRONMENT = {"UCX_TLS": "^cma,knem,xpmem,cuda_ipc", "UCX_LOG_FILE": "stderr"}
+# The module for EFA loads the system's libibverbs and libnl beside the wheel's, and the process dies of SIGSEGV when
+# they are unloaded.
+_ENVIRONMENT = {"UCX_TLS": "^cma,knem,xpmem,cuda_ipc", "UCX_LOG_FILE": "stderr", "UCX_MODULES": "^efa"}
 _making = threading.Lock()  # of an agent, so that the sockets that appear meanwhile are its own
 _PLACE = struct.Struct("!QQQIB")  # addresses of the two buffers, their size, the device's number, whether it is a GPU
 
@@ -48,7 +50,7 @@ def load_library(host: str) -> Any:
 
     `host`: this process's address. UCX is told about it only if it is loopback, since RDMA has devices of its own.
     """
-    only_here = {"UCX_NET_DEVICES": "lo"} if ipaddress.ip_address(host).is_loopback else {}
+    only_here = {"UCX_NET_DEVICES": "lo", "UCX_MODULES": "^ib"} if ipaddress.ip_address(host).is_loopback else {}
     for name, value in {**_ENVIRONMENT, **only_here}.items():
         os.environ.setdefault(name, value)
     names = sorted(NIXL_PACKAGES, key=lambda name: not name.endswith((torch.version.cuda or "").partition(".")[0]))

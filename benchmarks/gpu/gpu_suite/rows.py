@@ -62,6 +62,13 @@ ROWS = (
         (">=", 1.0),
     ),
     Row(
+        "tokens-ranks",
+        "ranks",
+        "the same of instances of two ranks that share each layer, and of two stages, with KV in parts, fp32",
+        "equal",
+        (">=", 1.0),
+    ),
+    Row(
         "transfers",
         "transfers",
         "10,000 hand-overs through every channel, with checksums",

@@ -24,16 +24,17 @@ const playground = new Playground();
 
 // ---- states
 
-/** Fields that the server left out, or could not know, have a value that draws nothing. */
+/** Fields that the server left out, or could not know, have a value that draws nothing; what waits is null then. */
 function complete(state) {
   return {
     ...state,
     health: { state: state.health?.state || "unknown", missing: state.health?.missing ?? [], degraded: state.health?.degraded ?? [] },
     rates: { bubble_share: null, ...state.rates },
     requests: state.requests ?? {},
-    waiting: state.waiting ?? [],
+    waiting: state.waiting ?? null,
     decode: (state.decode ?? []).map((one) => ({
       ...one,
+      known: { running: Boolean(one.lengths), candidates: Boolean(one.candidates) },
       lengths: one.lengths ?? [],
       candidates: { batch: one.candidates?.batch ?? [], requests: one.candidates?.requests ?? [] },
       bubble_share: one.bubble_share ?? null,

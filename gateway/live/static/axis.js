@@ -16,7 +16,7 @@ export class LengthAxis {
   /** Makes room for what a state shows. */
   follow(state, nowMs) {
     const ends = [];
-    for (const [first, last] of state.waiting) ends.push(first, last);
+    for (const [first, last] of state.waiting ?? []) ends.push(first, last);
     for (const { lengths, candidates } of state.decode) {
       for (const some of [lengths, candidates.batch, candidates.requests]) ends.push(...(span(some) ?? []));
     }

@@ -63,6 +63,9 @@ export const clock = (unixS) => (known(unixS) ? CLOCK.format(1e3 * unixS) : NONE
 
 export const sum = (values) => values.reduce((total, value) => total + (value ?? 0), 0);
 
+/** Their sum; null if none is known. */
+export const total = (values) => (values.some(known) ? sum(values) : null);
+
 /** [shortest, longest] of some lengths; null without any. */
 export function span(lengths) {
   if (!lengths?.length) return null;
@@ -89,4 +92,6 @@ export const STAGES = {
   decode: "decode",
 };
 
-export const stageName = (stage) => STAGES[stage] ?? stage;
+const UNTOLD = { until_first_token: "queue or prefill" };  // it ended before a worker had told of it
+
+export const stageName = (stage) => STAGES[stage] ?? UNTOLD[stage] ?? stage;

@@ -36,14 +36,16 @@ function showAxis() {
 
 // ---- the histogram
 
-function showHistogram(buckets) {
+function showHistogram(waiting) {
+  const known = waiting !== null;
+  const buckets = waiting ?? [];
   const total = sum(buckets.map((bucket) => bucket[2]));
   const peak = Math.max(0, ...buckets.map((bucket) => bucket[2]));
-  setAttribute(byId("waiting-histogram"), "data-total", total);
-  setText(byId("waiting-total"), `${count(total, "request")} wait${total === 1 ? "s" : ""}`);
+  setAttribute(byId("waiting-histogram"), "data-total", known ? total : null);
+  setText(byId("waiting-total"), known ? `${count(total, "request")} wait${total === 1 ? "s" : ""}` : NONE);
   setText(byId("waiting-peak"), peak ? `highest bar: ${whole(peak)}` : "");
-  setHidden(byId("waiting-empty"), total > 0);
-  const words = histogramWords(buckets, total);
+  setHidden(byId("waiting-empty"), !known || total > 0);
+  const words = known ? histogramWords(buckets, total) : "It is not known what waits: the scheduler tells nothing.";
   setText(byId("waiting-words"), words);
   setAttribute(byId("histogram-plot"), "aria-label", `Waiting requests by prefix length. ${words}`);
   const keyOf = ([first, last]) => `${first}-${last}`;
@@ -102,7 +104,7 @@ function makeStrip(one) {
 function updateStrip(row, one, tall) {
   const [name, plotBox, words] = row.children;
   const plot = plotBox.firstElementChild;
-  setAttribute(row, "data-running", one.lengths.length);
+  setAttribute(row, "data-running", one.known.running ? one.lengths.length : null);
   setAttribute(row, "data-switching", one.switching);
   setAttribute(row, "data-batch", one.batch);
   setAttribute(row, "data-state", one.state);
@@ -135,15 +137,21 @@ function drawLane(plot, lane, lengths) {
 }
 
 function runningWords(one, tall) {
+  if (!one.known.running) return NONE;
   const ends = span(one.lengths);
   if (ends === null) return tall ? "Nothing runs" : "idle";
   const times = Number((ends[1] / Math.max(1, ends[0])).toFixed(1));
-  const running = one.max_running ? `${whole(one.lengths.length)} of ${whole(one.max_running)}` : whole(one.lengths.length);
   if (!tall) return `${whole(one.lengths.length)}: ${range(one.lengths)} (×${times})`;
-  return `${running} run, ${range(one.lengths)} tokens; ${times === 1 ? "all alike" : `the longest is ${times} times the shortest`}`;
+  return `${runningCount(one)} run, ${range(one.lengths)} tokens; ${times === 1 ? "all alike" : `the longest is ${times} times the shortest`}`;
 }
 
-function candidateWords({ candidates }) {
+function runningCount({ known, lengths, max_running: most }) {
+  if (!known.running) return NONE;
+  return most ? `${whole(lengths.length)} of ${whole(most)}` : whole(lengths.length);
+}
+
+function candidateWords({ known, candidates }) {
+  if (!known.candidates) return `Candidates: ${NONE}`;
   const parts = [];
   if (candidates.batch.length) parts.push(`next: ${whole(candidates.batch.length)} of ${range(candidates.batch)}`);
   if (candidates.requests.length) parts.push(`late or evicted: ${whole(candidates.requests.length)} of ${range(candidates.requests)}`);
@@ -155,7 +163,7 @@ function paceWords(one) {
   const parts = [`Batch ${one.batch ?? NONE}`, rate(one.iterations_per_s, "iterations")];
   if (one.evictions_per_s) parts.push(rate(one.evictions_per_s, "evictions"));
   if (one.bubble_share !== null) parts.push(`bubble ${percent(one.bubble_share)}`);
-  if (one.cache?.capacity) parts.push(`cache ${percent(one.cache.owned / one.cache.capacity)} full`);
+  if (one.cache?.capacity && one.cache.owned !== null) parts.push(`cache ${percent(one.cache.owned / one.cache.capacity)} full`);
   return parts.join(" · ");
 }
 
@@ -167,12 +175,12 @@ export function showDecodeTable(decode) {
     return [
       one.id,
       one.switching ? `${one.state}, batch switch` : one.state,
-      one.max_running ? `${whole(one.lengths.length)} of ${whole(one.max_running)}` : whole(one.lengths.length),
+      runningCount(one),
       ends === null ? NONE : whole(ends[0]),
       ends === null ? NONE : whole(ends[1]),
       one.batch ?? NONE,
-      whole(one.candidates.batch.length),
-      whole(one.candidates.requests.length),
+      one.known.candidates ? whole(one.candidates.batch.length) : NONE,
+      one.known.candidates ? whole(one.candidates.requests.length) : NONE,
       one.iterations_per_s === null ? NONE : `${compact(one.iterations_per_s)}/s`,
       one.evictions_per_s === null ? NONE : `${compact(one.evictions_per_s)}/s`,
       percent(one.bubble_share),

@@ -150,7 +150,8 @@ function facts(detail) {
     `${count(detail.input_tokens, "input token")}${cached}`,
     count(detail.output_tokens, "output token"),
   ];
-  if (detail.epoch) parts.push(`submitted ${detail.epoch + 1} times`);
+  if (detail.losses) parts.push(`submitted ${detail.losses + 1} times`);
+  if (detail.resumed_tokens != null) parts.push(`resumed after ${count(detail.resumed_tokens, "token")}`);
   return parts.join(" · ");
 }
 
@@ -187,7 +188,7 @@ function makeRequest(one) {
 }
 
 function updateShares(bar, stages) {
-  const parts = ["lost", ...Object.keys(STAGES)].filter((stage) => stages[stage] > 0);
+  const parts = ["lost", "until_first_token", ...Object.keys(STAGES)].filter((stage) => stages[stage] > 0);
   const total = sum(parts.map((stage) => stages[stage]));
   const words = parts.map((stage) => `${stageName(stage)} ${seconds(stages[stage])}`).join(", ") || "no stage has ended";
   setAttribute(bar, "aria-label", words);

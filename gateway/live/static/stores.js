@@ -1,6 +1,6 @@
 // Where blocks are: the pool's shards, the candidate buffers, and what is copied between stores.
 import { byId, fillTable, make, reconcile, setAttribute, setHidden, setStyle, setText } from "./dom.js";
-import { NONE, bytes, compact, count, percent, rate, sum, whole } from "./format.js";
+import { NONE, bytes, compact, count, percent, rate, sum, total, whole } from "./format.js";
 
 const MOST_CHANNELS = 200;
 
@@ -49,8 +49,8 @@ export function showPool(state) {
 
 function poolWords(pool) {
   if (pool.length === 0) return "There is no shard.";
-  const [free, capacity] = [sum(pool.map((shard) => shard.free)), sum(pool.map((shard) => shard.capacity))];
-  return `${count(pool.length, "shard")}; ${whole(free)} of ${count(capacity, "block")} free (${percent(capacity ? free / capacity : null)}).`;
+  const [free, capacity] = [total(pool.map((shard) => shard.free)), total(pool.map((shard) => shard.capacity))];
+  return `${count(pool.length, "shard")}; ${whole(free)} of ${count(capacity, "block")} free (${percent(capacity && free !== null ? free / capacity : null)}).`;
 }
 
 function cacheWords(cache) {
@@ -64,7 +64,7 @@ function cacheWords(cache) {
 // ---- prefill instances
 
 export function showPrefill({ prefill }) {
-  const pending = sum(prefill.map((one) => one.pending_tokens));
+  const pending = total(prefill.map((one) => one.pending_tokens));
   setText(byId("prefill-words"), prefill.length === 0 ? "There is no prefill instance." : `${count(pending, "token")} of prompts ${pending === 1 ? "is" : "are"} still to be computed.`);
   reconcile(byId("prefill"), prefill, (one) => one.id, makePrefill, updatePrefill);
 }
@@ -96,8 +96,8 @@ export function showChannels({ channels }) {
   const all = channels.toSorted((one, other) => (other.bytes_per_s ?? 0) - (one.bytes_per_s ?? 0) || keyOf(one).localeCompare(keyOf(other)));
   const shown = all.slice(0, MOST_CHANNELS);
   const hidden = all.length - shown.length;
-  const total = sum(all.map((one) => one.bytes_per_s));
-  setText(byId("channels-words"), all.length === 0 ? "nothing was copied in the last ten seconds" : `${bytes(total)}/s in all${hidden ? `; ${hidden} slower ones are not shown` : ""}`);
+  const copied = sum(all.map((one) => one.bytes_per_s));
+  setText(byId("channels-words"), all.length === 0 ? "nothing was copied in the last ten seconds" : `${bytes(copied)}/s in all${hidden ? `; ${hidden} slower ones are not shown` : ""}`);
   fillTable(byId("channels"), shown, keyOf, ["", "", "", "n", "n", "n"], (one) => [
     one.source,
     one.destination,

@@ -40,7 +40,7 @@ export class Timeline {
       setStyle(node, "left", `${(100 * at) / total}%`);
     });
     fillTable(this.body, steps, (step) => step.number, ["", "", "n", "n", "n"], (step) => [
-      stageName(step.stage),
+      nameOf(step),
       step.where,
       seconds(step.begin),
       step.open ? "now" : seconds(step.end),
@@ -52,7 +52,7 @@ export class Timeline {
 /** The stage that an open request is in, in words. */
 export function whereNow(detail) {
   const step = stepsOf(detail).at(-1);
-  return step ? `${stageName(step.stage)} at ${step.where}, for ${seconds(step.end - step.begin)}` : NONE;
+  return step ? `${nameOf(step)} at ${step.where}, for ${seconds(step.end - step.begin)}` : NONE;
 }
 
 function stepsOf(detail) {
@@ -61,6 +61,7 @@ function stepsOf(detail) {
     return {
       number,
       stage: step.stage,
+      evicted: ["pool", "prefetch"].includes(step.stage) && all[number - 1]?.stage === "decode",
       where: step.where || "unknown process",
       begin,
       end: Math.max(begin, step.end_s ?? detail.took_s ?? begin),
@@ -69,8 +70,13 @@ function stepsOf(detail) {
   });
 }
 
+/** A request that has decoded waits again because it was evicted. */
+function nameOf(step) {
+  return step.evicted ? `${stageName(step.stage)}, evicted` : stageName(step.stage);
+}
+
 function inWords(steps) {
-  return steps.map((step) => `${stageName(step.stage)} at ${step.where} ${seconds(step.end - step.begin)}`).join(", ");
+  return steps.map((step) => `${nameOf(step)} at ${step.where} ${seconds(step.end - step.begin)}`).join(", ");
 }
 
 function makeLane() {
@@ -83,7 +89,7 @@ function makeBar(step) {
 
 function updateBar(bar, step, total) {
   const took = step.end - step.begin;
-  const text = `${stageName(step.stage)} ${seconds(took)}`;
+  const text = `${nameOf(step)} ${seconds(took)}`;
   setAttribute(bar, "title", `${text}, from ${seconds(step.begin)} to ${seconds(step.end)}`);
   setText(bar, took / total >= NAMED_SHARE ? text : "");
   setStyle(bar, "left", `${((100 * step.begin) / total).toFixed(2)}%`);

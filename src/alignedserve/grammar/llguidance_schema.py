@@ -30,7 +30,16 @@ def _unless_closed(node: rules.Node) -> str | None:
     return None if closed else "more properties than `required` names cannot be asked for where keys are free"
 
 
+# Zod's pattern of an address, which clients in TypeScript write for `z.email()`, and its equal without look-ahead.
+_WITHOUT_LOOKING = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+    )
+}
+
+
 def _pattern(node: rules.Node) -> str | None:
+    node["pattern"] = _WITHOUT_LOOKING.get(str(node["pattern"]), node["pattern"])
     trouble = rules.plain_pattern(node)
     if trouble is None:
         node["pattern"] = rules.common_classes(node["pattern"])

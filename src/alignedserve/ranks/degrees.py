@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,14 @@ class Degrees:
                 f"instances so far: set decode.tensor_parallel and decode.pipeline_parallel to 1"
             )
 
+    def require_device(self, kind: str) -> None:
+        """Raises ConfigError for ranks that share experts on GPUs. `kind`: "cuda", or another."""
+        if self.experts > 1 and kind == "cuda":
+            raise ConfigError(
+                f"decode.expert_parallel {self.experts}: ranks share experts on CPUs only so far: use --device cpu, or "
+                "decode.tensor_parallel and decode.pipeline_parallel"
+            )
+
     def require_experts(self, name: str, experts: int) -> None:
         """Raises ConfigError unless so many ranks can share a model's experts; the message has the numbers that can."""
         if self.experts > 1 and not experts:
@@ -64,6 +73,17 @@ class Degrees:
             raise ConfigError(
                 f"{name} has {layers} layers: {self.stages} stages cannot share them; at most {layers} can"
             )
+
+
+def devices_in(text: str) -> list[str]:
+    """The devices of an instance, by its `device`: "cpu", "cuda:0", or those of its ranks by turns, "cuda:0,1"."""
+    kind, _, numbers = text.partition(":")
+    return [f"{kind}:{number}" for number in numbers.split(",")] if numbers else [kind]
+
+
+def device_of(numbers: Iterable[int | str]) -> str:
+    """The `device` of an instance on these GPUs."""
+    return "cuda:" + ",".join(map(str, numbers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ _READING = (
 )
 _JOINING = ("join", "format", "center", "indent")
 _OWN_WORDS = ("role",)  # fields of a message that are not the user's text
+# A call of a function with one parameter, for conversations that a template is tried with.
+_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "a", "arguments": CallArguments(a="a")}}
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}, "required": ["a"]}
+_TOOL = {"type": "function", "function": {"name": "a", "description": "a", "parameters": _SCHEMA}}
 
 
 class ChatTemplate:
@@ -43,6 +48,7 @@ class ChatTemplate:
         self._turns = TurnsFor(source)
         self._template = _compile(source, origin)
         self._with_tools = ChatTemplate(with_tools, special_tokens, origin) if with_tools else None
+        self._tried: dict[tuple[str, ...], bool] = {}
         self._reads = _variables_of(self._template, source)
         if self._with_tools is not None:
             self._reads |= self._with_tools._reads
@@ -122,6 +128,25 @@ class ChatTemplate:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise InvalidRequestError(f"the model's chat template refuses these messages: {reason}", param="messages")
 
+    def writes(self, *roles: str) -> bool:
+        """Whether it writes all messages of a conversation with these roles. An assistant before a tool calls it."""
+        if roles not in self._tried:
+            turns: list[dict[str, Any]] = [
+                {"role": role, "content": f"({number})"} for number, role in enumerate(roles)
+            ]
+            for turn, following in pairwise(turns):
+                if following["role"] == "tool":
+                    turn.update(content="", tool_calls=[_CALL])
+                    following.update(name="a", tool_call_id=_CALL["id"])
+            variables = {"tools": [_TOOL]} if "tool" in roles and self.mentions("tools") else None
+            try:
+                written = self.render(turns, variables=variables)
+            except InvalidRequestError:
+                self._tried[roles] = False
+            else:
+                self._tried[roles] = all(turn["content"] in written for turn in turns)
+        return self._tried[roles]
+
     def written_around_turns(self) -> list[str]:
         """Simple conversations, rendered without the beginning of an answer. They contain the template's markers."""
         turns = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user", "tool")]
@@ -137,17 +162,13 @@ class ChatTemplate:
         """A conversation with a tool, a call and its result; nothing if the template writes none."""
         if not self.mentions("tools"):
             return []
-        call = {"id": "abcdefghi", "type": "function", "function": {"name": "a", "arguments": CallArguments(a="a")}}
         turns: list[dict[str, Any]] = [
             {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "a", "name": "a", "tool_call_id": "abcdefghi"},
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "content": "a", "name": "a", "tool_call_id": _CALL["id"]},
         ]
-        schema = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}, "required": ["a"]}
-        function = {"name": "a", "description": "a", "parameters": schema}
-        variables = {"tools": [{"type": "function", "function": function}]}
         try:
-            return [self.render(turns, add_generation_prompt=False, variables=variables)]
+            return [self.render(turns, add_generation_prompt=False, variables={"tools": [_TOOL]})]
         except InvalidRequestError:
             return []
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import tarfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from alignedserve.cluster.cli import debug_bundle
-from alignedserve.cluster.cli.debug_bundle import Cleaner, contents, logs_of, tail
+from alignedserve.cluster.cli import processes_here
+from alignedserve.cluster.cli.debug_bundle import Cleaner, contents
 from alignedserve.cluster.cli.main import main
 from alignedserve.cluster.cli.operate import RunningCluster, _pids_here
+from alignedserve.cluster.cli.processes_here import around, environments, logs_of, tail
+from alignedserve.cluster.records import Record
 from support.fake_cluster import FakeCluster
 from support.gateway import running_gateway
 
@@ -40,6 +45,13 @@ def read(path: Path) -> dict[str, str]:
         "alignedserve-token=sk-another;",
         f"{KEY}{KEY}",
         "OTEL_EXPORTER_OTLP_ENDPOINT=https://user:sk-another@collector:4317",
+        "redis://:first@sk-another@host:6379/0",
+        "https://collector/v1?api_key=sk-another&retries=3",
+        "Authorization: Basic sk-another",
+        "ray::run --hf-token sk-another --redis-password=sk-another",
+        'tracing:\n  password: "sk-another"',
+        '{"hf_token": "sk-another"}',
+        '"{\\"secret\\": \\"sk-another\\"}"',
     ],
 )
 def test_no_key_is_left_in_a_text(text: str) -> None:
@@ -49,8 +61,21 @@ def test_no_key_is_left_in_a_text(text: str) -> None:
     assert "[removed]" in cleaned
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_tokens: 512, prompt_tokens=300",
+        '{"first_token": 0.25, "api_key_file": "/etc/keys"}',
+        "alignedserve_prompt_tokens_total 12",
+        "http://127.0.0.1:8000/alignedserve/status",
+    ],
+)
+def test_what_is_no_key_stays(text: str) -> None:
+    assert Cleaner([])(text) == text
+
+
 def test_of_a_long_log_the_end_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(debug_bundle, "MOST_LOG_BYTES", 5)
+    monkeypatch.setattr(processes_here, "MOST_LOG_BYTES", 5)
     (tmp_path / "log").write_bytes(b"0123456\xff89")
     assert tail(tmp_path / "log") == "56�89"
 
@@ -61,11 +86,10 @@ def test_the_logs_of_a_process_are_what_its_output_is_written_to(tmp_path: Path)
             [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
         )
     try:
-        roles = [{"id": "decode-0", "pid": process.pid}, {"id": "gone", "pid": 1 << 22}]
-        assert logs_of(roles) == [("decode-0-decode.log", tmp_path / "decode.log")]
+        assert logs_of({process.pid: "decode-0", 1 << 22: "gone"}) == [("decode-0-decode.log", tmp_path / "decode.log")]
         own = tmp_path / "decode-0.log"
         with own.open("w") as log:  # with --log-dir
-            assert ("decode-0-decode-0.log", own) in logs_of([{"id": "decode-0", "pid": os.getpid()}])
+            assert ("decode-0-decode-0.log", own) in logs_of({os.getpid(): "decode-0"})
             assert log.writable()
     finally:
         process.kill()
@@ -84,8 +108,51 @@ def test_processes_of_other_nodes_are_not_looked_for_here() -> None:
     assert _pids_here(starting, 10) == frozenset()
 
 
+@pytest.fixture
+def ray_node() -> Iterator[dict[str, int]]:
+    """Pids, by title, of processes that stand for those of a node of Ray."""
+    titles = ["ray::ServeReplica:default:Supervisor", "ray::DecodeWorker.wait_ended", "ray::Foreign.run"]
+    children = "".join(f"exec -a {title} sleep 60 & echo $!\n" for title in titles)
+    node = subprocess.Popen(
+        ["bash", "-c", f"{children} wait"], stdout=subprocess.PIPE, text=True, env={"MY_HF_TOKEN": "hf-4711"}
+    )
+    assert node.stdout is not None
+    pids = {title: int(node.stdout.readline()) for title in titles}
+    deadline = time.monotonic() + 10.0
+    while any(b"ray::" not in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids.values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    try:
+        yield pids
+    finally:
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+        node.communicate()
+
+
+def test_processes_are_found_without_the_cluster(ray_node: dict[str, int]) -> None:
+    supervisor, decode, _ = ray_node.values()
+    found = around(supervisor)
+    assert found == {supervisor: f"Supervisor-{supervisor}", decode: f"DecodeWorker-{decode}"}
+    assert around(1 << 22) == {}
+    assert environments(found)["MY_HF_TOKEN"] == {"hf-4711"}
+
+
+def test_a_cluster_that_does_not_answer_has_an_archive(
+    ray_node: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALIGNEDSERVE_RUNTIME_DIR", str(tmp_path / "run"))
+    supervisor, decode, _ = ray_node.values()
+    Record("12345678", "http://127.0.0.1:9", supervisor, 1.0).write()
+    out = tmp_path / "report.tar.gz"
+    assert main(["debug-bundle", "-o", str(out)]) == 0
+    found = read(out)
+    assert found["status.json"].startswith("not available: ")
+    assert {f"stacks/Supervisor-{supervisor}.txt", f"stacks/DecodeWorker-{decode}.txt"} <= found.keys()
+
+
 async def test_what_cannot_be_had_is_named() -> None:
-    cluster = RunningCluster("http://127.0.0.1:9", "", "", frozenset())
+    cluster = RunningCluster("http://127.0.0.1:9", "", "")
     found = dict(contents(cluster, stacks=True))
     assert "alignedserve" in found["versions.txt"]
     for name in ("status.json", "metrics.txt", "config.yaml", "live.json"):

@@ -70,6 +70,11 @@ def test_the_scheduler_reads_whether_there_is_a_prefix_cache() -> None:
     assert change(kv_pool={"prefix_cache": False}).rolled == {"scheduler", "decode", "prefill", "kv_pool"}
 
 
+def test_other_degrees_replace_the_instances_one_after_the_other() -> None:
+    assert change(decode={"tensor_parallel": 2}) == Change(rolled=frozenset({"decode"}))
+    assert change(cluster={"pipeline_parallel": 2}) == Change(rolled=frozenset({"decode", "prefill"}))
+
+
 def test_both_at_once() -> None:
     found = change(cluster={"prefill": 3}, decode={"overlap": "off"})
     assert found == Change(shape=Shape(3, 1), rolled=frozenset({"decode"}))

@@ -15,6 +15,7 @@ from alignedserve.cluster.supervisor.plan import Node, PlannedRole, plan_roles
 from alignedserve.cluster.supervisor.rolling import ORDER, PATIENCE_S, ROOM_S
 from alignedserve.cluster.supervisor.store_planner import MEMORY_GAUGE
 from alignedserve.config import ClusterConfig, Config, GatewayConfig, SupervisorConfig
+from alignedserve.control.supervisor_client import restart_json
 from alignedserve.errors import ConfigError, UnavailableError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
@@ -104,7 +105,7 @@ class World:
         for name in list(self.core.rolling.state.retiring):
             if name in self.core.roster.guests:
                 self.log += [f"-{name}", "+gateway"]
-                self.core.roster.drop_guest(name)
+                self.core.roster.drop_guest(name, "it was retired")
                 self._next += 1
                 self.join(f"gateway-{self._next}", self._next)
 
@@ -123,10 +124,20 @@ class World:
         return self.core.rolling.state
 
 
+def progress(world: World) -> tuple[int, int]:
+    """The processes to replace and those that were replaced, as `alignedserve restart` shows them."""
+    own = sv.Peer(process=pb.ProcessKey(role="supervisor", id="supervisor", incarnation=world.core.incarnation))
+    status = world.core.status("c")
+    told = restart_json(status.restart, [*status.peers, own])
+    return told["processes"], told["replaced"]
+
+
 def test_everything_is_replaced_once_and_in_order() -> None:
     world = World(decode=2, gateways=("gateway-a", "gateway-b"))
     world.order()
+    assert progress(world) == (9, 0)
     world.run()
+    assert progress(world) == (9, 8)  # the supervisor is left
     instances = ["+decode-2", "-decode-0", "+decode-0", "-decode-1", "+decode-1", "-decode-2"]
     instances += ["+prefill-1", "-prefill-0", "+prefill-0", "-prefill-1"]
     single = [f"{sign}{role}-0" for role in ("kv_pool", "scheduler", "node_agent") for sign in "-+"]

@@ -10,6 +10,7 @@ from alignedserve.cluster.launch.units import Unit, gpu_share, plan_units, resou
 from alignedserve.cluster.launch.vetting import eligible
 from alignedserve.cluster.supervisor.plan import Shape
 from alignedserve.config import ClusterConfig, Config
+from alignedserve.config_sources import from_tree
 from alignedserve.errors import ConfigError, ResourceError
 from alignedserve.resources import parse_resources
 
@@ -69,6 +70,24 @@ def test_a_bundle_asks_for_all_that_its_instances_take_and_at_least_for_somethin
 def test_as_few_share_a_gpu_as_can_be(shape: Shape, gpus: list[int], share: float) -> None:
     assert gpu_share(config(share_gpu=True), shape, gpus) == share
     assert gpu_share(config(), shape, gpus) == 1.0
+
+
+def test_an_instance_asks_for_a_gpu_for_each_rank() -> None:
+    own = from_tree(
+        {"cluster": {"share_gpu": True}, "prefill": {"tensor_parallel": 2}, "decode": {"pipeline_parallel": 4}}
+    )
+    assert units(own, 1, 1, 1.0) == [(("prefill-0", "decode-0"), {"GPU": 6})]
+    assert gpu_share(own, Shape(1, 1), [8]) == 1.0
+    assert gpu_share(own, Shape(1, 1), [3]) == 0.5
+    assert gpu_share(own, Shape(2, 2), [6, 6]) == 1.0
+    four = from_tree({"cluster": {"share_gpu": True, "tensor_parallel": 4}})
+    assert gpu_share(four, Shape(1, 1), [3]) == 0.25  # a third each would be two GPUs for each instance
+    names = ("prefill-0", "decode-0")
+    places = RayPlaces("app", "id", own)
+    for gpus, asked in ((6.0, [2.0, 4.0]), (3.0, [1.0, 2.0]), (1.0, [0.332, 0.664])):
+        places._bundles = dict.fromkeys(names, Bundle("00" * 18, 0, names, {"GPU": gpus}, "node"))
+        found = [places.options(name.partition("-")[0], name)["num_gpus"] for name in names]
+        assert found == pytest.approx(asked)
 
 
 def test_rays_bundles_have_no_fractions_over_one() -> None:

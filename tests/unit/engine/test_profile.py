@@ -239,7 +239,7 @@ def test_a_profile_is_of_as_many_ranks_as_instances_have(
     assert written["degrees"] == {"prefill": asdict(prefill), "decode": asdict(decode)}
     assert WALL_CLOCK in written["fit"]["passes_by_clock"]
     assert load_step_cost(out).step_s((), [100] * 4) > 0.0
-    assert not [child for child in psutil.Process().children() if "rank_main" in " ".join(child.cmdline())]
+    assert not [child for child in psutil.Process().children() if "ranks.start" in " ".join(child.cmdline())]
 
     def note(**section: int) -> str:
         return cost_model_note(from_tree({"scheduler": {"cost_model": str(out)}, "decode": section}))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from alignedserve.engine.batch import ForwardItem
 from alignedserve.engine.model.inspect import inspect_model
@@ -17,10 +20,10 @@ from alignedserve.engine.parallel.stages import shares
 from alignedserve.engine.parallel.steps import from_words, to_words
 from alignedserve.errors import ConfigError, ModelError
 from alignedserve.ranks.degrees import Degrees, RankPlace
-from alignedserve.testing.models import KINDS, make_model
+from alignedserve.testing.models import KINDS, draw_weights, make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 from alignedserve.weights.files import weight_files
-from support.ranks import generated_by_ranks, without_a_rank
+from support.ranks import captured_by_ranks, generated_by_ranks, without_a_rank
 
 VOCAB_SIZE = 203  # which no number of ranks here divides
 NEW_TOKENS = 12
@@ -34,21 +37,92 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "stages"),
+    ("tensor", "stages", "own"),
     [
-        (2, 1),
-        (1, 2),
-        pytest.param(4, 1, marks=pytest.mark.slow),
-        pytest.param(1, 3, marks=pytest.mark.slow),
-        pytest.param(2, 2, marks=pytest.mark.slow),
+        (2, 1, False),
+        (1, 2, True),
+        pytest.param(2, 1, True, marks=pytest.mark.slow),
+        pytest.param(1, 2, False, marks=pytest.mark.slow),
+        pytest.param(4, 1, False, marks=pytest.mark.slow),
+        pytest.param(4, 1, True, marks=pytest.mark.slow),
+        pytest.param(1, 3, False, marks=pytest.mark.slow),
+        pytest.param(2, 2, False, marks=pytest.mark.slow),
+        pytest.param(2, 2, True, marks=pytest.mark.slow),
     ],
 )
 def test_every_architecture_gives_the_same_tokens(
-    tensor: int, stages: int, folders: list[Path], tmp_path: Path
+    tensor: int, stages: int, own: bool, folders: list[Path], tmp_path: Path
 ) -> None:
-    """Four ranks are more than there are KV heads in most of these models. Of three stages some have one layer."""
+    """Over one store or stores of their own.
+
+    Four ranks are more than there are KV heads in most of these models. Of three stages some have one layer.
+    """
     prompts = random_prompts((19, 5, 30), VOCAB_SIZE, seed=42)
-    found = generated_by_ranks(Degrees(tensor, stages), folders, prompts, NEW_TOKENS, tmp_path)
+    found = generated_by_ranks(Degrees(tensor, stages), folders, prompts, NEW_TOKENS, tmp_path, own=own)
+    for folder in folders:
+        reference = load_reference(folder)
+        for prompt, answer in zip(prompts, found[folder.name], strict=True):
+            assert answer == greedy(reference, prompt, NEW_TOKENS, answer), folder.name
+
+
+@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_captured_passes_of_ranks_give_the_same_tokens(tensor: int, folders: list[Path], tmp_path: Path) -> None:
+    """The others get the inputs of each, and rank 0's tokens within it."""
+    folder, prompts = folders[KINDS.index("llama")], random_prompts((19, 5, 30), VOCAB_SIZE, seed=49)
+    found, reference = captured_by_ranks(Degrees(tensor), folder, prompts, NEW_TOKENS, tmp_path), load_reference(folder)
+    for prompt, answer in zip(prompts, found, strict=True):
+        assert answer == greedy(reference, prompt, NEW_TOKENS, answer)
+
+
+def write_model(kind: str, folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """A checkpoint whose tensors `change` has changed."""
+    make_model(kind, folder, seed=44, vocab_size=VOCAB_SIZE, max_position_embeddings=64, tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def write_glm(folder: Path) -> Path:
+    """A mixture whose routers have a buffer in the checkpoint."""
+    config = AutoConfig.for_model(
+        "glm4_moe", vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=48, n_shared_experts=1, first_k_dense_replace=1, num_mtp_layers=0,
+        max_position_embeddings=64, tie_word_embeddings=False, bos_token_id=0, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    draw_weights(model, seed=45, std=0.15)
+    with torch.no_grad():
+        biases = [each for name, each in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for number, bias in enumerate(biases):
+            bias.copy_(torch.tensor([0.9, 0.0, -0.9, 0.4]).roll(number))
+    assert len(biases) == 2
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("degrees", [Degrees(2), pytest.param(Degrees(1, 2), marks=pytest.mark.slow)])
+def test_ranks_read_a_checkpoint_as_one_process_does(degrees: Degrees, tmp_path: Path) -> None:
+    """Tied weights may be stored under either name, or under both with different values; then they are not tied.
+
+    Ranks need not divide the widths of MLPs.
+    """
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    small = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 64}
+    noise = 0.15 * torch.randn((VOCAB_SIZE, 64), generator=torch.Generator().manual_seed(46))
+    folders = [
+        write_model("llama", tmp_path / "head", lambda found: found.update({head: found.pop(embedding)})),
+        write_model("llama", tmp_path / "both", lambda found: found.update({head: found[embedding].clone()})),
+        write_model("llama", tmp_path / "untied", lambda found: found.update({head: noise})),
+        write_glm(tmp_path / "glm"),
+        *(
+            make_model(kind, tmp_path / kind, seed=48, intermediate_size=100, **small)
+            for kind in ("opt", "phi3", "mixtral", "gpt_oss")
+        ),
+    ]
+    prompts = random_prompts((19, 5), VOCAB_SIZE, seed=47)
+    found = generated_by_ranks(degrees, folders, prompts, NEW_TOKENS, tmp_path)
     for folder in folders:
         reference = load_reference(folder)
         for prompt, answer in zip(prompts, found[folder.name], strict=True):
@@ -81,6 +155,8 @@ def test_ranks_hold_their_own_experts_and_all_else(folders: list[Path]) -> None:
         for name, parameter in part.named_parameters():
             expected = whole[name][begin : begin + 2] if ".experts." in name else whole[name]
             assert torch.equal(parameter, expected), name
+    held = sum(parameter.nbytes for part in parts for parameter in part.parameters())
+    assert held == 2 * (info.weight_bytes - info.expert_bytes) + info.expert_bytes
 
 
 def test_experts_that_ranks_cannot_share_are_refused_with_what_fits(folders: list[Path]) -> None:
@@ -125,6 +201,17 @@ def test_stages_are_as_balanced_as_can_be() -> None:
     assert shares([3.0, 1.0, 1.0, 1.0], 2, 0.0) == [range(1), range(1, 4)]
 
 
+def test_of_a_mixture_the_experts_that_a_token_chooses_count(tmp_path: Path) -> None:
+    """Its first layer is dense, and costs as much as the others: half of their experts are chosen."""
+    folder = make_model(
+        "qwen3_moe", tmp_path / "m", seed=1, num_hidden_layers=4, mlp_only_layers=[0], intermediate_size=96,
+        moe_intermediate_size=48, num_experts=64, num_experts_per_tok=2, vocab_size=8, max_position_embeddings=64,
+    )  # fmt: skip
+    info = inspect_model("m", folder, "float32", "cpu")
+    parts = [ShardedModel(info, RankPlace(rank, Degrees(1, 2)), torch.device("cpu")).layers for rank in range(2)]
+    assert parts == [range(2), range(2, 4)]
+
+
 def test_heads_that_ranks_cannot_share_are_refused_with_what_fits(folders: list[Path]) -> None:
     info = inspect_model("llama", folders[KINDS.index("llama")], "float32", "cpu")
     with pytest.raises(ConfigError, match=r"4 query heads and 2 KV heads: 3 ranks cannot share them .*fit: 1, 2, 4\)"):
@@ -141,7 +228,8 @@ def test_a_checkpoint_that_lacks_a_tensor_or_has_another_shape_is_refused(tmp_pa
 
 def test_a_cut_reads_its_ranges_and_fills_up_with_zeros() -> None:
     tensor = torch.arange(12.0).view(6, 2)
-    assert torch.equal(Cut(0, ((1, 2), (4, 6)), 4).of(tensor), torch.cat((tensor[1:2], tensor[4:6], torch.zeros(1, 2))))
+    zeros = torch.zeros(1, 2)
+    assert torch.equal(Cut(0, ((1, 2), (4, 5)), 4).of(tensor), torch.cat((tensor[1:2], zeros, tensor[4:5], zeros)))
     assert torch.equal(Cut(1, ((1, 2),), 1).of(tensor), tensor[:, 1:])
     assert not Cut(zero=True).of(tensor).any()
 

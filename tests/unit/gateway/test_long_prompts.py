@@ -84,7 +84,7 @@ async def test_what_is_too_long_by_its_bytes_is_not_tokenised(
     model = shipped()
     counted = Counted(monkeypatch, model)
     with pytest.raises(
-        ContextLengthError, match=r"the model's 512 positions: the prompt has at least \d+ tokens"
+        ContextLengthError, match=r"the model's 512 positions\); the prompt has at least \d+ tokens"
     ) as raised:
         await ask(model, WORDS)
     assert raised.value.param == ("prompt" if ask is complete else "messages")
@@ -129,7 +129,9 @@ async def test_the_clusters_own_limit_counts(monkeypatch: pytest.MonkeyPatch) ->
     model = shipped()
     model.capacity_tokens = 16
     counted = Counted(monkeypatch, model)
-    with pytest.raises(ContextLengthError, match="the 16 tokens that this cluster can hold: the prompt has at least"):
+    with pytest.raises(
+        ContextLengthError, match=r"the 16 tokens that this cluster can hold\); the prompt has at least"
+    ):
         await complete(model, "some words " * 100)
     assert not counted.sizes
     with pytest.raises(ContextLengthError, match="has 16 tokens and max_tokens is 1"):

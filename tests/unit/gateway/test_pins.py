@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class Shard:
 
     def __init__(self) -> None:
         self.pool = open_indexed(index_memory(CAPACITY), CAPACITY)[0]
-        self.service = PrefixCacheService("kv_pool-0", 0.25, self._ready, lambda grants: None)
+        self.service = PrefixCacheService("kv_pool-0", 0.25, self._ready, lambda grants: None, nullcontext)
         self.service.open(self.pool, "fingerprint", 1 << 20)
         self.forgets = 0
 

@@ -16,7 +16,7 @@ from alignedserve.gateway import prefix_hints
 from alignedserve.gateway.body.planning import CacheUse, CallPlan, PromptPlan
 from alignedserve.gateway.body.requests import ReplyOptions
 from alignedserve.gateway.ledger.calls import Call, caller
-from alignedserve.gateway.prefix_hints import PrefixHints
+from alignedserve.gateway.prefix_hints import LEAST_OF_SEVERAL, PrefixHints
 from alignedserve.prefix_marks import LEAST_TOKENS, prefix_marks
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
@@ -70,7 +70,7 @@ async def test_what_each_shard_has_comes_with_the_head_of_the_request() -> None:
     hints, _ = await started(*shards)
     token = caller.set(b"key")
     try:
-        found = await hints.add(plan(LONG, LONG[:-2], cache=CacheUse(b"salt", by_key=True)))
+        found = await hints.add(plan(LONG, LONG[: LEAST_OF_SEVERAL - 1], cache=CacheUse(b"salt", by_key=True)))
         call = Call(found)
     finally:
         caller.reset(token)
@@ -86,6 +86,19 @@ async def test_what_each_shard_has_comes_with_the_head_of_the_request() -> None:
     assert call.salt == b"key/salt"
     await hints.close()
     for shard in shards:
+        await shard.server.stop()
+
+
+@pytest.mark.parametrize(("shards", "asked"), [(1, False), (2, True)])
+async def test_shards_are_asked_about_a_shorter_prompt_where_it_has_a_choice(shards: int, asked: bool) -> None:
+    there = [Shard(96) for _ in range(shards)]
+    hints, _ = await started(*there)
+    (found,) = (await hints.add(plan(LONG[:LEAST_OF_SEVERAL], cache=CacheUse()))).prompts
+    assert [bool(shard.asked) for shard in there] == [asked] * shards
+    assert found.cached == tuple((f"kv_pool-{number}", 96) for number in range(shards) if asked)
+    assert not found.marks
+    await hints.close()
+    for shard in there:
         await shard.server.stop()
 
 

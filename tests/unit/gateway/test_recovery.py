@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from alignedserve.errors import CancelledError, UnavailableError
+from alignedserve.errors import CancelledError, OverloadedError, UnavailableError
 from alignedserve.gateway.ledger import ledger as ledger_module
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2 as gw
@@ -90,6 +90,35 @@ async def test_answers_that_have_tokens_go_on_each_by_itself(cluster: FakeCluste
     again = [spec for spec in cluster.submitted if spec.key.epoch == 1]
     assert all(spec.prompt_token_ids and spec.group_size == 1 for spec in again)
     assert len({spec.group_id for spec in again}) == 2
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_call_of_several_prompts_is_refused_whole_or_not_at_all(
+    cluster: FakeCluster, gateway: RunningGateway, *, begun: bool
+) -> None:
+    """The second prompt is predicted to miss an objective; the first may have tokens by then."""
+
+    async def overloaded(cluster: FakeCluster, spec: RequestSpec) -> None:
+        first, *more = cluster.submitted
+        if spec.key.epoch == 0 and more == [spec]:
+            if begun:
+                cluster.emit(first, COUNTED[:1])
+                await asyncio.sleep(0.02)
+            cluster.reject(OverloadedError("each token is predicted to take 1 s", retry_after_s=1.0), spec.key)
+            if begun:
+                cluster.emit(first, COUNTED[1:], finish=FinishReason.LENGTH)
+        elif spec.key.epoch:
+            await counting_script(cluster, spec)
+
+    cluster.script = overloaded
+    answer = await ask(gateway, prompt=["a", "b"], stream=True)
+    if not begun:
+        assert answer.status_code == 429
+        return
+    assert answer.status_code == 200
+    assert "error" not in answer.text
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert [spec.key.epoch for spec in cluster.submitted] == [0, 0, 1]
 
 
 async def test_a_request_that_is_lost_again_and_again_ends(

@@ -168,6 +168,6 @@ async def test_thinking_is_a_block_of_its_own(
     first, second = answer.content
     assert (first.type, first.thinking) == ("thinking", "hm hm")  # type: ignore[union-attr]
     assert (second.type, second.text) == ("text", "yes")  # type: ignore[union-attr]
-    assert list(dict.fromkeys(deltas)) == ["thinking_delta", "text_delta"]
+    assert list(dict.fromkeys(deltas)) == ["thinking_delta", "signature_delta", "text_delta"]
     whole = await claude.messages.create(model="tiny", max_tokens=99, messages=[USER])
     assert [block.to_dict() for block in whole.content] == [block.to_dict() for block in answer.content]

@@ -14,6 +14,7 @@ import pytest
 from alignedserve.config import Config, KvPoolConfig
 from alignedserve.errors import ConfigError
 from alignedserve.kv_pool.disk import file as disk_file
+from alignedserve.kv_pool.disk import tier
 from alignedserve.kv_pool.disk.breaker import FIRST_PAUSE_S, MOST_FAULTS, Breaker
 from alignedserve.kv_pool.disk.layout import PAGE_BYTES
 from support.disk_cases import (
@@ -103,7 +104,7 @@ def test_what_cannot_be_used_is_refused_at_a_start_and_tried_again_in_a_running_
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     small = make()
-    small.calls.free = 1000
+    small.calls.total = 1000
     with pytest.raises(ConfigError, match="has room for 1000 bytes"):
         small.start()
     (tmp_path / "kv" / "default.kv_pool-0.kv").unlink()
@@ -121,8 +122,20 @@ def test_what_cannot_be_used_is_refused_at_a_start_and_tried_again_in_a_running_
 
 
 def test_a_broken_disk_or_one_that_others_have_filled_keeps_no_cluster_from_starting(
-    make: Make, caplog: pytest.LogCaptureFixture
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with monkeypatch.context() as soon:
+        soon.setattr(tier, "AGAIN_S", 0.0)
+        filled = make()
+        filled.calls.free = 1000
+        filled.start()
+        assert metric(filled, "disk_tier_on", doing="write") == 0
+        assert "has room for 1000 bytes" in caplog.text
+        filled.calls.free = 1 << 50
+        filled.spin()
+        assert metric(filled, "disk_tier_on", doing="write") == 1
+        filled.kill()
+    caplog.clear()
     rig = opened(make())
     cache(rig, A)
     rig.demote()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from alignedserve.kv_pool.actor import KvPoolServer
 from alignedserve.kv_pool.records import WriterKey
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
@@ -123,9 +125,18 @@ async def test_what_is_in_memory_only_is_written_when_the_cluster_ends(tmp_path:
         assert server._disk is not None
         assert server._disk.count().cached == 0
         await server.on_view(sv.ClusterView(ending=True))
-    async with node(tmp_path, "second") as agent, shard(agent, tmp_path / "kv") as (server, _):
+    async with node(tmp_path, "second") as agent, shard(agent, tmp_path / "kv") as (server, address):
         assert server._disk is not None
         assert server._disk.count().cached == 6
+        channel = open_channel(address, TOKEN)
+        order = kp.DropCached(prefix=cached_prefix(PROMPT[:20], b""))
+        dropped = await kp_grpc.PrefixCacheStub(channel).Drop(order, timeout=10.0)
+        shutil.copytree(tmp_path / "kv", tmp_path / "as it was then")
+        await channel.close()
+        assert dropped.blocks == 0, "they were on disk only"
+    async with node(tmp_path, "third") as agent, shard(agent, tmp_path / "as it was then") as (server, _):
+        assert server._disk is not None
+        assert server._disk.count().cached == 0
 
 
 async def test_a_folder_that_cannot_be_used_is_an_error_at_the_first_start_only(tmp_path: Path) -> None:

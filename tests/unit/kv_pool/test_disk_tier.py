@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.geometry import KvGeometry
+from alignedserve.kv_pool import removal
 from alignedserve.kv_pool.disk import demotion, promotion, tier
 from alignedserve.kv_pool.disk.breaker import FIRST_PAUSE_S, MOST_FAULTS
 from alignedserve.kv_pool.disk.layout import PAGE_BYTES
@@ -34,8 +35,8 @@ from support.disk_cases import (
     promote,
     tiers,
 )
-from support.disk_tier import HeldThreads, TierRig
-from support.kv_pool import PREFILL, leased
+from support.disk_tier import HeldThreads
+from support.kv_pool import PREFILL, drop_prefix, leased
 from support.prefix_pool import GEOMETRY
 
 
@@ -80,22 +81,25 @@ def test_what_is_on_disk_is_not_written_again_and_only_what_is_new_is_read(make:
     assert metric(rig, "disk_tier_written_bytes_total") == 5 * PAGE_BYTES
 
 
-def test_a_prefix_that_is_dropped_is_not_on_disk_after_a_restart_either(make: Make) -> None:
-    async def drop(rig: TierRig, tokens: Sequence[int]) -> None:
-        rig.tier.forget(ROOT, tokens)
-
+@pytest.mark.parametrize("few", [0, 1000], ids=["a large index", "a small one"])
+def test_a_prefix_that_is_dropped_is_not_on_disk_after_a_restart_either(
+    make: Make, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removal, "FEW_ENTRIES", few)
+    monkeypatch.setattr(removal, "REMOVED_AT_ONCE", 2)
+    monkeypatch.setattr(demotion, "ERASED_AT_ONCE", 2)
     first = opened(make())
     cache(first, A)
     cache(first, [*A[:8], *B])
     first.demote()
-    first.run(drop(first, A[:12]))
-    first.spin()
+    first.run(first.tier.forget(ROOT, A[:12]))
+    assert first.run(first.tier.erased(10.0))
     assert (on_disk(first, A), on_disk(first, [*A[:8], *B])) == (2, 7)
     first.kill()
     second = opened(make())
     assert (on_disk(second, A), on_disk(second, [*A[:8], *B])) == (2, 7)
-    second.run(drop(second, []))
-    second.spin()
+    second.run(second.tier.forget(ROOT, []))
+    assert second.run(second.tier.erased(10.0))
     assert second.tier.count().cached == 0
     second.kill()
     assert opened(make()).tier.count().cached == 0
@@ -170,17 +174,14 @@ def test_a_small_disk_is_not_written_to_while_nothing_changes(make: Make) -> Non
 def test_what_is_dropped_while_the_file_is_not_open_or_not_writable_stays_dropped(
     make: Make, monkeypatch: pytest.MonkeyPatch, fault: bool
 ) -> None:
-    async def drop(rig: TierRig) -> None:
-        rig.tier.forget(ROOT, [])
-
-    monkeypatch.setattr(demotion, "LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(demotion, "ERASE_AGAIN_S", 0.0)
     first = opened(make())
     cache(first, A)
     first.demote()
     first.kill()
     second = opened(make()) if fault else make()
     second.calls.write_faults += ["eio"] * fault
-    second.run(drop(second))
+    second.run(second.tier.forget(ROOT, []))
     if not fault:
         second.start()
     second.spin()
@@ -309,7 +310,11 @@ def test_read_errors_cost_misses_and_switch_reading_off_for_a_while(
     assert promote(rig, A) == 5
 
 
-def test_other_bytes_than_were_written_are_a_miss_and_forgotten(make: Make) -> None:
+@pytest.mark.parametrize("few", [0, 1000], ids=["a large index", "a small one"])
+def test_other_bytes_than_were_written_are_a_miss_and_forgotten(
+    make: Make, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removal, "FEW_ENTRIES", few)
     rig = opened(make())
     cache(rig, A)
     rig.demote()
@@ -415,7 +420,7 @@ def test_the_order_of_eviction_on_disk_is_the_policys_and_cuts_no_prefix(make: M
         rig.demote()
     forget(rig)
     assert promote(rig, A) == 5  # used later than B
-    rig.pool.drop_prefix(ROOT, B[:4])
+    drop_prefix(rig.pool, ROOT, B[:4])
     cache(rig, [*A[:4], 1, 2, 3, 4, *B[:12]])
     rig.demote()
     forget(rig)
@@ -424,16 +429,13 @@ def test_the_order_of_eviction_on_disk_is_the_policys_and_cuts_no_prefix(make: M
 
 
 def test_what_is_forgotten_while_it_is_read_does_not_come_back(make: Make) -> None:
-    async def drop() -> None:
-        rig.tier.forget(ROOT, A[:8])
-
     rig = opened(make())
     cache(rig, A)
     rig.demote()
     forget(rig)
     HeldThreads.held = True
     waiting = rig.begin(rig.opened.promotion.promote(ROOT, [*A, 0], 1000))
-    rig.run(drop())
+    rig.run(rig.tier.forget(ROOT, A[:8]))
     rig.work(10)
     assert waiting.done()
     assert (found(rig, A), on_disk(rig, A)) == (0, 0)
@@ -441,16 +443,13 @@ def test_what_is_forgotten_while_it_is_read_does_not_come_back(make: Make) -> No
 
 
 def test_entries_that_were_erased_are_not_overwritten_by_older_pages(make: Make) -> None:
-    async def drop() -> None:
-        rig.tier.forget(ROOT, [])
-
     rig = opened(make())
     cache(rig, A)
     HeldThreads.held = True
     step = rig.begin(rig.opened.demotion.step())
     while not on_disk(rig, A):
         rig.work(1)
-    rig.run(drop())
+    rig.run(rig.tier.forget(ROOT, []))
     rig.spin()
     for each in rig.threads:  # two threads write: a later call may be done first
         assert isinstance(each, HeldThreads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from alignedserve.control.prefixes import cached_prefix
-from alignedserve.errors import InvalidRequestError, PinsFullError, TransferError
+from alignedserve.errors import InvalidRequestError, PinsFullError
 from alignedserve.kv_pool.kept import pins
 from alignedserve.kv_pool.kept.pins import Pins
 from alignedserve.kv_pool.pool import KvPool
@@ -13,7 +13,7 @@ from alignedserve.kv_pool.prefix_chain import root_digest
 from alignedserve.kv_pool.table import AllocationTable
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import PIN, RequestKey
-from support.kv_pool import PREFILL, leased
+from support.kv_pool import PREFILL, drop_prefix, leased
 from support.prefix_pool import GEOMETRY, index_memory, open_indexed
 
 CAPACITY = 40
@@ -45,6 +45,11 @@ class Shard:
         held = self.pins.keep(pin, SALTED if salt else ROOT)[0] is not None
         self.pool.check_integrity()
         return held
+
+    def drop(self, tokens: list[int], salt: bytes = b"") -> tuple[list[str], int]:
+        """The pins that end, and the number of blocks removed."""
+        names, _ = self.pins.let_go_of(cached_prefix(tokens, salt))
+        return names, drop_prefix(self.pool, SALTED if salt else ROOT, tokens, self.pins.blocks)
 
     def crowd(self) -> None:
         """Everything that can be given up is."""
@@ -182,14 +187,25 @@ def test_dropping_a_prefix_takes_its_pins_and_spares_those_it_continues(shard: S
     shard.keep("system", SYSTEM)
     shard.keep("long", long)
     shard.keep("salted", salted, b"salt")
-    assert shard.pins.drop(cached_prefix([*long, 9], b""), ROOT)[:2] == (["long"], 3)
+    assert shard.drop([*long, 9]) == (["long"], 3)
     assert shard.pool.match(ROOT, long) == 4
-    assert shard.pins.drop(cached_prefix([1, 2], b""), ROOT)[:2] == ([], 0)  # less than a block
-    with pytest.raises(TransferError):
-        shard.pins.drop(kp.CachedPrefix(token_ids=b"abc"), ROOT)
-    names, removed, _ = shard.pins.drop(cached_prefix([], b""), ROOT)
-    assert (names, removed) == (["system"], 4)
+    assert shard.drop([]) == (["system"], 4)
     assert shard.pool.match(SALTED, salted) == 4
-    assert shard.pins.drop(cached_prefix([], b"salt"), SALTED)[:2] == (["salted"], 4)
+    assert shard.drop([], b"salt") == (["salted"], 4)
+    shard.pool.check_integrity()
+    assert shard.pool.counts().free == CAPACITY
+
+
+def test_a_beginning_that_ends_within_a_block_is_dropped_by_all_its_tokens(shard: Shard) -> None:
+    other = [*SYSTEM[:14], 1, 2, *range(50, 58)]
+    shard.compute([*SYSTEM, *range(50, 54)])
+    shard.compute(other)
+    assert shard.keep("system", SYSTEM)
+    assert shard.keep("other", other)
+    assert shard.drop([1, 2]) == ([], 0)
+    assert shard.drop([*SYSTEM[:14], 3]) == ([], 0)
+    assert shard.drop(SYSTEM[:15]) == (["system"], 2)  # its last block, and what continues it
+    assert [shard.pool.match(ROOT, tokens) for tokens in (SYSTEM, other)] == [3, 6]
+    assert shard.drop(SYSTEM[:2]) == (["other"], 6)  # less than a block
     shard.pool.check_integrity()
     assert shard.pool.counts().free == CAPACITY

@@ -197,13 +197,38 @@ def test_a_prefix_goes_with_all_that_continues_it_and_what_only_it_continues() -
     for number in range(3):
         model.insert(ROOT, [*system, *[90 + number] * 12])
     model.insert(ROOT, [*system[:8], *[50] * 8])
-    found = model.index.match(model.index.chain(ROOT, system), 9)
-    assert found == [0, 1, 2, 3]
-    gone = model.index.continued_by(found)
+    gone = model.index.begun_by(ROOT, system).tolist()
     assert sorted(gone) == list(range(2, 13))
+    assert model.index.continued_by(3).tolist() == [block for block in gone if block != 2]
     model.index.remove(gone)
     assert model.index.match(model.index.chain(ROOT, [*system, *[90] * 12]), 9) == [0, 1]
     assert model.index.match(model.index.chain(ROOT, [*system[:8], *[50] * 8]), 9) == [0, 1, 13, 14]
+
+
+@pytest.mark.parametrize(
+    ("begin", "gone"),
+    [
+        ([], {*range(9)}),
+        ([1, 2], {*range(5)}),  # less than a block
+        ([1, 2, 3, 4, 5], {1, 2, 3}),  # the first block has another continuation
+        ([1, 2, 3, 4, 5, 6, 7], {1, 2}),
+        ([1, 2, 3, 4, 5, 6, 8], {3}),
+        ([1, 2, 3, 4, 9], {4}),
+        ([1, 2, 3, 4, 7], set()),
+        ([1, 2, 3, 4, 5, 6, 7, 7, 9, 9, 9, 9, 9], {1, 2}),  # what is there of it ends before
+        ([1, 2, 3, 4, 5, 6, 8, 8, 9], {3}),
+        ([6], {5, 6}),
+        ([8, 8, 8, 8, 8], {7, 8}),
+    ],
+)
+def test_what_begins_with_tokens_that_fill_no_block_is_told_by_them(begin: list[int], gone: set[int]) -> None:
+    model = Model(16, 4, digest)
+    for tokens in [1, 2, 3, 4, 5, 6, 7, 7, 9, 9, 9, 9], [1, 2, 3, 4, 5, 6, 8, 8], [1, 2, 3, 4, 9, 9, 9, 9]:
+        model.insert(ROOT, tokens)
+    for tokens in [6] * 8, [8] * 8:
+        model.insert(ROOT, tokens)
+    model.insert(OTHER_ROOT, [1, 2, 3, 4, 5, 6, 7, 7])
+    assert set(model.index.begun_by(ROOT, begin).tolist()) == gone
 
 
 def test_a_block_is_indexed_once() -> None:

@@ -12,7 +12,7 @@ from alignedserve.kv_pool.prefix_chain import root_digest
 from alignedserve.kv_pool.table import AllocationTable
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cache.values import ValuePolicy
-from support.kv_pool import DECODE, OTHER, PREFILL, leased
+from support.kv_pool import DECODE, OTHER, PREFILL, drop_prefix, leased
 from support.prefix_pool import GEOMETRY, Fuse, Killed, index_memory, open_indexed
 
 CAPACITY = 20
@@ -232,8 +232,8 @@ def test_a_prefix_can_be_dropped_while_it_is_held(pool: KvPool) -> None:
     blocks = commit(pool, A, PROMPT)
     commit(pool, B, [*PROMPT[:8], *[7] * 8])
     pool.release([B])
-    assert pool.drop_prefix(ROOT, [*PROMPT[:8], 5, 6, 7, 8]) == (0, [])  # others continue what is indexed of it
-    assert pool.drop_prefix(ROOT, PROMPT[:8]) == (5, [])
+    assert drop_prefix(pool, ROOT, [*PROMPT[:8], 5, 6, 7, 8]) == 0  # others continue what is indexed of it
+    assert drop_prefix(pool, ROOT, PROMPT[:8]) == 5
     assert states(pool) == (16, 4, 0)
     assert pool.match(ROOT, PROMPT) == 0
     again = commit(pool, C, PROMPT)
@@ -251,7 +251,7 @@ def test_what_is_left_of_a_prefix_whose_end_was_evicted_is_dropped(pool: KvPool)
     leased(pool, PREFILL, CAPACITY - 8)
     assert 2 < pool.match(ROOT, long) < 10
     left = pool.match(ROOT, long) - 2
-    assert pool.drop_prefix(ROOT, long)[0] == left
+    assert drop_prefix(pool, ROOT, long) == left
     assert pool.match(ROOT, long) == 2
     assert pool.match(ROOT, [*long[:8], *[7] * 4]) == 3
     pool.check_integrity()
@@ -302,7 +302,7 @@ def test_without_an_index_nothing_is_cached_and_what_was_indexed_is_forgotten(me
     plain.commit(PREFILL, B, 14, leased(plain, PREFILL, 4), token_ids=PROMPT, root=ROOT)
     assert (plain.match(ROOT, PROMPT), plain.pin(C, ROOT, PROMPT, 99)[0].block_ids) == (0, ())
     assert plain.cache(PREFILL, ROOT, PROMPT, leased(plain, PREFILL, 1), 3) == ([], [])
-    assert plain.drop_prefix(ROOT, PROMPT) == (0, [])
+    assert drop_prefix(plain, ROOT, PROMPT) == 0
     plain.check_integrity()
     plain.release([B])
     assert states(plain) == (20, 0, 0)
@@ -333,7 +333,7 @@ STEPS: dict[str, Callable[[KvPool], object]] = {
     "adopt": lambda pool: pool.adopt([(RequestKey("b", 1), 9)]),
     "evict": lambda pool: pool.want(PREFILL, 11),
     "cache": lambda pool: pool.cache(DECODE, ROOT, list(range(44)), pool._blocks.leased_to(DECODE), 8),
-    "drop": lambda pool: pool.drop_prefix(ROOT, list(range(24))),
+    "drop": lambda pool: drop_prefix(pool, ROOT, list(range(24))),
     "lose": lambda pool: pool.writer_dead(DECODE),
 }
 

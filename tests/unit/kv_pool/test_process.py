@@ -8,21 +8,25 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import pytest
 import pytest_asyncio
 
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
+from alignedserve.control.prefixes import cached_prefix
 from alignedserve.control.rpc import RpcServer, open_channel
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.control.samples import samples
 from alignedserve.errors import AlignedServeError, TransferError
+from alignedserve.kv_pool import removal
 from alignedserve.kv_pool.actor import KvPoolServer
 from alignedserve.kv_pool.attachment import PoolAttachment
+from alignedserve.kv_pool.entries import Ids
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
@@ -212,6 +216,50 @@ async def test_while_the_pool_is_recounted_its_loop_goes_on_and_its_books_stand_
     await asyncio.wait_for(gone, 10.0)
     (book,) = await asyncio.wait_for(asked_again, 10.0)
     assert book.problem == ""
+    await writer.close()
+
+
+async def test_while_a_prefix_is_looked_for_in_a_large_index_the_loop_goes_on_and_the_pool_stands_still(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removal, "FEW_ENTRIES", 0)
+    monkeypatch.setattr(removal, "REMOVED_AT_ONCE", 1)
+    writer, blocks = await writer_with_lease(pool, OTHER)
+    await writer.cache(RequestKey("a"), cached_prefix(range(64), b""), 0, blocks[:4], [])
+    begun, end = threading.Event(), threading.Event()
+    find = KvPool.begun_by
+
+    def slow_find(self: KvPool, root: bytes, token_ids: Sequence[int]) -> Ids:
+        begun.set()
+        assert end.wait(20.0)
+        return find(self, root, token_ids)
+
+    monkeypatch.setattr(KvPool, "begun_by", slow_find)
+    channel = open_channel(pool.address, TOKEN)
+
+    async def drop(prefix: kp.CachedPrefix) -> int:
+        dropped: kp.Dropped = await kp_grpc.PrefixCacheStub(channel).Drop(kp.DropCached(prefix=prefix), timeout=20.0)
+        return dropped.blocks
+
+    given_up = asyncio.create_task(drop(cached_prefix([], b"")))
+    try:
+        assert await asyncio.to_thread(begun.wait, 10.0)
+        given_up.cancel()  # the drop goes on
+        committing = asyncio.create_task(writer.commit(RequestKey("b"), 20, blocks[4:6]))
+        again = asyncio.create_task(drop(cached_prefix(range(3), b"")))
+        await asyncio.wait([committing, again], timeout=0.2)
+        assert not committing.done()
+        assert pool.blocks() == {"free": BLOCKS - 4, "owned": 0, "cached": 4}
+    finally:
+        end.set()
+    assert await asyncio.wait_for(again, 10.0) == 0
+    await asyncio.wait_for(committing, 10.0)
+    assert pool.blocks() == {"free": BLOCKS - 2, "owned": 2, "cached": 0}
+    (book,) = await pool.server.check_integrity()
+    assert book.problem == ""
+    with pytest.raises(grpc.aio.AioRpcError, match="not whole token ids"):
+        await drop(kp.CachedPrefix(token_ids=b"abc"))
+    await channel.close()
     await writer.close()
 
 

@@ -15,7 +15,7 @@ from alignedserve.kv_pool.table import AllocationTable
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cache.returns import STOP, TOOL_CALLS, UNKNOWN
 from alignedserve.scheduler.cache.values import ValuePolicy
-from support.kv_pool import PREFILL, leased
+from support.kv_pool import PREFILL, drop_prefix, leased
 from support.prefix_pool import GEOMETRY, index_memory
 
 ROOT = root_digest("model")
@@ -92,7 +92,7 @@ def test_a_use_counts_once_a_conversation_and_once_for_each_of_others(world: Wor
 
 def test_a_conversation_that_lost_its_blocks_is_known_by_their_digests(world: World) -> None:
     world.ask(list(range(16)), TOOL_CALLS)
-    world.pool.drop_root(ROOT)
+    drop_prefix(world.pool, ROOT, [])
     world.now_s += 2.0
     request_id = world.ask([*range(16), *range(40, 48)], STOP)
     assert world.session(request_id).turns == 2

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks/gpu"))
 
 from gpu_suite import __main__ as suite  # noqa: E402
 from gpu_suite import report  # noqa: E402
-from gpu_suite.cases import bandwidth, iteration, kernels, pool, prefill, throughput, tokens, transfers  # noqa: E402
+from gpu_suite.cases import bandwidth, iteration, kernels, pool, prefill, ranks, throughput, tokens, transfers  # noqa: E402
 from gpu_suite.groups import GROUPS, MOST_S, Group, planned_s  # noqa: E402
 from gpu_suite.models import random_model, read_weight_bytes  # noqa: E402
 from gpu_suite.offline import Job, Offline, decode_engine  # noqa: E402
@@ -281,6 +281,15 @@ def test_models_tokens_are_compared_with_transformers(tmp_path: Path) -> None:
     tokens._compare_kind(of, "llama", torch.float32, total)
     tokens.report(of, "tokens-fp32", "llama", total, torch.float32)
     assert figures(of)["llama, answers equal (fp32)"]["met"] is True
+
+
+def test_tokens_of_two_ranks_are_compared_with_transformers(tmp_path: Path) -> None:
+    of = context(tmp_path)
+    for name, degrees in ranks.WAYS.items():
+        total = Agreement(wrong=[])
+        ranks._compare(of, "llama", degrees, ["cpu"], total)
+        tokens.report(of, ranks.ROW, name, total, torch.float32)
+        assert figures(of)[f"{name}, answers equal (fp32)"]["met"] is True
 
 
 def test_iterations_and_prefills_are_set_against_rates_of_the_same_run(tmp_path: Path) -> None:

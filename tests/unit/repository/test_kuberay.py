@@ -19,40 +19,16 @@ from alignedserve import __version__
 from alignedserve.cluster.app import build, supervisor_deployment
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
-from alignedserve.device_memory import DeviceMemory
-from alignedserve.model import ModelInfo, resolve_model
 from alignedserve.resources import parse_resources
-from alignedserve.sizing import GIB, plan_stores
 from support import kuberay
 from support.kuberay import Manifest, RayPods, of_kind, quantity, selected
 from support.requirements import need
 
 GUIDE = Path(__file__).parents[3] / "docs/deploying/kuberay.md"
-MIB = 1 << 20
-RAY_AND_SERVE_BYTES = 1212 * MIB  # resident memory of one node with a gateway, as measured (ADR 43)
-ROLE_BYTES = 386 * MIB  # of a process that has imported torch and transformers, as measured (ADR 43)
 SETTLE_S = 5  # until clients are sent elsewhere
 ASKING_S = 7  # of wait-idle beyond its timeout: its start, and a query that is under way
 DRAIN_STARTS_S = 2  # until Serve has seen that a node is drained
 RAY_ENDS_S = 15  # Ray's time to end its processes: two seconds each, one after the other
-H100_BYTES = 80 * GIB
-QWEN3_8B = ModelInfo(  # from its config.json and its weights' index
-    name="qwen3-8b",
-    path="/models/Qwen3-8B",
-    model_type="qwen3",
-    dtype="bfloat16",
-    layers=36,
-    kv_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    max_positions=40960,
-    eos_token_ids=(151645, 151643),
-    generation_defaults={},
-    weight_bytes=2 * 8_190_735_360,
-    heads=32,
-    hidden_size=4096,
-    mlp_width=12288,
-)
 each_variant = pytest.mark.parametrize("variant", kuberay.VARIANTS)
 
 
@@ -286,46 +262,9 @@ def constraints() -> dict[str, str]:
 
 
 @each_variant
-def test_the_memory_limit_covers_the_pool_and_everything_beside_it(variant: str) -> None:
-    config = configuration(variant)
-    for pods in workers(variant):
-        instances = min(int(pods.resources.get("GPU", 1 << 30)), config.cluster.prefill + config.cluster.decode)
-        shm = sum(quantity(v["emptyDir"]["sizeLimit"]) for v in pods.spec["volumes"] if is_memory(v))
-        others = shm + RAY_AND_SERVE_BYTES + (instances + 3) * ROLE_BYTES  # pool, scheduler, agent, supervisor
-        free = pods.memory_bytes - others
-        if config.cluster.device == "cuda":
-            # While weights are read, each instance also has them in host memory.
-            free -= instances * QWEN3_8B.weight_bytes
-            sides = [("prefill", config.cluster.prefill), ("decode", config.cluster.decode)]
-            devices = [
-                (role, DeviceMemory(f"{role}-{n}", f"cuda:{role}{n}", H100_BYTES, H100_BYTES - GIB))
-                for role, count in sides
-                for n in range(count)
-            ]
-            plan = plan_stores(config, QWEN3_8B, free, devices)  # refuses what does not fit
-            block_bytes = QWEN3_8B.geometry(config.kv_pool.block_size).block_bytes
-        else:
-            model = tiny()
-            plan = plan_stores(config, model, free)
-            block_bytes = model.geometry(config.kv_pool.block_size).block_bytes
-        assert config.kv_pool.size_gib > 0
-        assert plan.pool == int(config.kv_pool.size_gib * GIB) // block_bytes
-
-
-def tiny() -> ModelInfo:
-    from alignedserve.engine.model.inspect import inspect_model
-
-    return inspect_model("tiny", resolve_model("tiny"), "auto", "cpu")
-
-
-def is_memory(volume: Manifest) -> bool:
-    return volume.get("emptyDir", {}).get("medium") == "Memory"
-
-
-@each_variant
 def test_the_object_store_has_a_memory_backed_dev_shm(variant: str) -> None:
     for pods in kuberay.ray_pods(variant):
-        (volume,) = filter(is_memory, pods.spec["volumes"])
+        (volume,) = filter(kuberay.is_memory, pods.spec["volumes"])
         (mount,) = (m for m in pods.container["volumeMounts"] if m["name"] == volume["name"])
         assert mount["mountPath"] == "/dev/shm"
         assert quantity(volume["emptyDir"]["sizeLimit"]) >= int(pods.params["object-store-memory"])
@@ -446,7 +385,8 @@ def test_instances_find_their_gpus_and_resources_and_no_role_is_on_the_head(vari
         for name, amount in pods.resources.items():
             total[name] = total.get(name, 0.0) + pods.count * amount
     if config.device == "cuda":
-        assert total["GPU"] == config.prefill + config.decode
+        ranks = {role: configuration(variant).degrees(role).ranks for role in ("prefill", "decode")}
+        assert total["GPU"] == config.prefill * ranks["prefill"] + config.decode * ranks["decode"]
     for role, count in (("prefill", config.prefill), ("decode", config.decode)):
         key = f"{role}_resources"
         for name, amount in parse_resources(getattr(config, key), key).items():

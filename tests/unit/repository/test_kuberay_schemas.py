@@ -153,9 +153,12 @@ def test_the_monitors_have_the_fields_that_the_prometheus_operator_knows() -> No
 
 @each_variant
 def test_kustomizations_have_the_fields_that_kustomize_knows(variant: str) -> None:
-    known = {"apiVersion", "kind", "namespace", "resources", "components"}
+    known = {"apiVersion", "kind", "namespace", "resources", "components", "patches"}
     for name in (variant, "base", "monitoring"):
         found = kuberay.kustomization(name)
         assert found.keys() <= known
+        for patch in found.get("patches", ()):
+            assert patch.keys() == {"target", "patch"}
+            assert patch["target"].keys() == {"kind", "name"}
         assert found["kind"] == "Kustomization"
     assert kuberay.kustomization("images").keys() == {"apiVersion", "kind", "images", "configurations"}

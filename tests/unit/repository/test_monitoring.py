@@ -187,6 +187,25 @@ def test_docker_mounts_what_is_written_and_listens_on_loopback() -> None:
     assert compose["services"]["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
 
 
+@pytest.mark.parametrize("key", ["", "/etc/keys/prometheus", "keys/prometheus"])
+def test_docker_mounts_each_file_that_prometheus_reads(key: str) -> None:
+    made = files(Target.of(URL, INTERVAL_S, ray=True, roles=True, credentials=key))
+    config, beside = yaml.safe_load(made["prometheus.yml"]), Path("/etc/prometheus")
+    mounts = yaml.safe_load(made[COMPOSE])["services"]["prometheus"]["volumes"]
+    bound = {Path(target): source for source, target, *_ in (mount.split(":") for mount in mounts)}
+    named = set(config["rule_files"])
+    for job in config["scrape_configs"]:
+        named |= {path for found in job.get("file_sd_configs", ()) for path in found["files"]}
+        named |= {found["authorization"]["credentials_file"] for found in job.get("http_sd_configs", ()) if key}
+    assert named == {"alerts.yml", "/tmp/ray/prom_metrics_service_discovery.json", *filter(None, [key])}
+    for path in named:
+        inside = beside / path  # Prometheus takes a relative path as one beside its configuration
+        (mounted,) = [mount for mount in bound if inside.is_relative_to(mount)]
+        assert bound[mounted] == (str(mounted) if path.startswith("/") else f"./{path}")
+    assert all(mount.endswith(":ro") for mount in mounts if mount != "prometheus:/prometheus")
+    assert "/tmp/ray" in bound.values(), "Ray replaces the file, so its folder is mounted"
+
+
 def test_monitors_select_what_those_of_kuberay_select() -> None:
     ours = {entry["kind"]: entry for entry in parsed("kubernetes.yaml")}
     (values,) = parsed("values-kube-prometheus-stack.yaml")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from alignedserve.errors import ConfigError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.load import load_step_cost
+from alignedserve.scheduler.ranks import full_caches
 from alignedserve.scheduler.ranks.balance_route import BalanceRoute
 from alignedserve.scheduler.ranks.base import Members, Place, Placement, Rank, Ready
 from alignedserve.scheduler.ranks.load import Weights, added, freed
@@ -106,6 +108,21 @@ def test_where_room_binds_the_longest_that_fits_is_taken() -> None:
     state = ranks(1000, 1000, room_blocks=20, slots=50)
     found = placed(SharedPool(2), state, ready(0, 900), ready(1, 250), ready(2, 200), ready(3, 40))
     assert [(place.key.request_id, place.rank) for place in found] == [("r1", 0), ("r2", 1), ("r3", 1)]
+
+
+@pytest.mark.parametrize(("request_tokens", "joined"), [(250.0, {0: 1, 1: 3}), (900.0, {0: 1, 1: 1})])
+def test_where_room_binds_a_request_that_takes_long_by_itself_counts(
+    request_tokens: float, joined: dict[int, int]
+) -> None:
+    """The second rank has room for many, and is filled up to the load that the first one reaches."""
+    state = ranks(4000, 3000, requests=4, slots=50)
+    state[0].room_blocks, state[1].room_blocks = 26, 200
+    window = Window(16)
+    for number in range(6):
+        window.add(ready(number, 400))
+    loads = [rank.tokens + request_tokens * rank.requests for rank in state]
+    places = full_caches.refill(state, loads, window, Weights(1e-6, request_tokens, 0.0))
+    assert Counter(place.rank for place in places) == joined
 
 
 def test_a_running_request_moves_from_the_fullest_rank() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from alignedserve.errors import GrammarError
@@ -88,6 +88,13 @@ def objects(children: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
     )
 
 
+def applies_itself(schema: Schema) -> bool:
+    """Whether what a schema asks of a value is, in place, the root of the document again."""
+    parts = [part for key in ("anyOf", "allOf", "oneOf") for part in schema.get(key, [])]
+    parts += [schema["not"]] if "not" in schema else []
+    return schema.get("$ref") == "#" or any(applies_itself(part) for part in parts)
+
+
 VALUES = st.recursive(
     st.integers(0, 2),
     lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, max_size=3) | st.lists(inner, max_size=2),
@@ -100,12 +107,10 @@ def test_what_satisfies_the_closed_schema_satisfies_the_schema(schema: Schema, v
     whole = {**schema, "$defs": {"d": {"properties": {"a": {}}}}}
     narrow = json.loads(json.dumps(whole))
     close_objects(narrow)
+    assume(not applies_itself(whole))  # jsonschema follows it until the stack is full
     for value in values:
-        try:
-            if jsonschema.Draft202012Validator(narrow).is_valid(value):
-                assert jsonschema.Draft202012Validator(whole).is_valid(value), (narrow, value)
-        except RecursionError:
-            return  # a schema that is itself, in place
+        if jsonschema.Draft202012Validator(narrow).is_valid(value):
+            assert jsonschema.Draft202012Validator(whole).is_valid(value), (narrow, value)
 
 
 def test_an_answer_has_the_keys_that_its_schema_names() -> None:

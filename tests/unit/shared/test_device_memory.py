@@ -12,12 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignedserve.cluster.supervisor.core import SupervisorCore
-from alignedserve.cluster.supervisor.plan import plan_roles
+from alignedserve.cluster.supervisor.nodes import NodeBook
+from alignedserve.cluster.supervisor.plan import PlannedRole, plan_roles
+from alignedserve.cluster.supervisor.roster import Roster
 from alignedserve.cluster.supervisor.store_planner import MEMORY_GAUGE
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
-from alignedserve.device_memory import DeviceMemory, activation_bytes, describe_plan, fixed_parts, plan_devices
-from alignedserve.errors import ResourceError
+from alignedserve.device_memory import (
+    DeviceMemory,
+    RanksHere,
+    activation_bytes,
+    describe_plan,
+    fixed_parts,
+    plan_devices,
+)
+from alignedserve.errors import ConfigError, ResourceError
 from alignedserve.memory import GIB
 from alignedserve.model import ModelInfo
 from alignedserve.proto import common_pb2 as pb
@@ -255,3 +264,60 @@ def test_a_start_on_gpus_that_are_too_small_ends_with_the_table() -> None:
     assert re.search(
         r"prefill-0 on cuda:0 \(24.00 GiB\) lacks [\d.]+ GiB: it needs weights 12.55", cell.core.failure.message
     )
+
+
+def test_ranks_divide_weights_and_blocks_among_their_devices() -> None:
+    """Two ranks for prefill and four for decode, each on a GPU that the model alone does not fit."""
+    size, sections = 12 * GIB, {"prefill": {"tensor_parallel": 2}, "decode": {"tensor_parallel": 4}}
+    memories = [
+        ("prefill", DeviceMemory("prefill-0", "cuda:0,1", size, size)),
+        ("decode", DeviceMemory("decode-0", "cuda:2,3,4,5", size, size)),
+    ]
+    found = plan(memories, **sections)
+    prefill, decode = found.devices["prefill"], found.devices["decode"]
+    for parts, ranks in ((prefill.parts, 2), (decode.parts, 4)):
+        assert 1.0 < parts["weights"] / (SEVEN_B.weight_bytes / ranks) < 1.03  # norms are in each rank
+    assert decode.parts["cache"] == found.decode_cache * BLOCK // 4
+    assert "CUDA graphs" in decode.parts
+    assert 0 <= decode.budget - decode.used < BLOCK // 4
+    with pytest.raises(ResourceError, match=r"decode-0 on cuda:1 .* lacks"):
+        plan(devices([size], [size]))
+
+
+def test_ranks_that_share_a_device_share_its_memory() -> None:
+    """Two instances of two ranks on one GPU: each has half of it, and all of its weights there."""
+    sections: dict[str, Any] = {"prefill": {"tensor_parallel": 2}, "decode": {"pipeline_parallel": 2}}
+    memories = devices([H200], [H200], shared=True)
+    found = plan(memories, **sections)
+    assert {found.devices[role].budget for role in ("prefill", "decode")} == {2 * (int(0.9 * H200) // 4)}
+    assert 1.0 < found.devices["prefill"].parts["weights"] / SEVEN_B.weight_bytes < 1.03
+    assert found.devices["decode"].parts["weights"] > SEVEN_B.weight_bytes  # the stages need not be equal
+    assert found.devices["prefill"].parts["cache"] == found.prefill_cache * BLOCK
+    assert "CUDA graphs" not in found.devices["decode"].parts
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stages", "more"),
+    [(2, 1, 1.0), (4, 1, 1.0), (1, 2, 18 / 16), (2, 2, 18 / 16), (64, 1, 2.0)],
+)
+def test_a_rank_holds_its_heads_of_its_layers(tensor: int, stages: int, more: float) -> None:
+    """A stage may have more layers than the last, which has the head; 64 ranks hold each of 32 KV heads twice."""
+    own = config(decode={"tensor_parallel": tensor, "pipeline_parallel": stages})
+    ranks = RanksHere.of(own, "decode", "cuda:" + ",".join(map(str, range(tensor * stages))))
+    assert ranks.number == 1
+    assert ranks.block_bytes(SEVEN_B, SEVEN_B.geometry(16)) == pytest.approx(more * BLOCK / (tensor * stages))
+
+
+def test_instances_of_ranks_are_planned_on_devices_of_their_own() -> None:
+    degrees: dict[str, Any] = {"prefill": {"tensor_parallel": 2}, "decode": {"pipeline_parallel": 4}}
+    own = config(cluster={"device": "cuda", "prefill": 2}, **degrees)
+    where = {role.id: role.device for role in plan_roles(own, 8) if role.on_gpu}
+    assert where == {"prefill-0": "cuda:0,1", "prefill-1": "cuda:2,3", "decode-0": "cuda:4,5,6,7"}
+    with pytest.raises(ResourceError, match="instances of 8 ranks together need 8 GPUs, but there are 7"):
+        plan_roles(own, 7)
+    sharing = config(cluster={"device": "cuda", "share_gpu": True}, decode={"tensor_parallel": 4})
+    assert [role.device for role in plan_roles(sharing, 2) if role.on_gpu] == ["cuda:0", "cuda:1,0"]
+    nodes = NodeBook(own, Roster([PlannedRole("prefill", "prefill-0", "cuda:0,3")]), 4)
+    assert (nodes.free_device("prefill"), nodes.free_device("decode")) == ("cuda:1,2", "cuda:1,2,0,3")
+    with pytest.raises(ConfigError, match="ranks share experts on CPUs only"):
+        plan_roles(config(cluster={"device": "cuda"}, decode={"expert_parallel": 2}), 8)

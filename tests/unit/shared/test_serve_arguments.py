@@ -54,6 +54,10 @@ def test_a_policy_brings_its_settings() -> None:
         ({"model": "tiny"}, "model in the application's arguments must contain keys"),
         ({"scheduler": {"policy": "vllm"}}, "vllm"),
         ({"gateway": {"replicas": 3, "max_replicas": 2}}, "gateway.max_replicas"),
+        ({"decode": {"tensor_parallel": 3}}, r"8 query heads and 4 KV heads: 3 ranks cannot share them .*1, 2, 4, 8"),
+        ({"decode": {"pipeline_parallel": 7}}, "6 layers: 7 stages"),
+        ({"decode": {"expert_parallel": 2}}, "has no experts"),
+        ({"model.path": "org/elsewhere", "decode.expert_parallel": "2", "decode.tensor_parallel": "2"}, "excludes"),
     ],
 )
 def test_what_is_wrong_is_named_and_serve_shows_it_alone(arguments: dict[str, Any], said: str) -> None:
@@ -66,6 +70,8 @@ def test_a_model_folder_that_cannot_work_is_refused_where_the_application_is_bui
     folder = Path(shutil.copytree(resolve_model("tiny"), tmp_path / "model"))
     build({"model.path": str(folder)})
     build({"model.path": str(tmp_path / "of-another-machine")})
+    with pytest.raises(ConfigError, match="3 ranks cannot share"):
+        build({"model.path": str(folder), "prefill.tensor_parallel": "3"})
     os.truncate(folder / "model.safetensors", 1 << 20)
     with pytest.raises(ConfigError, match=r"model.safetensors is truncated") as refused:
         build({"model.path": str(folder)})

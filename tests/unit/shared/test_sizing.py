@@ -15,7 +15,7 @@ from alignedserve.device_memory import DeviceMemory
 from alignedserve.errors import ResourceError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
-from alignedserve.sizing import GIB, StorePlan, plan_stores
+from alignedserve.sizing import GIB, RANK_BYTES, StorePlan, instance_bytes, plan_stores
 from support.fake_roles import MODEL
 
 MIB = 1 << 20
@@ -92,6 +92,20 @@ def test_weights_count_on_a_cpu_and_not_on_gpus() -> None:
     blocks = 5 * GIB // BLOCK
     found = plan(3 * GIB, model=LARGE, gpu_bytes=24 * GIB, kv_pool={"size_gib": 2.5}, decode={"cache_blocks": blocks})
     assert (found.pool, found.decode_cache) == (int(2.5 * GIB) // BLOCK, blocks)
+
+
+def test_each_of_the_ranks_that_share_experts_has_the_other_weights() -> None:
+    mixture = replace(MODEL, weight_bytes=3 * GIB, expert_bytes=GIB)
+    # 3 GiB of the prefill instance, 3 times 2 and 1 of the decode instance's, and 300 MiB of each further rank
+    with pytest.raises(ResourceError, match=r"10\.59 GiB for the weights of 2 workers of 4 ranks"):
+        plan(4 * GIB, model=mixture, decode={"expert_parallel": 3})
+
+
+def test_an_embedding_that_is_the_head_too_is_in_two_stages() -> None:
+    model = replace(MODEL, weight_bytes=3 * GIB, tied_bytes=GIB // 2)
+    staged = from_tree({"decode": {"pipeline_parallel": 2}})
+    extra = instance_bytes(staged, "decode", model) - instance_bytes(staged, "prefill", model)
+    assert extra == GIB // 2 + RANK_BYTES
 
 
 def test_a_pool_that_could_not_hold_two_blocks_is_refused() -> None:

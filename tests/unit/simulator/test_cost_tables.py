@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -183,11 +184,17 @@ def test_ranks_share_the_experts(folder: Path) -> None:
     text = "".join(f"{t},{a},{10 * a + t}\n" for t in (1, 2, 8, 512) for a in (2, 4, 8))
     (folder / "moe.csv").write_text(f"tokens,activated_experts,time_us\n{text}")
     layers = SHAPE["layers"]
-    rank = load_rank_cost(folder, 2, **SHAPE).parts.dense
+    links = {"collective_bandwidth": 1e9, "collective_latency_s": 1e-5}
+    rank = load_rank_cost(folder, 2, **links, **SHAPE).parts.dense
     alone = load_step_cost(folder, **SHAPE).parts.dense
     two = 8 * (1 - (6 / 8) ** 2), 4 * (1 - (6 / 8) ** 4)
-    assert alone.at(2) - rank.at(2) == pytest.approx(layers * 10 * (two[0] - two[1]))
-    assert alone.at(512) - rank.at(512) == pytest.approx(layers * 10 * 4)
+
+    def exchange_us(tokens: int) -> float:
+        row_bytes = 2 * 4 * 8 * 2  # a token's states of two bytes a value go to two experts
+        return 2 * layers * 1e6 * (1e-5 + 0.5 * tokens * row_bytes / 1e9)
+
+    assert alone.at(2) - rank.at(2) == pytest.approx(layers * 10 * (two[0] - two[1]) - exchange_us(2))
+    assert alone.at(512) - rank.at(512) == pytest.approx(layers * 10 * 4 - exchange_us(512))
     assert load_rank_cost("a100-opt-13b", 2).describe() == load_step_cost("a100-opt-13b").describe()
 
 
@@ -270,6 +277,23 @@ def test_the_link_of_an_unknown_gpu_is_given_by_hardware(
         assert "assumed" not in error
         makespans.append(json.loads(out)["aligned"]["makespan_s"])
     assert makespans[0] < makespans[1]
+
+
+def test_prefill_instances_may_have_another_degree(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    meta = folder / "meta.yaml"
+    meta.write_text(meta.read_text().replace("someone/made-up", "meta-llama/Llama-3.1-8B"))
+    other = Path(shutil.copytree(folder, folder / "other-tp2"))
+    both = ("--cost-model", folder, "--prefill-cost-model", other)
+    printed, _ = simulated(capsys, *both, "--print-hardware")
+    hardware = tomllib.loads(printed)
+    assert hardware["prefill_kv_tokens"] > 2 * hardware["kv_tokens"]
+    same, apart = (json.loads(simulated(capsys, *options, "--json")[0]) for options in (("--cost-model", folder), both))
+    assert apart["aligned"]["ttft_mean_s"] > same["aligned"]["ttft_mean_s"]  # by the collectives
+    assert apart["run"]["configuration"]["prefill_cost"]["source"]["tensor_parallel"] == 2
+    out, _ = simulated(capsys, *both, "--policy", "aligned,vllm")
+    assert "note: vllm: prompts are computed with --cost-model too" in out
+    _, error = simulated(capsys, "--cost-model", folder, "--prefill-cost-model", "a100-opt-13b", status=2)
+    assert "both must be of one model" in error
 
 
 def test_weights_that_do_not_fit_are_an_error_unless_the_capacity_is_given(

@@ -156,6 +156,68 @@ def test_blocks_of_another_size_than_earlier_ones_are_refused(tmp_path: Path) ->
         read_trace(write(tmp_path, "sizes.jsonl", text))
 
 
+def lines_of_ids(*lines: tuple[int, int], **more: object) -> str:
+    """Lines of a Mooncake trace with prompts of so many tokens and so many ids."""
+    rows = (
+        {"timestamp": 0, "input_length": n, "output_length": 1, "hash_ids": [*range(ids)], **more} for n, ids in lines
+    )
+    return "\n".join(map(json.dumps, rows))
+
+
+@pytest.mark.parametrize(
+    ("lines", "size"),
+    [
+        (((1500, 3), (512, 1), (513, 2)), 512),
+        (((1500, 3), (9000, 2)), 512),  # fewer than there are
+        (((521, 33), (15, 1), (16, 1)), 16),
+        (((521, 32), (31, 1)), 16),  # full blocks only
+        (((1500, 2), (9000, 9)), 1024),
+        (((100, 1), (90, 1)), 512),  # any size over 100 fits
+    ],
+)
+def test_the_size_of_blocks_is_the_one_that_fits_all_lines(
+    tmp_path: Path, lines: tuple[tuple[int, int], ...], size: int
+) -> None:
+    workload = read_trace(write(tmp_path, "m.jsonl", lines_of_ids(*lines))).workload(Load(), 0)
+    assert workload.block_tokens == size
+    told = [note for note in workload.notes if "are taken to name blocks of" in note]
+    assert len(told) == (size != 512)
+    assert all(f"blocks of {size} tokens" in note for note in told)
+
+
+@pytest.mark.parametrize(("more", "most"), [({}, 3), ({"block_tokens": 1024}, 2)])
+def test_more_ids_than_a_prompt_fills_blocks_are_refused(tmp_path: Path, more: dict[str, int], most: int) -> None:
+    text = lines_of_ids((512, 1), (1500, 4), **more)
+    with pytest.raises(TraceError, match=rf"line 2, column \d+ \(hash_ids\): 4 ids are more than the {most} blocks"):
+        read_trace(write(tmp_path, "m.jsonl", text))
+
+
+def test_an_id_that_is_twice_in_a_line_is_refused(tmp_path: Path) -> None:
+    row = {"timestamp": 0, "input_length": 1500, "output_length": 6, "hash_ids": [1, 2, 1]}
+    log = {"arrival_unix_s": 1.0, "input_tokens": 48, "output_tokens": 2, "block_tokens": 16, "blocks": [5, 7, 7]}
+    for key, again, line in ("hash_ids", 1, row), ("blocks", 7, log):
+        good = {**line, key: []}
+        with pytest.raises(TraceError, match=rf"line 2, column \d+ \({key}\): {again} is there twice"):
+            read_trace(write(tmp_path, "t.jsonl", "\n".join(map(json.dumps, [good, line]))))
+
+
+def test_answers_are_not_taken_for_blocks_that_follow_each_other_in_a_circle(tmp_path: Path) -> None:
+    text = "\n".join(
+        json.dumps({"timestamp": n, "input_length": 512 * len(ids), "output_length": 2048, "hash_ids": ids})
+        for n, ids in enumerate([[1], [1, 2, 3], [3, 2]])
+    )
+    first, *_ = read_trace(write(tmp_path, "m.jsonl", text)).workload(Load(), 0).arrivals
+    assert first.answer_blocks == (2, 3, -1)
+
+
+def test_times_of_bailian_s_traces_are_seconds(tmp_path: Path) -> None:
+    row = {"chat_id": 7, "parent_chat_id": -1, "timestamp": 1.5, "input_length": 40, "output_length": 2, "turn": 1}
+    rows = [row, {**row, "timestamp": 4.0, "hash_ids": [1, 2, 3]}]
+    workload = read_trace(write(tmp_path, "b.jsonl", "\n".join(map(json.dumps, rows)))).workload(Load(), 0)
+    assert [one.arrival_s for one in workload.arrivals] == [0.0, 2.5]
+    assert workload.block_tokens == 16
+
+
 def test_the_request_log_is_sorted_and_answers_without_a_token_are_left_out(tmp_path: Path) -> None:
     rows = [
         {"request_id": "b", "arrival_unix_s": 1700000001.25, "input_tokens": 10, "output_tokens": 3},
@@ -306,7 +368,15 @@ def test_a_mix_has_its_share_of_short_requests_and_its_limits() -> None:
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("mix:sort=1", "unknown key 'sort'; a mix has short, requests"),
+        ("mix:sort=1", "unknown key 'sort'; the keys are short, requests"),
+        ("chats:users=1", "unknown key 'users'; the keys are conversations, turns"),
+        ("chats:turns=0", "conversations times turns must be between 1 and 10000000"),
+        ("chats:conversations=9999999,turns=9", "conversations times turns"),
+        ("chats:system=-1", "system must be"),
+        ("chats:message_min=600", "message_max"),
+        ("chats:pause_s=nan", "pause_s must not be negative"),
+        ("chats:pause_s=9e6", "end within a year"),
+        ("chats:turns=9000,output_max=2000000", "less than 2147483648 tokens"),
         ("mix:short=1.5", "short must be a share"),
         ("mix:requests=many", "requests='many' is not a whole number, such as 1000"),
         ("mix:short=half", "short='half' is not a number"),

@@ -13,6 +13,7 @@ from alignedserve.prefill_worker.offload import Offloader
 from alignedserve.request import RequestKey, RequestSpec, SamplingParams
 from alignedserve.transfer.copier import Copier
 from support.direct_shard import BLOCKS, PROMPT, ROOT, WRITER, DirectShard
+from support.kv_pool import drop_prefix
 
 FIRST, SECOND, THIRD = (RequestKey(name) for name in ("first", "second", "third"))
 
@@ -136,7 +137,7 @@ async def test_what_is_computed_again_does_not_give_way_to_a_spoiled_block() -> 
     shard = DirectShard()
     base = shard.pin(FIRST)
     shard.store.blocks[base.block_ids[1]] += 1
-    shard.pool.drop_prefix(ROOT, PROMPT[:8])
+    drop_prefix(shard.pool, ROOT, PROMPT[:8])
     job = PrefilledJob(FIRST, [RequestSpec(FIRST, PROMPT, SamplingParams(), [1])], PROMPT, [5, 6, 7], None, pin=FIRST)
     ((one,), _) = await offloader_of(shard).offload(job)
     assert one.shared_blocks == 0

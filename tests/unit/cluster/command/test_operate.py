@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +13,18 @@ from alignedserve.cluster.cli.operate import GONE_AFTER_S, RunningCluster, wait_
 from alignedserve.errors import AlignedServeError, UnavailableError
 
 URL = "http://gateway:8000"
-ORDER = {"since_unix_s": 5.0, "roles": ["decode", "scheduler"], "doing": "", "done": False, "failure": ""}
+ORDER: dict[str, Any] = {
+    "since_unix_s": 5.0,
+    "roles": ["decode", "scheduler"],
+    "doing": "",
+    "done": False,
+    "failure": "",
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 class Cluster(RunningCluster):
@@ -58,6 +71,18 @@ def test_each_step_is_shown_once_also_without_answers(
         "http://here: scheduler-0 starts",
         "http://here: all processes of these roles were replaced",
     ]
+
+
+def test_a_terminal_shows_a_bar_of_the_processes_that_were_replaced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(ORDER, "processes", 3)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    restart(monkeypatch, [{"doing": "decode-0 drains", "replaced": 0}, {"doing": "", "replaced": 2}, {"done": True}])
+    bars = [bar for bar in terminal.getvalue().split("\r") if "decode-0 drains" in bar]
+    assert " 0/3 " in bars[0]
+    assert " 2/3 " in bars[-1]
+    assert "drains" not in capsys.readouterr().out
 
 
 def test_why_it_has_stopped_is_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,10 @@ def request(**changes: Any) -> dict[str, Any]:
         "decode_id": "decode-1",
         "epoch": 0,
         "losses": 0,
+        "tokens_before": 0,
+        "resumed_tokens": None,
         "bubble_s": None,
+        "refused": "",
         "stages": {"queue": 0.1, "prefill": 0.2, "pool": 3.2, "prefetch": 0.2, "handover": 0.3, "decode": 2.0},
         "steps": [
             ["queue", 0.0],
@@ -81,6 +84,18 @@ def test_a_loss_is_no_eviction_and_a_resumed_call_no_loss() -> None:
     assert not any("lost" in one for one in words)
 
 
+def test_tokens_of_an_earlier_epoch_are_not_counted_as_decoded_in_the_last() -> None:
+    """An instance was killed after 150 tokens; the KV of the prompt and of 149 of them was adopted."""
+    changes = {"epoch": 1, "output_tokens": 200, "tokens_before": 150, "stages": {"pool": 0.1, "decode": 1.0}}
+    words, _ = explain(told([], losses=1, **changes))
+    assert "It decoded its last 50 tokens in 1.0 s, 20 ms each." in words
+    words, _ = explain(told([], resumed_tokens=150, **changes))
+    assert "It decoded its last 50 tokens in 1.0 s, 20 ms each." in words
+    assert any(one.startswith("It was resumed here") and "; 150 tokens came before" in one for one in words)
+    words, _ = explain(told([], **changes | {"output_tokens": 151, "stages": {"prefill": 0.1, "decode": 1.0}}))
+    assert not any("decoded" in one for one in words)  # prefill made it
+
+
 def test_a_short_request_needs_no_advice() -> None:
     words, advice = explain(told([], took_s=0.2, stages={"prefill": 0.05, "decode": 0.1}, outcome="stop"))
     assert not advice
@@ -92,6 +107,12 @@ def test_a_request_without_any_stage_is_summed_up() -> None:
     words, advice = explain(Told(refused, [], 1, 1, prefix_cache=True))
     assert words[0] == "It took 6.0 s and ended with overloaded."
     assert "refused" in words[1]
+    assert "Retry-After" in advice[0]
+
+
+def test_a_call_that_was_refused_on_arrival_says_why() -> None:
+    words, advice = explain(told([], refused="the cluster is full", outcome="overloaded", took_s=0.0, stages={}))
+    assert words == ["Its gateway refused it when it arrived: the cluster is full."]
     assert "Retry-After" in advice[0]
 
 
@@ -129,9 +150,23 @@ def test_the_timeline_begins_with_what_was_lost() -> None:
     assert [bar["stage"] for bar in bars[1:]] == ["queue", "prefill", "pool", "decode"]
 
 
-def test_a_request_of_which_no_worker_has_told_has_no_timeline() -> None:
-    """It was refused, say: `explain` shows it without bars."""
-    assert timeline(request(stages={}, steps=[], outcome="overloaded"), []) == []
+def test_a_request_that_no_scheduler_has_got_has_no_timeline() -> None:
+    assert timeline(request(stages={}, steps=[], outcome="unavailable"), []) == []
+    assert timeline(request(stages={}, steps=[], outcome="open", losses=1), []) == []
+
+
+def test_a_request_that_ended_before_its_first_token_was_in_the_queue_or_in_prefill() -> None:
+    ended = {"steps": [], "outcome": "deadline_exceeded", "output_tokens": 0, "stages": {"until_first_token": 5.5}}
+    bar = {"stage": "until_first_token", "where": "", "begin_s": 0.5, "end_s": 6.0}
+    assert timeline(request(**ended), []) == [bar]
+    assert timeline(request(**ended, losses=1), []) == [{**bar, "stage": "lost", "begin_s": 0.0, "end_s": 0.5}, bar]
+    words, advice = explain(told([], **ended))
+    assert words[0].endswith("ended with deadline_exceeded; most of it was the wait for a token (5.5 s).")
+    assert "It ended after 5.5 s in the queue or in prefill; no worker had told more of it." in words
+    assert any("alignedserve scale --prefill 2" in one for one in advice)
+    words, advice = explain(told([], **ended, epoch=1, losses=1))
+    assert "It ended after 5.5 s in the queue, in prefill or in the pool; no worker had told more of it." in words
+    assert not any("--prefill" in one for one in advice)
 
 
 def test_the_timeline_of_an_open_request_ends_now() -> None:

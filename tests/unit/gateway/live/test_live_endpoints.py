@@ -16,13 +16,16 @@ import pytest
 from alignedserve.admin import ADMIN_HEADER
 from alignedserve.cluster.cli import top_command
 from alignedserve.cluster.cli.explain_command import described
+from alignedserve.cluster.cli.main import main
 from alignedserve.cluster.cli.top_command import feed, lasting, screen
 from alignedserve.errors import OverloadedError, UnavailableError
 from alignedserve.gateway.live import endpoints
 from alignedserve.gateway.live.feed import LiveFeed
+from alignedserve.gateway.live.samples import Change, Samples
+from alignedserve.gateway.live.state import live_state
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
-from support.fake_cluster import FakeCluster, counting_script
+from support.fake_cluster import FakeCluster, counting_script, silent_script
 from support.gateway import RunningGateway, running_gateway
 
 KEYS = ("sk-first", "sk-second")
@@ -142,6 +145,20 @@ async def test_a_feed_without_a_supervisor_says_so(cluster: FakeCluster, http: h
     cluster.no_live = True
     (state,) = await states(http, 1)
     assert "supervisor" in state["stale"]
+    lines = render(state)
+    assert any(line.startswith("open -  queued -  prefilling -") for line in lines)
+    assert "what waits in the pool is not known" in [line.rstrip() for line in lines]
+
+
+def test_top_shows_what_is_unknown_as_such() -> None:
+    keys = [pb.ProcessKey(role=role, id=f"{role}-0") for role in ("decode", "prefill", "kv_pool")]
+    status = sv.ClusterStatus(peers=[sv.Peer(process=key, state="starting") for key in keys])
+    now = Samples("", 0.0)
+    state = {"model": "tiny", "slowest": [], **live_state(sv.LiveState(status=status), Change(now, now))}
+    rows = {line.split()[0]: line.split() for line in render(state) if "starting" in line}
+    assert rows["decode-0"] == ["decode-0", "starting", "-", "-", "-", "-/-"]
+    assert rows["prefill-0"] == ["prefill-0", "starting", "-", "tokens", "-"]
+    assert rows["kv_pool-0"] == ["kv_pool-0", "starting", *"-----"]
 
 
 async def test_a_request_is_explained_while_it_runs_and_afterwards(
@@ -185,6 +202,19 @@ async def test_a_request_is_explained_while_it_runs_and_afterwards(
     assert (await http.get("/dashboard/requests?sort=odd")).status_code == 400
 
 
+async def test_a_request_that_ended_in_the_queue_says_how_long_it_waited(
+    cluster: FakeCluster, http: httpx.AsyncClient
+) -> None:
+    cluster.script = silent_script
+    sent = await http.post("/v1/completions", json={**BODY, "timeout_s": 0.1}, headers={"x-request-id": "late"})
+    assert sent.status_code == 408
+    found = (await http.get("/dashboard/requests/late")).json()
+    (bar,) = found["timeline"]
+    assert (bar["stage"], bar["end_s"]) == ("until_first_token", found["took_s"])
+    assert bar["end_s"] - bar["begin_s"] > 0.05
+    assert any("in the queue or in prefill" in one for one in found["explanation"])
+
+
 async def test_a_rejected_request_is_listed_with_its_reason(cluster: FakeCluster, http: httpx.AsyncClient) -> None:
     async def refuse(fake: FakeCluster, spec: Any) -> None:
         fake.reject(OverloadedError("full"), spec.key)
@@ -193,6 +223,40 @@ async def test_a_rejected_request_is_listed_with_its_reason(cluster: FakeCluster
     assert (await http.post("/v1/completions", json=BODY)).status_code == 429
     (found,) = (await http.get("/dashboard/requests")).json()["requests"]
     assert found["outcome"] == "overloaded"
+
+
+async def test_a_call_that_is_refused_on_arrival_is_explained_until_it_is_accepted(cluster: FakeCluster) -> None:
+    name = {"x-request-id": "again"}
+    async with (
+        running_gateway(cluster, max_queue=2) as gateway,
+        running_gateway(cluster, gateway_id="gateway-1") as other,
+        httpx.AsyncClient(base_url=gateway.url, timeout=10.0) as http,
+    ):
+        gateway.server.intake.tell(0, 30.0, limited=True)
+        assert (await http.post("/v1/completions", json=BODY, headers=name)).status_code == 429
+        found = (await http.get("/dashboard/requests/again")).json()
+        assert found["explanation"] == ["Its gateway refused it when it arrived: the cluster is full."]
+        assert (found["outcome"], found["open"], found["timeline"]) == ("overloaded", False, [])
+        assert described(found)[0] == f"{found['request_id']}: not read"
+        (listed,) = (await http.get("/dashboard/requests?sort=slowest")).json()["requests"]
+        assert (await http.get(f"/dashboard/requests/{listed['id']}")).json()["x_request_id"] == "again"
+
+        cluster.gateways = {"gateway-0": gateway.server.address, "gateway-1": other.server.address}
+        cluster.publish_view()
+        await cluster.wait_for(lambda: len(gateway.server.peers._channels) == 1)
+        await http.post(f"{other.url}/v1/completions", json=BODY, headers=name)
+        found = (await http.get("/dashboard/requests/again")).json()
+        assert (found["outcome"], [one["refused"] for one in found["others"]]) == ("length", ["the cluster is full"])
+
+        cluster.script = silent_script
+        gateway.server.intake.forget()
+        waiting = asyncio.ensure_future(http.post("/v1/completions", json=BODY))
+        await cluster.wait_for(lambda: len(gateway.server.ledger) == 1)
+        body = {**BODY, "n": 2, "temperature": 1.0}
+        assert (await http.post("/v1/completions", json=body, headers={"x-request-id": "two"})).status_code == 429
+        words = (await http.get("/dashboard/requests/two")).json()["explanation"]
+        assert "this gateway holds 1 requests; its limit is 2" in words[0]
+        waiting.cancel()
 
 
 async def test_with_keys_the_page_asks_for_one_and_a_cookie_opens_the_rest(guarded: RunningGateway) -> None:
@@ -308,6 +372,25 @@ async def test_two_gateways_show_each_others_requests(cluster: FakeCluster, gate
         found = (await client.get(f"{gateway.url}/dashboard/requests/{answer['id']}")).json()
         assert found["id"] == answer["id"]
         assert len((await client.get(f"{gateway.url}/dashboard/requests")).json()["requests"]) == 1
+
+
+async def test_explain_tells_an_unknown_request_from_a_page_that_is_off(
+    cluster: FakeCluster, gateway: RunningGateway, http: httpx.AsyncClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def explained(name: str, url: str) -> tuple[int, str]:
+        code = await asyncio.to_thread(main, ["explain", name, "--url", url])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    await http.post("/v1/completions", json=BODY, headers={"x-request-id": "mine"})
+    code, said = await explained("mine", gateway.url)
+    assert (code, "ended with length" in said) == (0, True)
+    for name in ("unknown", ""):
+        code, said = await explained(name, gateway.url)
+        assert (code != 0, "is not open, and not among" in said) == (True, True)
+    async with running_gateway(cluster, gateway_id="gateway-1", dashboard=False) as other:
+        code, said = await explained("mine", other.url)
+    assert (code != 0, "has no live page (gateway.dashboard)" in said) == (True, True)
 
 
 async def test_without_the_page_there_is_nothing(cluster: FakeCluster) -> None:

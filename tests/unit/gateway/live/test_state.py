@@ -44,11 +44,11 @@ def test_rates_shares_and_channels_are_of_what_changed() -> None:
         {
             "id": "kv_pool-0",
             "state": "ready",
-            "free": 0,
-            "owned": 0,
-            "cached": 0,
-            "capacity": 0,
-            "pinned": 0,
+            "free": None,
+            "owned": None,
+            "cached": None,
+            "capacity": None,
+            "pinned": None,
             "disk": None,
         }
     ]
@@ -82,3 +82,26 @@ def test_nothing_is_known_of_a_single_moment() -> None:
     state = live_state(sv.LiveState(), Change(now, now))
     assert set(state["rates"].values()) == {None}
     assert state["prefix_cache"]["hit_share"] is None
+
+
+def test_what_no_process_has_told_is_unknown_and_not_zero() -> None:
+    keys = [pb.ProcessKey(role=role, id=f"{role}-0") for role in ("decode", "prefill", "kv_pool")]
+    status = sv.ClusterStatus(peers=[sv.Peer(process=key, state="starting") for key in keys])
+    unknown = live_state(sv.LiveState(status=status), Change(Samples("", 0.0), Samples("", 1.0)))
+    assert set(unknown["requests"].values()) == {None}
+    assert unknown["waiting"] is None
+    (decode,), (prefill,) = unknown["decode"], unknown["prefill"]
+    for name in ("lengths", "batch", "max_running", "candidates", "iterations_per_s", "evictions_per_s"):
+        assert decode[name] is None, name
+    assert set(decode["cache"].values()) == {None}
+    assert {prefill[name] for name in ("pending_tokens", "passes_per_s", "busy_share")} == {None}
+
+    scheduler, instance = Page(instance="scheduler-0"), Page(instance="decode-0")
+    scheduler.gauge("requests_queued", "requests", 0)
+    instance.gauge("kv_blocks", "blocks", 8, store="decode-0/cache", state="free")
+    instance.counter("decode_iterations_total", "iterations", 0)
+    page, lives = scheduler.text() + instance.text(), {"scheduler-0": '{"waiting": [], "candidates": {}}'}
+    state = live_state(sv.LiveState(status=status, lives=lives), Change(Samples(page, 0.0), Samples(page, 1.0)))
+    assert (state["requests"]["queued"], state["requests"]["decoding"], state["waiting"]) == (0, None, [])
+    assert state["decode"][0]["cache"] == {"free": 8, "owned": 0, "cached": 0, "capacity": None}
+    assert state["decode"][0]["iterations_per_s"] == 0.0

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from alignedserve.config import DecodeConfig
-from alignedserve.decode_worker.lanes import Lanes, by_tokens, share_of
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.instance.lanes import Lanes, by_tokens, share_of
 from alignedserve.scheduler.instance.plan import RunItem
 from support.scripted_cell import ScriptedCell
 from support.scripted_decode import Script

@@ -1,0 +1,18 @@
+"""The process of a rank that is not forked. It is bound to its parent before its imports, which take seconds.
+
+`python -m alignedserve.ranks.start DESCRIPTOR PARENT`: the socket to the process of rank 0, and that process's pid.
+"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import sys
+
+from alignedserve.ranks.forks import MAIN, bind_to_parent, end_with
+
+if __name__ == "__main__":
+    bind_to_parent(int(sys.argv[2]))
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    end_with(channel)
+    importlib.import_module(MAIN).compute(channel)

@@ -1,0 +1,70 @@
+"""How requests are described for people who look."""
+
+from __future__ import annotations
+
+import pytest
+
+from alignedserve.gateway.body.planning import CallPlan, PromptPlan
+from alignedserve.gateway.body.requests import ReplyOptions
+from alignedserve.gateway.ledger.calls import Answer, AnswerState, Call, caller, sent_request_id
+from alignedserve.gateway.ledger.resume import Delivered
+from alignedserve.gateway.live import history
+from alignedserve.gateway.live.history import RecentRequests, describe
+from alignedserve.request import SamplingParams
+
+PROMPT = PromptPlan((1, 2), SamplingParams(max_tokens=8))
+
+
+def answers(*resume: Delivered, prompts: int = 1) -> list[Answer]:
+    return Call(CallPlan("c", (PROMPT,) * prompts, ReplyOptions(), internal_id="c", resume=resume)).answers
+
+
+def test_tokens_are_told_apart_by_their_epoch_and_their_gateway() -> None:
+    (answer,) = answers()
+    assert (describe(answer)["tokens_before"], describe(answer)["resumed_tokens"]) == (0, None)
+    answer.tokens += [5, 6, 7]
+    answer.next_epoch("decode-0 died")
+    answer.tokens.append(8)
+    assert (describe(answer)["tokens_before"], describe(answer)["resumed_tokens"]) == (3, None)
+
+
+def test_a_resumed_call_says_how_many_tokens_its_client_had() -> None:
+    first, second = answers(Delivered((5, 6)), Delivered((7,)), prompts=2)
+    first.tokens.append(8)
+    first.next_epoch("decode-0 died")
+    assert (describe(first)["tokens_before"], describe(first)["resumed_tokens"]) == (3, 2)
+    assert (describe(second)["tokens_before"], describe(second)["resumed_tokens"]) == (1, 1)
+
+
+def test_an_answer_that_ended_before_a_token_has_waited_since_it_was_sent() -> None:
+    (answer,) = answers()
+    answer.sent()
+    answer.sent_s -= 0.5
+    answer.call.arrival_s -= 1.0
+    assert describe(answer)["stages"] == {}  # open
+    answer.state = AnswerState.ENDED
+    found = describe(answer)
+    assert found["stages"]["until_first_token"] == pytest.approx(found["took_s"] - 0.5, abs=0.01)
+    answer.tokens.append(5)
+    assert describe(answer)["stages"] == {}
+    answer.next_epoch("decode-0 died")
+    answer.state = AnswerState.ENDED
+    assert describe(answer)["stages"] == {}  # it was not sent again
+
+
+def test_refused_calls_are_kept_apart_and_belong_to_their_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MOST_REFUSED", 2)
+    recent = RecentRequests()
+    (answer,) = answers()
+    recent.note(answer)
+    for number in range(3):
+        sent = sent_request_id.set(f"try-{number}")
+        whose = caller.set(b"key")
+        recent.refuse("the cluster is full")
+        sent_request_id.reset(sent)
+        caller.reset(whose)
+    refused = recent.of(b"key")
+    assert [one["x_request_id"] for one in refused] == ["try-2", "try-1"]
+    assert refused[0].keys() == describe(answer).keys()
+    assert [one["refused"] for one in recent.of(None)] == ["", *["the cluster is full"] * 2]
+    assert [one["request_id"] for one in recent.of(b"")] == [answer.request_id]
