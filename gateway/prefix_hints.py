@@ -28,7 +28,7 @@ LEAST_OF_SEVERAL = 128  # tokens of a prompt that several shards are asked about
 
 
 class PrefixHints:
-    """For one event loop. A shard that does not answer within ANSWER_WITHIN_S counts as having nothing."""
+    """For one event loop. Of a shard that does not answer within ANSWER_WITHIN_S nothing is known."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -67,16 +67,18 @@ class PrefixHints:
         prefix = cached_prefix(prompt.token_ids, salt)
         shards = list(self._shards.items())
         found = await asyncio.gather(*(self._match(channel, prefix) for _, (_, channel) in shards))
-        answers = {pool_id: one for (pool_id, _), one in zip(shards, found, strict=True) if one.tokens}
+        marks = prefix_marks(prefix.token_ids, salt)  # where they say that a shard has it, its "nothing" counts too
+        known = {pool_id: one for (pool_id, _), one in zip(shards, found, strict=True) if one is not None}
+        answers = {pool_id: one for pool_id, one in known.items() if one.tokens or marks}
         cached = tuple((pool_id, one.tokens) for pool_id, one in answers.items())
         reads = tuple((pool_id, one.ready_s) for pool_id, one in answers.items() if one.ready_s)
-        return replace(prompt, cached=cached, reads=reads, marks=prefix_marks(prefix.token_ids, salt))
+        return replace(prompt, cached=cached, reads=reads, marks=marks)
 
-    async def _match(self, channel: TokenChannel, prefix: kp.CachedPrefix) -> kp.PrefixFound:
+    async def _match(self, channel: TokenChannel, prefix: kp.CachedPrefix) -> kp.PrefixFound | None:
         try:
             asked = kp_grpc.KvPoolStub(channel).Match(prefix, timeout=ANSWER_WITHIN_S)
             found: kp.PrefixFound = await one_answer(asked)
         except UnavailableError as error:
             logger.debug("a shard did not say what it has of a prompt: %s", error.message)
-            return kp.PrefixFound()
+            return None
         return found

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar, TypeVar
@@ -31,8 +29,8 @@ from alignedserve.kv_pool.kept.prefix_service import PrefixCacheService
 from alignedserve.kv_pool.paired_service import PairedCopiesService
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.prefix_cache import open_index
-from alignedserve.kv_pool.records import Holding, WriterKey, check_writer
-from alignedserve.kv_pool.stored import holding_to_proto, renewed, stored_in, weights_of
+from alignedserve.kv_pool.records import WriterKey, check_writer
+from alignedserve.kv_pool.stored import adopted, holding_to_proto, stored_in
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
 from alignedserve.kv_pool.writer import MODEST_S
 from alignedserve.metrics import Page
@@ -48,8 +46,6 @@ from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore, HostBlockStore
 from alignedserve.transfer.segments import SegmentClient
 from alignedserve.transfer.topology import shard_channel
-
-logger = logging.getLogger(__name__)
 
 Message = TypeVar("Message")
 
@@ -411,33 +407,14 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             copies = [(key_from_proto(held.key), held.kv_tokens) for held in command.drop.holdings]
             self._deliver(self._pool.drop(copies))
         elif kind == "adopt":
-            outbox.put(kp.PoolReport(adopted=kp.Inventory(holdings=map(self._adopt, command.adopt.heads))))
+            found, grants = adopted(self._pool, command.adopt.heads, self.settings.id)
+            self._deliver(grants)
+            outbox.put(kp.PoolReport(adopted=kp.Inventory(holdings=found)))
         elif kind == "take_inventory":
             held = (one for one in self._pool.inventory() if not one.key.request_id.startswith(PIN))
             holdings = [holding_to_proto(one, self.settings.id, ids=False) for one in held]
             outbox.put(kp.PoolReport(inventory=kp.Inventory(holdings=holdings)))
         self._announce()
-
-    def _adopt(self, head: pb.RequestHead) -> kp.Holding:
-        """Adopt the KV of one request. A failure gives an empty holding, so that the others still get a reply."""
-        assert self._pool is not None
-        key, most_tokens = key_from_proto(head.key), head.prompt_tokens + head.output_tokens - 1
-
-        def renew(payload: bytes) -> bytes:
-            return renewed(payload, head, time.time_ns())
-
-        weights = weights_of(self._pool, key.request_id)
-        try:  # a request without an output token cannot be decoded from its KV, so it needs no payload
-            (adopted,), grants = self._pool.adopt([(key, most_tokens)], renew if head.output_tokens else None)
-        except AlignedServeError as error:
-            logger.warning("the KV of a request was not adopted: %s", error, extra={"request_id": key.request_id})
-            return holding_to_proto(Holding(key, 0, ()), self.settings.id)
-        self._deliver(grants)
-        message = holding_to_proto(adopted, self.settings.id)
-        message.blocks = self._pool.own_blocks(key.request_id) if adopted.block_ids else 0
-        message.weights = weights
-        message.whole = adopted.payload is not None and adopted.kv_tokens == most_tokens
-        return message
 
     # ---- readers of stored requests
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from alignedserve.control.convert import enter_stage, key_from_proto, key_to_proto
 from alignedserve.control.prefixes import stored_tokens
 from alignedserve.errors import AlignedServeError, TransferError
+from alignedserve.kv_pool.counts import Grant
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.records import Holding
 from alignedserve.proto import common_pb2 as pb
@@ -74,6 +77,36 @@ def weights_of(pool: KvPool, request_id: str) -> str:
         logger.error("%s", error, extra={"request_id": request_id})
         return ""
     return stored_tokens(read[1])[2] if read is not None else ""
+
+
+def adopted(pool: KvPool, heads: Iterable[pb.RequestHead], pool_id: str) -> tuple[list[kp.Holding], list[Grant]]:
+    """Each request adopts the KV of its epoch before. A failure gives an empty holding: the others still get theirs.
+
+    What has no payload (a pin, or KV that was adopted in part) is of weights that are not known: it ends here, and the
+    prefix cache finds it again.
+    """
+    found, grants = [], list[Grant]()
+    for head in heads:
+        key, most_tokens = key_from_proto(head.key), head.prompt_tokens + head.output_tokens - 1
+        held = pool.holding(key.request_id)
+        if held is not None and held.payload is None and held.key.epoch < key.epoch:
+            grants += pool.drop([(held.key, held.kv_tokens)])
+        weights = weights_of(pool, key.request_id)
+        # A request without an output token cannot be decoded from its KV, so it needs no payload.
+        renew = functools.partial(renewed, head=head, now_ns=time.time_ns()) if head.output_tokens else None
+        try:
+            (holding,), more = pool.adopt([(key, most_tokens)], renew)
+        except AlignedServeError as error:
+            logger.warning("the KV of a request was not adopted: %s", error, extra={"request_id": key.request_id})
+            found.append(holding_to_proto(Holding(key, 0, ()), pool_id))
+            continue
+        grants += more
+        message = holding_to_proto(holding, pool_id)
+        message.blocks = pool.own_blocks(key.request_id) if holding.block_ids else 0
+        message.weights = weights
+        message.whole = holding.payload is not None and holding.kv_tokens == most_tokens
+        found.append(message)
+    return found, grants
 
 
 def location(pool_id: str, kv_tokens: int, blocks: Sequence[int], checksums: Sequence[int]) -> pb.StoredRequest:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -24,6 +25,7 @@ from alignedserve.request import RequestKey
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 0.5
+READ_S = 10.0  # a loan is waited for while its shard reads it from disk
 DROP_S = 10.0  # the shard reads its whole index
 GAIN = 0.1  # of the newest copy in the mean
 
@@ -48,19 +50,28 @@ class Loans:
             await self._channels.pop(address).close()
 
     async def borrow(self, pool_id: str, key: RequestKey, prefix: kp.CachedPrefix) -> Base | None:
-        """What the shard has of the prompt, held for the request until `give_back`; None if it does not answer."""
-        address = self._addresses.get(pool_id)
+        """What the shard has of the prompt, on disk too, held for the request until `give_back`.
+
+        None if it has nothing, or does not answer.
+        """
+        address, until_s = self._addresses.get(pool_id), time.monotonic() + READ_S
         if address is None:
             return None
-        try:
-            asked = kp.Pin(key=key_to_proto(key), prefix=prefix)
-            held: kp.Holding = await one_answer(self._shard(address).Lend(asked, timeout=ANSWER_S))
-        except UnavailableError as error:
-            logger.info("%s lends nothing: %s", pool_id, error.message, extra={"request_id": key.request_id})
-            return None
+        asked = kp.Pin(key=key_to_proto(key), prefix=prefix)
+        while True:
+            try:
+                held: kp.Holding = await one_answer(self._shard(address).Lend(asked, timeout=ANSWER_S))
+            except UnavailableError as error:
+                logger.info("%s lends nothing: %s", pool_id, error.message, extra={"request_id": key.request_id})
+                return None
+            if held.block_ids:
+                self._lent[key] = pool_id, held
+            left_s = until_s - time.monotonic()
+            if not held.ready_s or left_s <= 0.0:
+                break
+            await asyncio.sleep(min(held.ready_s, left_s))
         if not held.block_ids:
             return None
-        self._lent[key] = pool_id, held
         return Base(held.kv_tokens, list(held.block_ids), list(held.checksums), pool_id, here=False, cached=True)
 
     def give_back(self, key: RequestKey) -> None:

@@ -26,9 +26,9 @@ from alignedserve.request import RequestKey
 
 logger = logging.getLogger(__name__)
 
-LEAST_SHARED_BLOCKS = 8
-"""A prompt waits for another one only if that computes at least this many blocks for it: a shorter part is computed
-again in less time than its copy to the pool takes."""
+LEAST_SHARED_BLOCKS, LEAST_SHARED_TOKENS = 8, 128
+"""A prompt waits for another one only if that computes so many blocks for it, or at least one and so many tokens: a
+shorter part is computed again in less time than its copy to the pool takes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +57,7 @@ class Prefixes:
         self._loans = loans
         self._pool_id = pool_id
         self.block_size = block_size
+        self._least_blocks = max(1, min(LEAST_SHARED_BLOCKS, LEAST_SHARED_TOKENS // block_size))
         self._pinned: set[RequestKey] = set()
         self._coming: dict[bytes, _UnderWay] = {}  # digest -> the prompt that has the prefix computed first
         self._under_way: dict[RequestKey, _UnderWay] = {}
@@ -103,10 +104,14 @@ class Prefixes:
                 base, more = await self._pin(lead, prefix)
                 from_disk += more
         self.waited += waits > 0
-        if mine.ended.done():  # it was cancelled meanwhile, perhaps before the shard had pinned anything
+        lent = None
+        if copy_from and not mine.ended.done():
+            lent = await self._borrow(copy_from, lead, prefix, base)
+        if mine.ended.done():  # it was cancelled meanwhile, perhaps before a shard had pinned anything
             self._pinned.add(lead)
+            self._loans.give_back(lead)
             return None
-        if copy_from and (lent := await self._borrow(copy_from, lead, prefix, base)) is not None:
+        if lent is not None:
             if base is not None:  # the loan has all of it, and this shard may need the room for the prompt
                 self._pool.unpin(lead, base.tokens)
             self.hit_tokens["other node"] += lent.tokens
@@ -118,18 +123,18 @@ class Prefixes:
         return base
 
     def _awaited(self, mine: _UnderWay, base: Base | None) -> _UnderWay | None:
-        """A prompt that goes before and computes LEAST_SHARED_BLOCKS more of this one than `base`, which is cached."""
+        """A prompt that goes before and computes enough more of this one than `base`, which is cached."""
         held = base.tokens // self.block_size if base is not None else 0
-        for place in range(len(mine.digests) - 1, held + LEAST_SHARED_BLOCKS - 2, -1):
+        for place in range(len(mine.digests) - 1, held + self._least_blocks - 2, -1):
             other = self._coming.get(mine.digests[place])
             if other is not None and other.goes_before(mine):
                 return other
         return None
 
     async def _borrow(self, pool_id: str, lead: RequestKey, prefix: kp.CachedPrefix, own: Base | None) -> Base | None:
-        """What the shard has of the prompt, if it is at least LEAST_SHARED_BLOCKS more than what this node's has."""
+        """What the shard has of the prompt, if it is enough more than what this node's has."""
         lent = await self._loans.borrow(pool_id, lead, prefix)
-        least = LEAST_SHARED_BLOCKS * self.block_size + (own.tokens if own is not None else 0)
+        least = self._least_blocks * self.block_size + (own.tokens if own is not None else 0)
         if lent is not None and lent.tokens >= least:
             return lent
         self._loans.give_back(lead)

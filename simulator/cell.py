@@ -106,7 +106,8 @@ class Cell(OnHardware):
         if not self._trace_tokens:
             return None
         policy, size = self.config.kv_pool.cache_policy, self.block_size
-        return SimulatedPrefixes(policy, self._prefill_s, self._trace_tokens, blocks, size, disk_blocks)
+        tokens = self._trace_tokens
+        return SimulatedPrefixes(policy, self._prefill_s, lambda: self.clock.now_s, tokens, blocks, size, disk_blocks)
 
     def _pair_up(self) -> dict[str, tuple[SimulatedPrefill, ...]]:
         pairs = pair_up(len(self.prefills), len(self.decodes), self._link_rank) if self.config.cluster.prefetch else []
@@ -309,7 +310,7 @@ class Cell(OnHardware):
         request.end(self.clock.now_s)
         for pool in self.pools.values():
             if pool.prefixes is not None:
-                pool.prefixes.release(request.key)
+                pool.prefixes.release(request.key, ended=True)
                 pool.prefixes.under_way.ended(request.key)
         if self._clients:
             self._plan_arrival()

@@ -245,6 +245,7 @@ class SimulatedDecode:
         request = self._cell.request(key)
         if self.prefixes is not None:
             self.prefixes.commit(key, request.arrival, request.kv_tokens)
+            self.prefixes.release(key, ended=True)
         self._forget(key)
         if self._cell.cache_answers:
             shard = self._cell.shard_of(key)

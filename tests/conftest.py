@@ -10,7 +10,14 @@ import pytest
 from hypothesis import settings
 
 # Hypothesis allows 200 ms for each example. On a shared machine a slow example is not a failure.
-settings.register_profile("unhurried", settings.get_profile("default"), deadline=None)
+# Examples are the same each time, as walks of the state machines are; `make test-all` and `make fuzz` draw anew.
+settings.register_profile(
+    "unhurried",
+    settings.get_profile("default"),
+    deadline=None,
+    derandomize=os.environ.get("ALIGNEDSERVE_FUZZ", "1") == "1",
+    database=None,
+)
 settings.load_profile("unhurried")
 
 # Child processes of tests import `support` as well.

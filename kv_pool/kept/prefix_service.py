@@ -34,6 +34,7 @@ from alignedserve.request import RequestKey
 logger = logging.getLogger(__name__)
 
 MOST_ASKED = 4096
+SOON_S = 0.05  # a read from a disk of unknown speed is asked after
 ERASED_WITHIN_S = 3.0  # a drop does not wait longer for the disk; the gateway waits 10 s for it
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -151,10 +152,13 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
         try:
             tokens, root = prefix_tokens(request.prefix), self._root_of(request.prefix)
             held, grants = pool.pin(key_from_proto(request.key), root, tokens, len(tokens))
+            coming, ready_s = self.disk.begin(root, tokens) if self.disk is not None else (0, 0.0)
         except AlignedServeError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
         self._changed(grants)
-        return holding_to_proto(held, self._pool_id)
+        loan = holding_to_proto(held, self._pool_id)
+        loan.ready_s = max(SOON_S, ready_s) if coming else 0.0
+        return loan
 
     async def TakeBack(self, request: kp.Holding, context: Context) -> pb.Empty:
         pool = await self._ready(context)

@@ -300,7 +300,7 @@ class PoolDescription(_message.Message):
     def __init__(self, pool_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., store: _Optional[_Union[_common_pb2.StoreHandle, _Mapping]] = ..., capacity_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ...) -> None: ...
 
 class Holding(_message.Message):
-    __slots__ = ("key", "kv_tokens", "block_ids", "checksums", "blocks", "pool_id", "whole", "disk_tokens", "weights")
+    __slots__ = ("key", "kv_tokens", "block_ids", "checksums", "blocks", "pool_id", "whole", "disk_tokens", "weights", "ready_s")
     KEY_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +310,7 @@ class Holding(_message.Message):
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    READY_S_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.RequestKey
     kv_tokens: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -319,7 +320,8 @@ class Holding(_message.Message):
     whole: bool
     disk_tokens: int
     weights: str
-    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., blocks: _Optional[int] = ..., pool_id: _Optional[str] = ..., whole: bool = ..., disk_tokens: _Optional[int] = ..., weights: _Optional[str] = ...) -> None: ...
+    ready_s: float
+    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., blocks: _Optional[int] = ..., pool_id: _Optional[str] = ..., whole: bool = ..., disk_tokens: _Optional[int] = ..., weights: _Optional[str] = ..., ready_s: _Optional[float] = ...) -> None: ...
 
 class Inventory(_message.Message):
     __slots__ = ("holdings",)

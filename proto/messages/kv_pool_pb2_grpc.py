@@ -342,7 +342,7 @@ class PrefixCacheServicer(object):
 
     def Lend(self, request, context):
         """Hold the cached blocks of a prompt for an instance of another node that copies them, until `TakeBack`. No blocks: none
-        are cached.
+        are cached. What is on disk of it is read meanwhile; asked again after `ready_s`, the loan has that too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -2,12 +2,14 @@
 
 A shard says what it has of a prompt when the prompt is submitted. That misses what is being computed then, and what is
 stored while the prompt waits. So prompts of one moment that begin alike go where that beginning is computed, unless
-another instance is quicker, and only what each of them adds counts as work.
+another instance is quicker, and only what each of them adds counts as work. What a shard says goes before what it
+stored earlier.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from alignedserve.prefix_marks import MARK_BYTES, MARK_LENGTHS
@@ -20,12 +22,13 @@ MOST_MARKS = 1 << 16
 class Place:
     """Where a beginning is. `prefill_id`: the instance that computes it; "" while its request is queued.
 
-    `pool_id`: the shard that has it; "" until it is stored.
+    `pool_id`: the shard that has it, since `stored_s`; "" until it is stored.
     """
 
     key: RequestKey
     prefill_id: str = ""
     pool_id: str = ""
+    stored_s: float = 0.0
 
     @property
     def queued(self) -> bool:
@@ -37,7 +40,7 @@ class Place:
 
 
 class RecentPrefixes:
-    """The newest MOST_MARKS marks. Hints: nothing is held, and what a shard has given up is still here for a while."""
+    """The newest MOST_MARKS marks. Hints: nothing is held, and what a shard gives up is here until it says so."""
 
     def __init__(self, most_marks: int = MOST_MARKS) -> None:
         self._most = most_marks
@@ -69,9 +72,21 @@ class RecentPrefixes:
             if there is None or not there.near(prefill_id, pool_id):
                 self._set(mark, place)
 
-    def stored(self, key: RequestKey, marks: bytes, pool_id: str) -> None:
+    def stored(self, key: RequestKey, marks: bytes, pool_id: str, now_s: float) -> None:
         """The shard has the request's prompt."""
-        self._put(marks, Place(key, "", pool_id))
+        self._put(marks, Place(key, "", pool_id, now_s))
+
+    def told(self, marks: bytes, has: Iterable[tuple[str, int]], since_s: float) -> None:
+        """(shard, tokens) of what these shards have of a prompt, as they said after `since_s`: what they had before,
+        and is longer, has gone.
+        """
+        tokens_of = dict(has)
+        for mark, length in zip(_each(marks), MARK_LENGTHS, strict=False):
+            place = self._places.get(mark)
+            if place is None or place.stored_s >= since_s:
+                continue
+            if place.pool_id in tokens_of and tokens_of[place.pool_id] < length:
+                del self._places[mark]
 
     def ended(self, key: RequestKey, marks: bytes) -> None:
         """The request is over. What it was to compute, and has not stored, does not come."""

@@ -229,12 +229,15 @@ class SchedulerCore:
             self._open(tuple(group.values()), now_s)
 
     def _open(self, group: tuple[RequestMeta, ...], now_s: float) -> None:
-        refusal = self._admission.too_large(group[0]) or self._full(group, now_s)
+        first = group[0]
+        if not first.key.epoch:  # a later epoch comes with the answers of its first
+            self._state.recent.told(first.marks, first.cached, now_s - first.age_s)
+        refusal = self._admission.too_large(first) or self._full(group, now_s)
         if refusal is not None:
             self._state.refuse(group, refusal)
             return
         self._state.add(group, now_s)
-        record = self._state.record(group[0].key)
+        record = self._state.record(first.key)
         if record.state is RequestState.WAITING:
             self._prefetcher.place(record, now_s)
         else:
@@ -279,7 +282,7 @@ class SchedulerCore:
         if shard is None:
             self._lose_with_node(record, event.pool_id, now_s)
             return
-        self._state.store(record, event.new_blocks, shard)
+        self._state.store(record, event.new_blocks, shard, now_s)
         self._state.enter_pool(record, event.kv_tokens, event.blocks, shard, now_s, now_s)
         self._placed(event.key, now_s)
 
@@ -309,7 +312,7 @@ class SchedulerCore:
             since_s = now_s - event.waited_s
         had = state.ledger.committed_of(event.key) if state.ledger.shard_of(event.key) is shard else None
         own_blocks = event.blocks if had is None else max(0, had + event.blocks - record.blocks)
-        state.store(record, own_blocks, shard)
+        state.store(record, own_blocks, shard, now_s)
         state.enter_pool(record, event.kv_tokens, event.blocks, shard, since_s, now_s)
         self._placed(event.key, now_s)
 

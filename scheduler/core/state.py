@@ -159,10 +159,10 @@ class CoreState:
         self.ledger.pin(record.key)
         self.ledger.reserve(record.key, pool_blocks, self.home(prefill_id))
 
-    def store(self, record: Record, own_blocks: int, shard: PoolShard) -> None:
+    def store(self, record: Record, own_blocks: int, shard: PoolShard, now_s: float) -> None:
         """The shard now holds its KV, in `own_blocks` unshared blocks; an older copy in another shard is dropped."""
         older = self.ledger.commit(record.key, own_blocks, shard)
-        self.recent.stored(record.key, record.meta.marks, shard.pool_id)
+        self.recent.stored(record.key, record.meta.marks, shard.pool_id, now_s)
         if older is not None:
             self._drop(older, [record])
 

@@ -1,8 +1,9 @@
 """The prefix cache of a simulated shard: what it still has of prompts and answers whose blocks the trace names.
 
 Requests in the pool or in decode hold their blocks; the others are cached in room that no request needs. The order in
-which they are given up is that of the cluster (`scheduler/cache/`). Given up blocks go to the disk, if there is one,
-and come back when they are used. Simplification: requests that share blocks have a copy each while they hold them.
+which they are given up is that of the cluster (`scheduler/cache/`, `kv_pool/kept/sessions.py`). Given up blocks go to
+the disk, if there is one, and come back when they are used. Simplifications: requests that share blocks have a copy
+each while they hold them, and every answer ends with a stop, as traces do not say how.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from alignedserve.errors import AccountingError
+from alignedserve.kv_pool.kept.sessions import Note, Sessions
+from alignedserve.kv_pool.prefix_chain import DIGEST_BYTES
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cache.eviction import EvictionQueue
+from alignedserve.scheduler.cache.returns import STOP
 from alignedserve.scheduler.cache.values import cache_policy
 from alignedserve.simulator.prefix.under_way import UnderWay
 from alignedserve.simulator.workload import Arrival
@@ -34,13 +38,14 @@ class SimulatedPrefixes:
         self,
         policy: str,
         prefill_s: Callable[[int], float],
+        clock: Callable[[], float],
         trace_tokens: int,
         pool_blocks: int,
         block_size: int,
         disk_blocks: int = 0,
     ) -> None:
         """`pool_blocks`, `disk_blocks`: capacity of the shard and of the disk, in blocks of `block_size` tokens.
-        `prefill_s`: see `ValuePolicy`.
+        `prefill_s`: see `ValuePolicy`. `clock`: the simulated time in seconds.
         """
         self.queried_tokens = 0
         self.hit_tokens = 0
@@ -51,13 +56,14 @@ class SimulatedPrefixes:
         self._pool_blocks = -(-trace_tokens // block_size)  # of one block of the trace
         capacity = pool_blocks // self._pool_blocks
         self._queue = EvictionQueue(capacity, cache_policy(policy, prefill_s, trace_tokens))
+        self._sessions = Sessions(clock)
         self._free = list(range(capacity))
         self._cached = bytearray(capacity)
         self._slots: dict[int, int] = {}  # id of the trace -> its slot
         self._ids = [0] * capacity
         self._holders = [0] * capacity
         self._held: dict[RequestKey, list[int]] = {}  # slots of the request's first blocks
-        self._cached_slots = 0
+        self._cached_slots = self._evicted_slots = 0
         self._disk: OrderedDict[int, None] = OrderedDict()  # ids, the least recently written first
         self._disk_capacity = disk_blocks // self._pool_blocks
 
@@ -80,16 +86,20 @@ class SimulatedPrefixes:
         `hit`: False for a prompt that is computed elsewhere, with a copy of it.
         """
         held = self._held.setdefault(key, [])
-        read = 0
-        for block in self.blocks(arrival, arrival.input_tokens)[len(held) :]:
+        begin, blocks = len(held), self.blocks(arrival, arrival.input_tokens)
+        read: list[int] = []
+        for block in blocks[begin:]:
             slot = self._slots.get(block)
             if slot is None:
                 if block not in self._disk or not self._free:
                     break
                 slot = self._place(block)
-                read += 1
+                read.append(slot)
             self._hold(held, slot)
-        found = Found(self._as_tokens(len(held), arrival), read * self.trace_tokens)
+        known = self._came_back(key, blocks, 0, len(held))  # a use counts once a conversation
+        fresh = set(read)
+        self._queue.use([slot for number, slot in enumerate(held) if number >= max(begin, known) or slot in fresh])
+        found = Found(self._as_tokens(len(held), arrival), len(read) * self.trace_tokens)
         if hit:
             self.hit_tokens += found.tokens
         self.disk_hit_tokens += found.disk_tokens
@@ -98,13 +108,16 @@ class SimulatedPrefixes:
     def commit(self, key: RequestKey, arrival: Arrival, kv_tokens: int) -> None:
         """The KV of its first `kv_tokens` tokens is in the shard: their full blocks are held too."""
         held = self._held.setdefault(key, [])
-        for block in self.blocks(arrival, kv_tokens)[len(held) :]:
+        begin, blocks = len(held), self.blocks(arrival, kv_tokens)
+        for block in blocks[begin:]:
             slot = self._slots.get(block)
             if slot is None:
                 if not self._free:
                     break
                 slot = self._place(block)
             self._hold(held, slot)
+        self._queue.use(held[begin:])
+        self._came_back(key, blocks, begin, len(held))
 
     def lacking(self, arrival: Arrival, kv_tokens: int) -> int:
         """Tokens of the full blocks of its first `kv_tokens` tokens that are not here."""
@@ -124,17 +137,17 @@ class SimulatedPrefixes:
                 self._cached_slots += 1
                 self._queue.use([slot])
             slots.append(slot)
-        self._queue.touch(slots)
+        self._queue.touch(slots, self._chance(arrival.request_id, slots))
 
-    def release(self, key: RequestKey) -> None:
-        """The request holds nothing any more. What no other request holds is cached."""
+    def release(self, key: RequestKey, *, ended: bool = False) -> None:
+        """The request holds nothing any more, and has `ended` or goes on. What no other request holds is cached."""
         slots = self._held.pop(key, [])
         for slot in slots:
             self._holders[slot] -= 1
             if not self._holders[slot]:
                 self._cached[slot] = 1
                 self._cached_slots += 1
-        self._queue.touch(slots)
+        self._queue.touch(slots, self._chance(key.request_id, slots) if ended else 1.0)
 
     def trim(self, free_blocks: int) -> None:
         """Give up cached blocks beyond the shard's free ones. They are written to the disk."""
@@ -144,6 +157,7 @@ class SimulatedPrefixes:
         for slot in self._queue.take(excess, self._cached):
             self._cached[slot] = 0
             self._cached_slots -= 1
+            self._evicted_slots += 1
             self._queue.forget([slot])
             block = self._ids[slot]
             del self._slots[block]
@@ -196,7 +210,24 @@ class SimulatedPrefixes:
     def _hold(self, held: list[int], slot: int) -> None:
         held.append(slot)
         self._holders[slot] += 1
-        self._queue.use([slot])
         if self._cached[slot]:
             self._cached[slot] = 0
             self._cached_slots -= 1
+
+    def _came_back(self, key: RequestKey, blocks: Sequence[int], begin: int, end: int) -> int:
+        """How many of a request's first `end` blocks its conversation has used before: see `Sessions.came_back`."""
+        return self._sessions.came_back(key.request_id, b"".join(map(_digest, blocks[:end])), begin, end)
+
+    def _chance(self, request_id: str, slots: Sequence[int]) -> float:
+        """How likely the chain of a request that has ended is used again: see `CachePolicy.value`."""
+        if not slots:
+            return 1.0
+        sessions = self._sessions
+        sessions.returns.look(sessions.clock(), self._evicted_slots, self._cached_slots)
+        sessions.note(request_id, Note(STOP, "", sessions.clock()))
+        return sessions.ended(request_id, _digest(self._ids[slots[-1]]), slots[-1], len(slots))
+
+
+def _digest(block: int) -> bytes:
+    """Equal ids of the trace are equal prefixes, as chained digests are."""
+    return block.to_bytes(DIGEST_BYTES, "little", signed=True)

@@ -128,6 +128,28 @@ def test_a_prefix_that_comes_at_once_is_computed_once(folder: Path) -> None:
     assert value(metrics, "alignedserve_prefix_cache_waited_prompts_total") > 0
 
 
+def test_prompts_of_a_killed_instance_find_their_prefix_again(folder: Path) -> None:
+    system, *tails = prompts_of(folder, 440, 700, 701, 702, 703)
+
+    async def run() -> list[Answer]:
+        async with LocalCluster(config_for(folder, token_budget=8)) as cluster:  # so that it takes a while
+            await cluster.wait_ready()
+            async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
+                await driver.wait(driver.submit([*system, *tails[0][:4]], SAMPLING))
+                await metrics_at_rest(cluster)
+                answers = [driver.submit(system + tail, SAMPLING)[0] for tail in tails]
+                while value((await cluster.status()).metrics, "alignedserve_kv_blocks", state="owned") == 0:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+                cluster.kill("prefill-0")
+                await driver.wait(answers)
+                return answers
+
+    answers = asyncio.run(run())
+    check(folder, answers)
+    assert any(answer.key.epoch for answer in answers)
+    assert all(answer.cached_tokens >= 440 for answer in answers)
+
+
 def test_prompts_that_end_with_their_first_token_are_cached_and_pins_outlive_their_shards_process(
     folder: Path,
 ) -> None:

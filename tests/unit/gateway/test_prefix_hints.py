@@ -76,7 +76,7 @@ async def test_what_each_shard_has_comes_with_the_head_of_the_request() -> None:
         caller.reset(token)
     long, short = (answer.head("gw", 1).cached for answer in call.answers)
     assert [(one.pool_id, one.tokens, one.ready_s) for one in long] == [
-        ("kv_pool-0", 160, 0.0), ("kv_pool-2", 320, 0.25)
+        ("kv_pool-0", 160, 0.0), ("kv_pool-1", 0, 0.0), ("kv_pool-2", 320, 0.25)
     ]  # fmt: skip
     assert request_meta(RequestKey("a"), call.answers[0].head("gw", 1)).reads == (("kv_pool-2", 0.25),)
     assert not short, "a short prompt is not asked about"

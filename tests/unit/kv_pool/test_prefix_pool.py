@@ -6,10 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
+from alignedserve.control.convert import key_to_proto
 from alignedserve.errors import StaleError, TransferError
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.prefix_chain import root_digest
+from alignedserve.kv_pool.stored import adopted, pack
 from alignedserve.kv_pool.table import AllocationTable
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cache.values import ValuePolicy
 from support.kv_pool import DECODE, OTHER, PREFILL, drop_prefix, leased
@@ -65,6 +69,37 @@ def test_a_pin_ends_before_its_request_and_what_can_be_decoded_from_stays(pool: 
     pool.commit(PREFILL, B, 14, blocks, payload=b"spec", token_ids=PROMPT, root=ROOT)
     pool.unpin(B, 14)
     assert states(pool)[1] == 4
+    pool.check_integrity()
+
+
+def test_what_a_lost_prompt_had_pinned_is_cached_and_found_again(pool: KvPool) -> None:
+    commit(pool, A, PROMPT)
+    pool.release([A])
+    pool.pin(B, ROOT, PROMPT, 1000)
+    again = RequestKey("b", 1)
+    head = pb.RequestHead(key=key_to_proto(again), prompt_tokens=len(PROMPT))
+    (found,), _ = adopted(pool, [head], "k0")
+    assert (found.kv_tokens, list(found.block_ids), found.whole) == (0, [], False)
+    assert states(pool) == (17, 0, 3)
+    with pytest.raises(StaleError):
+        commit(pool, B, PROMPT)
+    assert pool.pin(again, ROOT, PROMPT, 1000)[0].kv_tokens == 12
+
+
+def test_kv_that_was_adopted_in_part_is_cached_when_it_is_lost_again(pool: KvPool) -> None:
+    spec = pb.RequestSpec(key=key_to_proto(B), prompt_token_ids=PROMPT, output_token_ids=[7])
+    blocks = leased(pool, PREFILL, 4)
+    pool.commit(PREFILL, B, 14, blocks, payload=pack(spec, "p0", "weights"), token_ids=PROMPT, root=ROOT)
+
+    def adopt(epoch: int) -> kp.Holding:
+        key = key_to_proto(RequestKey("b", epoch))
+        (found,), _ = adopted(pool, [pb.RequestHead(key=key, prompt_tokens=14, output_tokens=3)], "k0")
+        return found
+
+    first = adopt(1)
+    assert (first.kv_tokens, first.weights, first.whole) == (14, "weights", False)
+    assert adopt(2).kv_tokens == 0, "of which weights it is, is not known any more"
+    assert states(pool) == (17, 0, 3)
     pool.check_integrity()
 
 

@@ -186,8 +186,8 @@ def test_prompts_of_one_moment_go_where_their_common_beginning_is_computed():
     )
     loads = {view.prefill_id: view.load for view in cell.core._state.instances.open_prefill()}
 
-    def submit(name, marks):
-        meta = ev.RequestMeta(key(name), 1000, 1020, f"group-{name}", "gw", marks=marks)
+    def submit(name, marks, *cached):
+        meta = ev.RequestMeta(key(name), 1000, 1020, f"group-{name}", "gw", cached=cached, marks=marks)
         return [started.prefill_id for started in only(cell.do(ev.Submitted((meta,))), StartPrefill)]
 
     alike = b"mark-512mark-640"
@@ -202,6 +202,10 @@ def test_prompts_of_one_moment_go_where_their_common_beginning_is_computed():
     assert [one.pending_tokens for one in loads.values()] == [0, 0]
     assert submit("f", alike) == ["p1"], "the shard that stored it last"
     assert loads["p1"].pending_tokens == 360
+    cell.prefilled("f", 1000)
+    cell.now_s += 1.0
+    assert submit("g", alike, ("k0", 512), ("k1", 0)) == ["p0"], "the shard that stored it last has given it up"
+    assert loads["p0"].pending_tokens == 488
 
 
 def test_what_a_queued_prompt_will_leave_is_no_work_of_those_behind_it():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -32,8 +33,10 @@ def arrival(name: str, *blocks: int, tokens: int = 0, at_s: float = 0.0, outputs
     return Arrival(name, at_s, tokens or len(blocks) * BLOCK, outputs, blocks=blocks)
 
 
-def prefixes(pool_blocks: int = 64, policy: str = "lru") -> SimulatedPrefixes:
-    return SimulatedPrefixes(policy, lambda tokens: 1e-3 * tokens, BLOCK, pool_blocks, 16)
+def prefixes(
+    pool_blocks: int = 64, policy: str = "lru", clock: Callable[[], float] = float, disk_blocks: int = 0
+) -> SimulatedPrefixes:
+    return SimulatedPrefixes(policy, lambda tokens: 1e-3 * tokens, clock, BLOCK, pool_blocks, 16, disk_blocks)
 
 
 def test_a_prompt_finds_what_an_earlier_one_left() -> None:
@@ -66,6 +69,47 @@ def test_what_is_used_least_recently_goes_first_and_never_what_is_held() -> None
     found.trim(0)
     assert found.match(arrival("x", 1, 2, 99)) == 2 * BLOCK
     found.check_integrity()
+
+
+def test_a_conversation_does_not_make_its_own_blocks_popular() -> None:
+    found = prefixes(pool_blocks=40, policy="value")  # ten blocks of the trace
+    for turn in range(1, 7):
+        serve(found, arrival(f"chat-{turn}", *range(1, 1 + turn)))
+    for name, own in ("a", 52), ("b", 53):
+        serve(found, arrival(name, 50, 51, own))
+    found.trim(8)
+    kept = [found.match(arrival("x", *ids, 99)) // BLOCK for ids in (range(1, 7), (50, 51))]
+    assert kept == [0, 2], "two conversations have used 50 and 51"
+
+
+def test_conversations_that_are_likely_to_go_on_are_kept() -> None:
+    """Here a first turn seldom goes on, and a second one always does."""
+    now_s, number = 0.0, 0
+    found = prefixes(pool_blocks=400, policy="value", clock=lambda: now_s)
+
+    def turn(*blocks: int) -> None:
+        nonlocal now_s, number
+        now_s, number = now_s + 0.1, number + 1
+        serve(found, arrival(str(number), *blocks))
+
+    for first in range(0, 10_000, 100):
+        for single in range(first + 10, first + 90, 10):
+            turn(single, single + 1)
+        for length in range(2, 6):
+            turn(*range(first, first + length))
+        found.trim(100)
+    turn(20_000, 20_001)
+    turn(20_000, 20_001, 20_002)
+    turn(30_000, 30_001)
+    found.trim(12)
+    assert [found.match(arrival("x", *ids, 99)) // BLOCK for ids in ((20_000, 20_001, 20_002), (30_000,))] == [3, 0]
+
+
+def serve(found: SimulatedPrefixes, one: Arrival) -> None:
+    key = RequestKey(one.request_id)
+    found.hold(key, one)
+    found.commit(key, one, one.input_tokens)
+    found.release(key, ended=True)
 
 
 @settings(max_examples=30)
@@ -137,7 +181,7 @@ def test_without_names_of_blocks_nothing_changes() -> None:
 
 
 def test_what_is_given_up_goes_to_disk_and_comes_back() -> None:
-    found = SimulatedPrefixes("lru", lambda tokens: 1e-3 * tokens, BLOCK, 32, 16, disk_blocks=8)  # 8 and 2 blocks
+    found = prefixes(32, disk_blocks=8)  # 8 and 2 blocks of the trace
     first = arrival("a", 1, 2, 3)
     found.commit(RequestKey("a"), first, first.input_tokens)
     found.release(RequestKey("a"))

@@ -39,10 +39,12 @@ SPEC = PeerSpec(GEOMETRY, BLOCKS, silent_s=2.0)
 class Pair:
     """This process's end, with a cache, beside a peer process with two buffers."""
 
-    def __init__(self, peer: PeerProcess, cache: HostBlockStore | DeviceBlockStore | None = None) -> None:
+    def __init__(
+        self, peer: PeerProcess, cache: HostBlockStore | DeviceBlockStore | None = None, away_s: float = AWAY_S
+    ) -> None:
         self.peer = peer
         wiring = replace(peer.spec.wiring(ASKING_RANK, "cpu"), piece_bytes=8 * GEOMETRY.block_bytes)
-        self.client = PairClient(pb.ProcessKey(role="decode", id="decode-0"), wiring, GEOMETRY, "peer", away_s=AWAY_S)
+        self.client = PairClient(pb.ProcessKey(role="decode", id="decode-0"), wiring, GEOMETRY, "peer", away_s=away_s)
         self.cache = cache or HostBlockStore.private("cache", GEOMETRY, BLOCKS)
         self.batch, self.requests = (RemoteBlockStore(h, self.client.checksums) for h in self.peer.handles)
         self.peer.connect(self.client)
@@ -63,8 +65,14 @@ class Pair:
 
 @pytest.fixture(scope="module", params=[CHANNEL])
 def peer(request: pytest.FixtureRequest) -> Iterator[PeerProcess]:
-    """One process for most tests, as it takes seconds to start. Each test has its own client."""
+    """One process for most tests, as it takes seconds to start. Each test has its own client.
+
+    The first connection loads the transport at both ends, which takes longer than AWAY_S on a busy machine.
+    """
     with PeerProcess(replace(SPEC, channel=request.param)) as peer:
+        first = Pair(peer, away_s=60.0)
+        assert first.pull.copy([0], [0]).wait(60)
+        first.close()
         yield peer
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
 
 from alignedserve.control.convert import key_to_proto
 from alignedserve.control.prefixes import prefix_tokens
+from alignedserve.control.rpc import RpcServer
 from alignedserve.prefill_worker.jobs import Base
 from alignedserve.prefill_worker.loans import Loans
 from alignedserve.prefill_worker.prefixes import LEAST_SHARED_BLOCKS, Prefixes
+from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
+from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
+from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
 
 SIZE = 4
@@ -44,7 +50,7 @@ class Instance:
     def __init__(self) -> None:
         self.shard = Shard()
         writer: Any = self.shard
-        self.loans = Loans("")
+        self.loans = Loans("secret")
         self.prefixes = Prefixes(writer, "kv_pool-0", SIZE, self.loans)
         self.finding: dict[str, asyncio.Task[Base | None]] = {}
 
@@ -66,6 +72,63 @@ class Instance:
         return "".join(name for name, task in self.finding.items() if task.done())
 
 
+class Lender(kp_grpc.PrefixCacheServicer):
+    """The shard of another node, which has three more blocks from its disk each time that it is asked."""
+
+    def __init__(self, reads: int) -> None:
+        self.asked, self.reads = 0, reads
+        self.returned: list[int] = []
+        self.lent_often, self.given_back = asyncio.Event(), asyncio.Event()
+
+    async def Lend(self, request: kp.Pin, context: grpc.aio.ServicerContext[Any, Any]) -> kp.Holding:
+        self.asked += 1
+        if self.asked == 3:
+            self.lent_often.set()
+        ids, ready_s = range(3 * min(self.asked, 3)), 0.01 if self.asked < self.reads else 0.0
+        return kp.Holding(key=request.key, kv_tokens=len(ids) * SIZE, block_ids=ids, checksums=ids, ready_s=ready_s)
+
+    async def TakeBack(self, request: kp.Holding, context: grpc.aio.ServicerContext[Any, Any]) -> pb.Empty:
+        self.returned.append(request.kv_tokens)
+        if request.kv_tokens == 9 * SIZE:
+            self.given_back.set()
+        return pb.Empty()
+
+
+@asynccontextmanager
+async def lent(reads: int) -> AsyncIterator[tuple[Instance, Lender]]:
+    instance, lender, server = Instance(), Lender(reads), RpcServer("secret")
+    server.add(kp_grpc.add_PrefixCacheServicer_to_server, lender)
+    view = sv.ClusterView()
+    view.peers.add(process=pb.ProcessKey(role="kv_pool", id="kv_pool-1"), address=await server.start())
+    await instance.loans.on_view(view)
+    yield instance, lender
+    await instance.loans.close()
+    await server.stop()
+
+
+async def test_a_loan_waits_for_what_its_shard_reads_from_disk() -> None:
+    async with lent(reads=3) as (instance, lender):
+        base = await instance.prefixes.find(RequestKey("a"), list(range(50)), b"", copy_from="kv_pool-1")
+        assert base is not None
+        assert (base.pool_id, base.tokens, lender.asked) == ("kv_pool-1", 9 * SIZE, 3)
+        instance.prefixes.ended([RequestKey("a")])
+        await asyncio.wait_for(lender.given_back.wait(), 10)
+    assert lender.returned == [9 * SIZE]
+
+
+async def test_a_prompt_that_is_cancelled_during_a_loan_gives_it_back() -> None:
+    async with lent(reads=10_000) as (instance, lender):
+        found = instance.prefixes.find(RequestKey("a"), list(range(50)), b"", copy_from="kv_pool-1")
+        waiting = asyncio.get_running_loop().create_task(found)
+        await asyncio.wait_for(lender.lent_often.wait(), 10)
+        instance.prefixes.ended([RequestKey("a")])
+        lender.reads = 0
+        assert await waiting is None
+        instance.prefixes.ended([RequestKey("a")])
+        await asyncio.wait_for(lender.given_back.wait(), 10)
+    assert not instance.shard.pins
+
+
 async def rest() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
@@ -84,6 +147,20 @@ async def test_a_prefix_is_computed_once_for_all_that_come_meanwhile() -> None:
     assert instance.prefixes.waited == 2
     await instance.end("b", "c")
     assert not instance.shard.pins
+
+
+@pytest.mark.parametrize(("block_size", "least_blocks"), [(4, 8), (16, 8), (64, 2), (1024, 1)])
+async def test_a_prompt_waits_for_eight_blocks_or_for_128_tokens(block_size: int, least_blocks: int) -> None:
+    shard: Any = Shard()
+    prefixes = Prefixes(shard, "kv_pool-0", block_size, Loans(""))
+    shared = list(range(least_blocks * block_size))
+    await prefixes.find(RequestKey("a"), [*shared, 1, 2], b"")
+    waits = asyncio.create_task(prefixes.find(RequestKey("b"), [*shared, 3, 4], b""))
+    other = asyncio.create_task(prefixes.find(RequestKey("c"), [*shared[:-block_size], *[5] * (block_size + 1)], b""))
+    await rest()
+    assert (waits.done(), other.done()) == (False, True)
+    prefixes.ended(map(RequestKey, "abc"))
+    await waits
 
 
 async def test_if_the_first_ends_without_its_prefix_only_the_next_computes_it() -> None:

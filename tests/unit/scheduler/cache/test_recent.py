@@ -45,7 +45,7 @@ def test_a_beginning_is_where_it_is_computed_and_then_where_it_is_stored() -> No
     assert tokens == 800
     assert place.near("p0", "k0")
     assert not place.near("p1", "k0"), "only where it is computed, until it is stored"
-    recent.stored(A, MARKS, "k0")
+    recent.stored(A, MARKS, "k0", 1.0)
     assert [tokens for tokens, _ in recent.find(MARKS)] == [800, 640, 512]
     assert all(place.near("p1", "k0") and not place.near("p0", "k1") for _, place in recent.find(MARKS))
     recent.sent(B, MARKS, "p0", "k0")  # computes nothing of it
@@ -63,10 +63,23 @@ def test_what_a_lost_request_was_to_compute_does_not_come() -> None:
     assert [(tokens, place.prefill_id) for tokens, place in recent.find(MARKS)] == [(512, "p1")]
 
 
+def test_what_a_shard_says_goes_before_what_it_stored_earlier() -> None:
+    recent = RecentPrefixes()
+    recent.stored(A, MARKS, "k0", 1.0)
+    recent.told(MARKS, [("k0", 0)], 1.0)
+    recent.told(MARKS, [("k1", 0)], 2.0)
+    assert [tokens for tokens, _ in recent.find(MARKS)] == [800, 640, 512], "stored since, or by another shard"
+    recent.told(MARKS, [("k0", 640), ("k1", 0)], 2.0)
+    assert [tokens for tokens, _ in recent.find(MARKS)] == [640, 512]
+    recent.sent(B, MARKS, "p1", "k1")
+    recent.told(MARKS, [("k0", 0), ("k1", 0)], 2.0)
+    assert [place.prefill_id for _, place in recent.find(MARKS)] == ["p1"] * 3, "what is computed just now comes"
+
+
 def test_marks_not_seen_for_long_are_forgotten() -> None:
     recent = RecentPrefixes(most_marks=3)
-    recent.stored(A, MARKS, "k0")
-    recent.stored(A, MARKS[:8], "k0")
-    recent.stored(B, b"mark-xyz", "k0")
+    recent.stored(A, MARKS, "k0", 1.0)
+    recent.stored(A, MARKS[:8], "k0", 1.0)
+    recent.stored(B, b"mark-xyz", "k0", 1.0)
     assert len(recent) == 3
     assert [tokens for tokens, _ in recent.find(MARKS)] == [800, 512]
