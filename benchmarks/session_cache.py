@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from alignedserve.geometry import KvGeometry
-from alignedserve.kv_pool.kept.sessions import Note, Session, Sessions
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.prefix_chain import root_digest
 from alignedserve.kv_pool.prefix_index import PrefixIndex
@@ -30,6 +29,7 @@ from alignedserve.kv_pool.records import WriterKey
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cache.returns import STOP, TOOL_CALLS
+from alignedserve.scheduler.cache.sessions import Note, Session, Sessions
 from alignedserve.scheduler.cache.values import cache_policy
 
 BLOCK = 16

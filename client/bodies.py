@@ -144,10 +144,12 @@ def _of_response(body: Mapping[str, Any], read: Read | None) -> Completion:
     texts = {"message": "", "reasoning": ""}
     calls = []
     for item in body["output"]:
-        if item["type"] == "function_call":
-            calls.append(ToolCall(item["call_id"], item["name"], item["arguments"]))
-        else:
-            texts[item["type"]] += "".join(part["text"] for part in item["content"])
+        kind = item["type"]
+        if kind in ("function_call", "custom_tool_call"):
+            calls.append(ToolCall(item["call_id"], item["name"], item["arguments" if kind[0] == "f" else "input"]))
+        elif kind in texts:
+            parts = item.get("content") or item.get("summary") or ()
+            texts[kind] += "".join(part.get("text") or part.get("refusal") or "" for part in parts)
     end = "length" if body["status"] == "incomplete" else "tool_calls" if calls else "stop"
     choice = Choice(
         index=0,

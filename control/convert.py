@@ -62,7 +62,8 @@ def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
     if (grammar := sampling.grammar) is not None:
         message.grammar.CopyFrom(pb.Grammar(kind=grammar.kind, text=grammar.text, whitespace=grammar.whitespace))
     if (thinking := sampling.thinking) is not None:
-        message.thinking.CopyFrom(pb.ThinkingLimit(**thinking._asdict()))
+        calls = [pb.TokenSequence(ids=ids) for ids in thinking.calls]
+        message.thinking.CopyFrom(pb.ThinkingLimit(**{**thinking._asdict(), "calls": calls}))
     return message
 
 
@@ -75,8 +76,9 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
         values["grammar"] = _grammar_from_proto(message.grammar)
     if message.HasField("thinking"):
         limit = message.thinking
+        calls = tuple(tuple(one.ids) for one in limit.calls)
         values["thinking"] = ThinkingLimit(
-            limit.budget, tuple(limit.open), tuple(limit.close), limit.begun, tuple(limit.before)
+            limit.budget, tuple(limit.open), tuple(limit.close), limit.begun, tuple(limit.before), calls
         )
     return SamplingParams(**values, logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias))
 

@@ -28,7 +28,8 @@ _OTHERS = stat.S_IRWXO
 # Paths that are answered without a key. All others require a key if there is a key file, except Serve's own
 # /-/healthz and /-/routes, which this application does not see.
 OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/metrics", "/openapi.json"})
-_NAVIGATES = (b"same-origin", b"none")  # what `sec-fetch-site` says of a page's own requests, and of a typed address
+_OWN = (b"same-origin", b"none")  # what `sec-fetch-site` says of a page's own requests, and of a typed address
+_SIBLING = b"same-site"  # of another host or port of the site
 
 Stamp = tuple[int, int, int, int]
 
@@ -83,13 +84,19 @@ class ApiKeys:
             raise AuthenticationError(f"{what}: send a key as `Authorization: Bearer KEY`")
         return found
 
-    def identify(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-        """Like `check`, for the headers of an HTTP request: without a key, a browser's session counts."""
+    def identify(self, headers: Iterable[tuple[bytes, bytes]], method: str) -> bytes:
+        """Like `check`, for an HTTP request: without a key, a browser's session counts.
+
+        A page of another host or port of the site may link here, but gets no data and changes nothing.
+        """
         headers = list(headers)
         offered = of_headers(headers)
         if self._path is not None and not offered and (value := cookie_of(headers, self._sessions.cookie)):
-            site = next((found for name, found in headers if name == b"sec-fetch-site"), b"none")
-            key_hash = self._sessions.key_hash(value) if site in _NAVIGATES else None
+            given = dict(headers)
+            site = given.get(b"sec-fetch-site", b"none")
+            follows_link = method == "GET" and given.get(b"sec-fetch-mode") == b"navigate"
+            allowed = site in _OWN or (site == _SIBLING and follows_link)
+            key_hash = self._sessions.key_hash(value) if allowed else None
             self._look_again(self._path)
             if key_hash is not None and key_hash in self._hashes:
                 return key_hash

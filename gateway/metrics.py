@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from alignedserve.errors import AlignedServeError, OverloadedError
+from alignedserve.errors import AlignedServeError, DeadlineError, OverloadedError
+from alignedserve.gateway.failures import FAULT_CODES
 from alignedserve.request import FinishReason, Stage
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ _TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300
 _ITL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 100, 300)
 _LAST = ("completed", "failed", "expired", "cancelled")
 _OF_LINE = ("answered", "failed")
+_OUTCOMES = {*FinishReason, *FAULT_CODES, OverloadedError.code, DeadlineError.code}
 _STAGE_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _TOTAL_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 
@@ -51,6 +53,8 @@ class GatewayMetrics:
             ["instance", "outcome"],
             registry=self.registry,
         )
+        for outcome in sorted(_OUTCOMES):  # Prometheus sees no increase from a series' absence to its first 1
+            self._outcomes.labels(instance, outcome)
         self.batches_running = self._gauge("batches_running", "batches that this gateway runs now")
         self.lines_in_flight = self._gauge("batch_lines_in_flight", "lines of batches that are being answered")
         self._batches = self._by("batches", "batches ended, by their last status", "status", _LAST)

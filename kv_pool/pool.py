@@ -23,7 +23,6 @@ from alignedserve.errors import StaleError, TransferError
 from alignedserve.kv_pool.counts import Grant, PoolCounts
 from alignedserve.kv_pool.entries import Ids
 from alignedserve.kv_pool.epochs import OverEpochs
-from alignedserve.kv_pool.kept.sessions import Note
 from alignedserve.kv_pool.prefix_index import PrefixIndex
 from alignedserve.kv_pool.records import (
     Dead,
@@ -38,6 +37,7 @@ from alignedserve.kv_pool.records import (
 from alignedserve.kv_pool.shard_blocks import ShardBlocks
 from alignedserve.kv_pool.table import AllocationTable
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.cache.sessions import Note
 
 RESERVE_ROLES = frozenset({"decode", "write_back"})  # write_back: a prefill instance that empties its candidate buffers
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from alignedserve.config import Config
 from alignedserve.errors import AccountingError, TransferError
 from alignedserve.kv_pool.block_table import NONE
-from alignedserve.kv_pool.kept.sessions import Note, Sessions
 from alignedserve.kv_pool.prefix_chain import Chain
 from alignedserve.kv_pool.prefix_index import PrefixIndex
 from alignedserve.kv_pool.table import AllocationTable
+from alignedserve.scheduler.cache.sessions import Note, Sessions
 from alignedserve.scheduler.cache.values import CachePolicy, cache_policy
 from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.scheduler.cost.step import ChunkShape

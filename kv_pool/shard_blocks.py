@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from alignedserve.errors import AccountingError, TransferError
-from alignedserve.kv_pool.kept.sessions import Sessions
 from alignedserve.kv_pool.prefix_cache import PrefixCache
+from alignedserve.kv_pool.prefix_chain import DIGEST_BYTES
 from alignedserve.kv_pool.prefix_index import PrefixIndex
 from alignedserve.kv_pool.records import (
     Held,
@@ -22,6 +22,7 @@ from alignedserve.kv_pool.records import (
 )
 from alignedserve.kv_pool.table import AllocationTable
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.cache.sessions import Sessions
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.caching_allocator import CachingAllocator
 
@@ -46,7 +47,7 @@ class ShardBlocks:
         self._blocks = BlockAllocator(table.capacity_blocks, store_id)  # owners and leases of blocks
         if index is not None:
             self._blocks = caching = CachingAllocator(table.capacity_blocks, store_id, index)
-            self._cache = PrefixCache(index, caching, Sessions(clock))
+            self._cache = PrefixCache(index, caching, Sessions(clock, DIGEST_BYTES))
         self._holdings: dict[str, Holding] = {}  # committed KV by request id, until released
         self._record_bytes = 0  # of their records in the table
         self._lost: dict[WriterKey, tuple[int, ...]] = {}  # leases of lost writers, until they are known to be dead

@@ -30,15 +30,24 @@ from alignedserve.errors import AlignedServeError, ConfigError, UnavailableError
 ANSWERS_WITHIN_S = 20.0
 SILENT_WITHIN_S = 2.0  # if the cluster did not answer before
 LEAST_SECRET = 6  # shorter texts are not removed: they would be everywhere
-_NAME = r"(?:key|token|secret|passwd|password|pwd)"  # the end of a name, as in hf_token; numbers are no secrets
 _QUOTES = r"[\\'\"]*"
+_IS = rf"{_QUOTES}\s*[:=]\s*{_QUOTES}"
+_PASSWORD = r"(?:passwd|password|pwd)"  # the end of a name, as in redis-password
+_NAME = r"(?:key|token|secret)"
+_NUMBER = r"[+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?[\]).]*(?=[\s'\",;&}\\]|$)"  # up to the value's end: `first_token: 0.25`
 _KEYS = re.compile(
-    rf"(?i)(bearer\s+|authorization{_QUOTES}\s*[:=]\s*{_QUOTES}(?:bearer\s+|basic\s+)?"
-    rf"|{_NAME}{_QUOTES}\s*[:=]\s*{_QUOTES}|--[\w-]*{_NAME}\s+)(?![\d.]+\b)[^\s'\",;&}}\\]+"
+    rf"(?i)(bearer\s+|authorization{_IS}(?:bearer\s+|basic\s+)?|{_PASSWORD}{_IS}|--[\w-]*{_PASSWORD}\s+"
+    rf"|(?:{_NAME}{_IS}|--[\w-]*{_NAME}\s+)(?!{_NUMBER}))[^\s'\",;&}}\\]+"
 )
 _IN_URL = re.compile(r"://[^/\s\"']+@")  # a user, and perhaps a password
 _VARIABLES = ("ALIGNEDSERVE_", "RAY_", "CUDA_", "NCCL_", "OMP_", "OTEL_", "TORCH_")
-_SECRET_NAMES = ("KEY", "TOKEN", "SECRET", "PASS", "PWD", "AUTH", "CREDENTIAL", "HEADERS")
+_SECRET_PART = re.compile(
+    r".*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY|CREDENTIAL)S?|KEYS?|PASS|PWD|AUTH|AUTHORIZATION|HEADERS"
+)
+_PASSWORD_PART = re.compile(r".*PASSWORDS?|.*PASSWD|PASS|PWD")
+# Names that end so have a setting or a path, as RAY_AUTH_MODE, ALIGNEDSERVE_PREFILL__TOKEN_BUDGET and SSH_AUTH_SOCK.
+_NO_SECRET_ENDS = {"MODE", "BUDGET", "FILE", "PATH", "DIR", "SOCK", "TYPE", "TIMEOUT", "TTL", "LIMIT", "SIZE", "COUNT"}
+_SHELLS_OWN = {"PWD", "OLDPWD"}  # folders
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -120,15 +129,21 @@ def processes(cluster: RunningCluster, patience_s: float) -> dict[int, str]:
 def versions() -> str:
     lines = [f"alignedserve {__version__}", f"python {sys.version}", platform.platform(), f"cpus {os.cpu_count()}"]
     lines += sorted(
-        f"{name}={os.environ[name]}" for name in os.environ if name.startswith(_VARIABLES) and not _is_secret(name)
+        f"{name}={value}"
+        for name, value in os.environ.items()
+        if name.startswith(_VARIABLES) and not _is_secret(name, value)
     )
     packages = {f"{one.name}=={one.version}" for one in metadata.distributions()}
     return "\n".join([*lines, *sorted(packages, key=str.lower)])
 
 
-def _is_secret(variable: str) -> bool:
+def _is_secret(variable: str, value: str) -> bool:
+    """By whole parts of the variable's name. A number is a secret only as a password."""
     name = variable.upper()
-    return any(word in name for word in _SECRET_NAMES) and not name.startswith("TOKENIZERS_")
+    parts = name.split("_")
+    if name in _SHELLS_OWN or parts[-1] in _NO_SECRET_ENDS or not any(map(_SECRET_PART.fullmatch, parts)):
+        return False
+    return re.fullmatch(_NUMBER, value.strip()) is None or any(map(_PASSWORD_PART.fullmatch, parts))
 
 
 def secrets_of(cluster: RunningCluster, api_key_file: str | None) -> list[str]:
@@ -136,9 +151,9 @@ def secrets_of(cluster: RunningCluster, api_key_file: str | None) -> list[str]:
     found = [cluster.api_key, cluster.admin_key]
     if api_key_file:
         found += Path(api_key_file).read_text().splitlines()
-    found += [value for name, value in os.environ.items() if _is_secret(name)]
+    found += [value for name, value in os.environ.items() if _is_secret(name, value)]
     for name, values in environments(around(cluster.supervisor_pid) if cluster.supervisor_pid else ()).items():
-        found += values if _is_secret(name) else ()
+        found += [value for value in values if _is_secret(name, value)]
     return [text for text in map(str.strip, found) if len(text) >= LEAST_SECRET and not text.startswith("#")]
 
 

@@ -59,10 +59,14 @@ def ratio(above: str, below: str, by: str, legend: str, where: str = "") -> Quer
     return Query(" / ".join(parts), legend)
 
 
+def missing_share(part: str, whole: str, by: str, legend: str, where: str = "") -> Query:
+    """What one counter's rate lacks of another's, as a share of the other."""
+    return Query(f"1 - {ratio(part, whole, by, legend, where).expr}", legend)
+
+
 DECODE = '{instance=~"$decode"}'
 PREFILL = '{instance=~"$prefill"}'
 SHARD = '{store=~"kv_pool-[0-9]+"}'
-BUBBLE_S = "alignedserve_iteration_bubble_seconds_sum"
 PREDICTED_S = "alignedserve_iteration_predicted_seconds_total"
 BALANCED_S = "alignedserve_iteration_balanced_seconds_total"
 BYTES, BUSY_S = "alignedserve_transfer_bytes_total", "alignedserve_transfer_busy_seconds_total"
@@ -107,7 +111,7 @@ OVERVIEW = (
         "Share of decode time that unequal prefix lengths cost: predicted by the cost model; without one, as learned.",
         [
             Query(
-                f"sum (rate({BUBBLE_S}{PER_SECOND})) / sum (rate({PREDICTED_S}{PER_SECOND}))"
+                f"1 - sum (rate({BALANCED_S}{PER_SECOND})) / sum (rate({PREDICTED_S}{PER_SECOND}))"
                 " or avg (alignedserve_decode_unequal_lengths_share >= 0)",
                 "bubble",
             )
@@ -133,7 +137,7 @@ OVERVIEW = (
     Panel(
         "Requests ended, by outcome",
         "`stop` and `length` are complete answers; anything else is an error code.",
-        [per_second("alignedserve_gateway_requests_total", "outcome")],
+        [Query(f"sum by (outcome) (rate(alignedserve_gateway_requests_total{PER_SECOND})) > 0", "{{outcome}}")],
         unit="reqps",
         stacked=True,
     ),
@@ -211,7 +215,7 @@ ALIGNMENT = (
         "Share of an instance's decode time that unequal lengths cost. `learned` is without a cost model, once there"
         " are enough iterations.",
         [
-            ratio(BUBBLE_S, PREDICTED_S, "instance", "{{instance}}", DECODE),
+            missing_share(BALANCED_S, PREDICTED_S, "instance", "{{instance}}", DECODE),
             Query('alignedserve_decode_unequal_lengths_share{decode=~"$decode"} >= 0', "{{decode}}, learned"),
         ],
         unit="percentunit",

@@ -16,7 +16,7 @@ MOST_EVENTS = 300
 MOST_WARNINGS = 20
 _LOGGER = "alignedserve.cluster.supervisor"
 COUNTED_EVERY_S = 10.0
-_COUNTED = {REFUSED_GAUGE: "requests were refused", RESUBMITTED_GAUGE: "requests go on in a new epoch after a loss"}
+_COUNTED = {REFUSED_GAUGE: "requests were refused", RESUBMITTED_GAUGE: "requests were submitted again"}
 
 
 class RecentEvents(logging.Handler):

@@ -8,7 +8,7 @@ from codecs import BOM_UTF8
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 import orjson
 
@@ -79,13 +79,31 @@ class LineReader:
         return lines
 
 
+class Named(Protocol):
+    """The model that is served."""
+
+    @property
+    def name(self) -> str: ...
+
+    def is_called(self, name: str) -> bool:
+        """Whether this is its name, or an alias."""
+
+
 class Validator:
     """Validates an input file. Call `step` until it returns True; then `errors` and `total` are complete.
 
-    The ids of the lines are kept in a temporary database on disk, not in memory. `endpoint`: which each line must name.
+    The ids of the lines are kept in a temporary database on disk, not in memory. `endpoint`, which each line
+    must name; `model`, which each line may name.
     """
 
-    def __init__(self, path: Path, endpoint: str, model: str, most_lines: int, most_bytes: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        endpoint: str,
+        model: Named,
+        most_lines: int,
+        most_bytes: int,
+    ) -> None:
         self.errors: list[dict[str, Any]] = []
         self.total = 0
         self._endpoint = endpoint
@@ -153,10 +171,11 @@ class Validator:
             return "mismatched_url", f"url must be the batch's endpoint, {self._endpoint}", "url"
         if not isinstance(body, dict):
             return "invalid_body", "body must be an object", "body"
-        if body.get("model") not in (None, self._model):
+        named = body.get("model")
+        if named is not None and not (isinstance(named, str) and self._model.is_called(named)):
             return (
                 "model_not_found",
-                f"body.model must be {self._model!r}, the model that this server has",
+                f"body.model must be {self._model.name!r}, the model that this server has",
                 "body.model",
             )
         digest = hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()

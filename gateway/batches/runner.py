@@ -14,7 +14,7 @@ from alignedserve.gateway.batches.batches import BatchStore, Claim, LineAnswer
 from alignedserve.gateway.batches.database import StoreError
 from alignedserve.gateway.batches.gate import Gate
 from alignedserve.gateway.batches.grouped import lines_in_order
-from alignedserve.gateway.batches.jsonl import Line, LineReader, Validator
+from alignedserve.gateway.batches.jsonl import Line, LineReader, Named, Validator
 from alignedserve.gateway.batches.lines import LineAnswerer, unanswered
 from alignedserve.gateway.batches.states import BatchStatus
 from alignedserve.gateway.ledger.calls import caller
@@ -45,7 +45,7 @@ class BatchCancelledError(CancelledError):
 class BatchRunner:
     """`run` returns when the batch has ended, the lease was lost, or after `stop`.
 
-    `path`: the input file. `model`: the name that lines may give. Lines have at most `most_bytes` bytes. `by_prefix`:
+    `path`: the input file. `model`: which lines may name. Lines have at most `most_bytes` bytes. `by_prefix`:
     lines whose prompts begin alike are submitted together.
     """
 
@@ -59,7 +59,7 @@ class BatchRunner:
         gate: Gate,
         metrics: GatewayMetrics,
         *,
-        model: str,
+        model: Named,
         most_lines: int,
         most_bytes: int,
         by_prefix: bool = False,

@@ -177,7 +177,7 @@ class BatchService:
             self._answerer,
             self._gate,
             self._metrics,
-            model=self._model.name,
+            model=self._model,
             most_lines=self.config.max_lines,
             most_bytes=self._gateway.max_body_bytes,
             by_prefix=self._model.cache is not None,

@@ -51,7 +51,9 @@ async def chat_form(model: ServedModel, request: ChatRequest, use: ToolUse, prom
     begun = dialects.reasoning is not None and dialects.reasoning.begun_by(prompt)
     if begun and request.without_reasoning:
         field = "reasoning_effort" if request.enable_thinking is None else "enable_thinking"
-        raise UnsupportedFeatureError(f"{field}: this model's reasoning cannot be turned off", param=field)
+        if not request.lenient:
+            raise UnsupportedFeatureError(f"{field}: this model's reasoning cannot be turned off", param=field)
+        request.unread_settings.append(field)
     exact = use.limited or use.most == 1 or any(tool.strict for tool in use.tools)
     bound = use.forced or (dialects.tools is not None and exact)
     asked = request.grammar_spec()
@@ -65,7 +67,8 @@ async def chat_form(model: ServedModel, request: ChatRequest, use: ToolUse, prom
             None if grammar is None else _begins(dialects, None if asked is None else asked[0], use), use.forced,
             first=asked is not None, free=grammar is None, include_reasoning=include, separate_reasoning=separate,
         )  # fmt: skip
-    return ChatForm(grammar, reading, _limit(dialects, request, model.tokenizer, begun=begun))
+    calls = dialects.tools.ends_reasoning if dialects.tools is not None and use.any and grammar is None else ()
+    return ChatForm(grammar, reading, _limit(dialects, request, model.tokenizer, calls, begun=begun))
 
 
 def _within_content(dialects: ModelDialects) -> ModelDialects:
@@ -134,8 +137,9 @@ async def _grammar(
     tools = use.tools if dialects.tools is not None else ()
     answer = None if asked is None else asked[0]
     form = AnswerForm(answer, tools, use.forced, use.most, begun)
+    field = "tools" if tools or asked is None else asked[1]
     try:
-        return await _compiled(model, dialects, form)
+        return await _compiled(model, dialects, form, field)
     except GrammarError as error:
         if asked is not None and not use.forced:
             await model.compiled(asked)  # raises if this is what cannot be followed
@@ -145,7 +149,7 @@ async def _grammar(
         if all(tool.strict for tool in tools):
             raise await _of_a_tool(model, tools, error) from None
     try:
-        return await _compiled(model, dialects, replace(form, tools=loose))
+        return await _compiled(model, dialects, replace(form, tools=loose), field)
     except GrammarError as error:
         raise await _of_a_tool(model, loose, error) from None
 
@@ -165,11 +169,11 @@ async def _of_a_tool(model: ServedModel, tools: Sequence[Tool], error: GrammarEr
     return found
 
 
-async def _compiled(model: ServedModel, dialects: ModelDialects, form: AnswerForm) -> GrammarSpec:
+async def _compiled(model: ServedModel, dialects: ModelDialects, form: AnswerForm, field: str) -> GrammarSpec:
     write = partial(grammar_of, form, dialects)
     large = len(orjson.dumps([tool.parameters for tool in form.tools])) > _LARGE_TOOLS
     spec = await in_turn(write) if large else write()
-    await model.compile(spec, "tools" if form.tools else "response_format")
+    await model.compile(spec, field)
     return spec
 
 
@@ -185,8 +189,9 @@ def _loosened(tool: Tool) -> Tool:
 
 
 def _limit(
-    dialects: ModelDialects, request: ChatRequest, tokenizer: Tokenizer | None, *, begun: bool
+    dialects: ModelDialects, request: ChatRequest, tokenizer: Tokenizer | None, calls: Sequence[str], *, begun: bool
 ) -> ThinkingLimit | None:
+    """`calls`: texts that begin a call, and end reasoning."""
     budget, thoughts = request.thinking_token_budget, dialects.reasoning
     if budget is None or request.continue_final_message:
         return None
@@ -195,8 +200,10 @@ def _limit(
         raise UnsupportedFeatureError(
             f"thinking_token_budget is not supported: {reason}", param="thinking_token_budget"
         )
-    opened, closed, *spaces = (
-        tuple(tokenizer.encode(text, special_tokens=False)) for text in (thoughts.open, thoughts.close, *_SPACES)
+    opened, closed, *others = (
+        tuple(tokenizer.encode(text, special_tokens=False))
+        for text in (thoughts.open, thoughts.close, *_SPACES, *calls)
     )
+    spaces, begins = others[: len(_SPACES)], tuple(others[len(_SPACES) :])
     before = tuple(space[0] for space in spaces if len(space) == 1 and space[0] not in (*opened, *closed))
-    return ThinkingLimit(budget, opened, closed, begun, before)
+    return ThinkingLimit(budget, opened, closed, begun, before, begins)

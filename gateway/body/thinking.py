@@ -10,6 +10,7 @@ from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body.nested import check_depth
 from alignedserve.gateway.body.validation_errors import TOKEN_LIMIT
 from alignedserve.gateway.body.values import Between, Body
+from alignedserve.gateway.dialects.detection import HARMONY, reasoning_dialect_of
 from alignedserve.gateway.failures import UnsupportedFeatureError
 from alignedserve.text import ChatTemplate
 
@@ -51,11 +52,12 @@ class ThinkingFields(Body):
         check_depth(variables, "chat_template_kwargs")
         self._switch(template, variables)
         effort = self.reasoning_effort
-        if effort is not None and template.mentions("reasoning_effort"):
+        always = effort == "none" and reasoning_dialect_of(template.source, "") == HARMONY
+        if effort is not None and template.mentions("reasoning_effort") and not always:
             variables.setdefault("reasoning_effort", effort)
-        elif effort not in (None, "none"):
+        elif always or effort not in (None, "none"):
             if not self.lenient:
-                _refuse("reasoning_effort", "reasoning_effort")
+                _refuse("reasoning_effort: none" if always else "reasoning_effort", "reasoning_effort")
             self._unread_settings = ["reasoning_effort"]
         return variables
 

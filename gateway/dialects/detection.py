@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+_PYTHON_CALLS = "[func_name1("
 _TOOLS: Sequence[tuple[str, str]] = (
     ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("tool_declare<|im_middle|>", "kimi_k2"),
@@ -15,7 +16,7 @@ _TOOLS: Sequence[tuple[str, str]] = (
     ("<start_function_call>", "functiongemma"),
     ("<tool_call>", "hermes"),
     ("<|python_start|>", "pythonic"),
-    ("[func_name1(", "pythonic"),
+    (_PYTHON_CALLS, "pythonic"),
 )
 _REASONING: Sequence[tuple[str, str]] = (
     ("[THINK]", "mistral"),
@@ -23,6 +24,7 @@ _REASONING: Sequence[tuple[str, str]] = (
     ("<|channel>", "gemma4"),
 )
 _DEEPSEEK, _DEEPSEEK_FENCE = "<｜tool▁calls▁begin｜>", "```json"
+HARMONY = "harmony"  # the dialect of gpt-oss
 _HARMONY = ("<|channel|>", "<|message|>")
 _LLAMA = ("llama", "mllama", "llama4")
 
@@ -30,23 +32,22 @@ _LLAMA = ("llama", "mllama", "llama4")
 def tool_dialect_of(template: str, architecture: str) -> str:
     """The name of the dialect of tool calls; "" if the template writes no tools. `architecture`: its `model_type`."""
     if all(mark in template for mark in _HARMONY):
-        return "harmony"
+        return HARMONY
     if "tools" not in template:
         return ""
     if _DEEPSEEK in template:
         return "deepseek_v3" if _DEEPSEEK_FENCE in template else "deepseek_v31"
+    writes_json = architecture in _LLAMA and '"parameters"' in template and _PYTHON_CALLS not in template
     for mark, name in _TOOLS:
         if mark in template:
-            return name
-    if architecture in _LLAMA and '"parameters"' in template:
-        return "llama3_json"
-    return ""
+            return "llama3_json" if name == "pythonic" and writes_json else name
+    return "llama3_json" if architecture in _LLAMA and '"parameters"' in template else ""
 
 
 def reasoning_dialect_of(template: str, architecture: str) -> str:
     """The name of the dialect of reasoning; "" if the template knows none."""
     if all(mark in template for mark in _HARMONY):
-        return "harmony"
+        return HARMONY
     for mark, name in _REASONING:
         if mark in template:
             return name

@@ -15,6 +15,7 @@ from alignedserve.gateway.dialects.machine import CallMachine, Reading, Tool
 from alignedserve.gateway.dialects.schema_types import TEXT, Types, parameter_schema, parameter_types, type_of
 
 _KEY = re.compile(r"[^\s<>{}()\[\]:=\"',|]{1,200}")
+_JSON_NAMES = {"true": True, "false": False, "null": None}
 _OBJECT_KEYS = {"type", "properties", "required", "additionalProperties", "description", "title", "default",
                 "examples", "$defs", "definitions", "$schema"}  # fmt: skip
 _TEXT_KEYS = {"type", "description", "title", "default", "examples", "enum", "const"}
@@ -41,12 +42,19 @@ def as_json(raw: str, types: Types = None) -> str:
     return text if fits else escaped(raw, quotes=True)
 
 
+class _JsonNames(ast.NodeTransformer):
+    """true, false and null, which models write in Python's calls too."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
+
+
 def python_as_json(raw: str) -> str:
-    """A Python literal as JSON; its text as a string if it is none."""
+    """A Python literal as JSON, in which true, false and null may stand; its text as a string if it is none."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes that Python does not know
-            return json_of(ast.literal_eval(raw.strip()))
+            return json_of(ast.literal_eval(_JsonNames().visit(ast.parse(raw.strip(), mode="eval"))))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return escaped(raw, quotes=True)
 

@@ -125,6 +125,10 @@ class Values:
         """An expression for an object's entries. `key`: what comes before a value, if not the writing's."""
         self._check(schema, where, _KEYWORDS["object"])
         required = schema.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            if self.tool.strict:
+                raise self._refusal(where, "required, which is no list of names,")
+            required = []
         if self.tool.strict and (unknown := sorted(set(required) - properties.keys())):
             raise self._refusal(where, f"required {unknown[0][:60]!r}, which is not among the properties,")
         before = key or self.writing.key

@@ -26,7 +26,7 @@ def guarded(app: App, keys: ApiKeys, error_body: ErrorBody = error_object) -> Ap
 
     async def check(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            caller.set(keys.identify(scope["headers"]))
+            caller.set(keys.identify(scope["headers"], scope["method"]))
         except AuthenticationError as error:
             await send_error(send, error, {"www-authenticate": "Bearer"}, error_body)
             return

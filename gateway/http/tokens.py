@@ -89,7 +89,7 @@ class TokenEndpoints:
             (tokens,) = await tokenise(encoder, [await self._prompt(encoder, request)], most, around=around)
         except TooManyTokens:
             message = f"the text has too many tokens: at most {most} are counted"
-            raise InvalidRequestError(message, param="prompt") from None
+            raise InvalidRequestError(message, param="prompt" if request.messages is None else "messages") from None
         spelled = (
             [tokenizer.backend.id_to_token(token) or "" for token in tokens] if request.return_token_strs else None
         )

@@ -120,7 +120,7 @@ class LiveEndpoints:
 
     def _may_look(self, scope: Scope) -> bool:
         try:
-            self._keys.identify(scope["headers"])
+            self._keys.identify(scope["headers"], scope["method"])
         except AuthenticationError:
             return False
         return True

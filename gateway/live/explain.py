@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from alignedserve.gateway.live.timeline import LOST, UNTIL_FIRST
+from alignedserve.gateway.live.timeline import LOST, NOT_NOTED, UNTIL_FIRST, evicted_at
+from alignedserve.request import MOST_STEPS
 
 Json = dict[str, Any]
 Said = Iterator[tuple[str, str]]  # a sentence about the request, or "", and advice, or ""
@@ -16,6 +19,8 @@ LONG_S = 0.5  # shorter waits need no advice
 SHORT_S = 0.01  # shorter stages need no words
 LARGE_SHARE = 0.3
 UNEQUAL_SHARE = 0.1  # of the decode time
+
+_LARGER_POOL = "A larger KV pool (kv_pool.size_gib) lets more prompts begin"
 
 _OUTCOMES = {
     "overloaded": (
@@ -28,8 +33,8 @@ _OUTCOMES = {
     ),
     "cancelled": ("Its client left, or it was cancelled.", ""),
     "request_lost": (
-        "It was lost with its process several times, without a token in between: it may crash its workers.",
-        "Do not send it again as it is; `alignedserve debug-bundle` has the logs of the processes.",
+        "It was lost several times in a row, without a token in between.",
+        "`alignedserve debug-bundle` has the logs of the processes.",
     ),
 }
 """What these outcomes mean, and advice."""
@@ -41,15 +46,28 @@ _NAMES = {
     "prefetch": "prefetch",
     "handover": "hand-over",
     "decode": "decode",
-    LOST: "what was lost with a process",
+    LOST: "the time before it was submitted again",
     UNTIL_FIRST: "the wait for a token",
+    NOT_NOTED: "steps that were not noted",
 }
+
+FOR_PREFILL, FOR_ROOM = "prefill", "room"  # what a queued request waits for: an instance, or room in the pool
+_QUEUED = {
+    FOR_PREFILL: "other prompts came first",
+    FOR_ROOM: "the pool has no room for it",
+    "": "other prompts came first, or the pool had no room for it",
+}
+
+POOL_REASONS = ("the KV pool is full", "its KV made room for a request with a lower priority")
+"""Reasons of losses that a larger pool avoids, as the scheduler words them."""
+
+_WITH_PROCESS = re.compile(r"(prefill|decode) \S+ was lost")  # as the scheduler words the end of an instance
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
     """A request as `alignedserve.gateway.live.history` describes it, its stays in the pool as the scheduler does, and
-    what advice depends on.
+    what advice depends on. `waits_for`: of a queued request, FOR_PREFILL or FOR_ROOM; "" if it is not known.
     """
 
     request: Json
@@ -57,6 +75,7 @@ class Told:
     prefill: int  # instances
     decode: int
     prefix_cache: bool
+    waits_for: str = ""
 
     def stage_s(self, stage: str) -> float:
         return float(self.request["stages"].get(stage, 0.0))
@@ -67,7 +86,7 @@ class Told:
 
 def explain(told: Told) -> tuple[list[str], list[str]]:
     """Sentences about an ended or open request, and advice."""
-    parts = (_summary, _untold, _queue, _prefill, _pool, _copies, _decode, _losses)
+    parts = (_summary, _untold, _queue, _prefill, _pool, _copies, _evictions, _decode, _not_noted, _losses)
     said = [pair for part in parts for pair in part(told)]
     return [words for words, _ in said if words], [advice for _, advice in said if advice]
 
@@ -94,14 +113,27 @@ def _untold(told: Told) -> Said:
         yield f"It ended after {_s(waited_s)} {where}; no worker had told more of it.", ""
     if told.matters(waited_s) and not told.request["epoch"]:
         yield "", f"More prefill instances shorten both: alignedserve scale --prefill {told.prefill + 1}"
+        yield "", f"{_LARGER_POOL}, if the pool was full."
 
 
 def _queue(told: Told) -> Said:
     if (queued_s := told.stage_s("queue")) >= SHORT_S:
-        why = ": other prompts came first, or the pool had no room for it" if queued_s >= LONG_S else ""
+        why = f": {_QUEUED[_waited_for(told)]}" if queued_s >= LONG_S else ""
         yield f"It waited {_s(queued_s)} for prefill{why}.", ""
     if told.matters(queued_s):
-        yield "", f"More prefill instances shorten the queue: alignedserve scale --prefill {told.prefill + 1}"
+        waited_for = _waited_for(told)
+        if waited_for != FOR_ROOM:
+            yield "", f"More prefill instances shorten the queue: alignedserve scale --prefill {told.prefill + 1}"
+        if waited_for != FOR_PREFILL:
+            yield "", f"{_LARGER_POOL}{'' if waited_for else ', if the pool was full'}."
+
+
+def _waited_for(told: Told) -> str:
+    if told.waits_for:
+        return told.waits_for
+    first = next((stay for stay in told.stays if stay["epoch"] == told.request["epoch"]), None)
+    # What fills the pool are requests that wait in it: without any there was room.
+    return FOR_PREFILL if first is not None and not first["ahead"] else ""
 
 
 def _prefill(told: Told) -> Said:
@@ -124,9 +156,6 @@ def _pool(told: Told) -> Said:
     joined = [stay["joined"] for stay, later in pairs if stay["epoch"] == later["epoch"]]
     if returned := joined.count(False):
         yield f"It came back from a decode instance {_times(returned)} before it joined a batch.", ""
-    if evicted := joined.count(True):
-        advice = "A larger decode cache, or more decode instances, avoid evictions."
-        yield f"It was evicted {_times(evicted)}, since the decode cache was full.", advice
     if told.matters(waited_s):
         yield "", f"More decode instances shorten the wait in the pool: alignedserve scale --decode {told.decode + 1}"
         yield "", "A wait objective bounds it: wait_objective_s in the request, or scheduler.starvation_after_s."
@@ -147,7 +176,21 @@ def _stay(stay: Json, *, first: bool) -> str:
 
 def _copies(told: Told) -> Said:
     if (copies_s := told.stage_s("prefetch") + told.stage_s("handover")) >= SHORT_S:
-        yield f"It was prefetched and handed over for {_s(copies_s)}: its KV was copied, and it waited to join.", ""
+        why = "its KV was copied, and it waited in a candidate buffer to join"
+        yield f"It was prefetched and handed over for {_s(copies_s)}: {why}.", ""
+
+
+def _evictions(told: Told) -> Said:
+    """Those to a candidate buffer are no stays in the pool; steps have both, but of the last epoch only."""
+    of_stays = Counter(
+        stay["epoch"] for stay, later in pairwise(told.stays) if stay["joined"] and stay["epoch"] == later["epoch"]
+    )
+    epoch, steps = told.request["epoch"], told.request["steps"]
+    of_stays[epoch] = max(of_stays[epoch], len(evicted_at(steps)))
+    if evicted := of_stays.total():
+        least = "at least " if len(steps) >= MOST_STEPS else ""
+        advice = "A larger decode cache, or more decode instances, avoid most evictions."
+        yield f"It was evicted {least}{_times(evicted)}: it left a running batch, usually to make room.", advice
 
 
 def _decode(told: Told) -> Said:
@@ -162,11 +205,26 @@ def _decode(told: Told) -> Said:
     if bubble_s > UNEQUAL_SHARE * decode_s:
         advice = "More requests in the pool at once, or a longer wait objective, make batches of more equal lengths."
         yield f"Of that, {_s(bubble_s)} are the predicted cost of unequal lengths in its batches.", advice
+    elif told.matters(decode_s) and not told.matters(told.stage_s("pool")):  # else it is advised already
+        more = f"alignedserve scale --decode {told.decode + 1}"
+        yield "", f"Under load, more decode instances run smaller batches, whose iterations are shorter: {more}"
+
+
+def _not_noted(told: Told) -> Said:
+    if len(told.request["steps"]) >= MOST_STEPS:
+        yield f"The timeline has its first {MOST_STEPS - 1} steps; later ones were not noted.", ""
 
 
 def _losses(told: Told) -> Said:
+    reasons: list[str] = told.request.get("loss_reasons", [])  # a gateway of an older version has none
     if losses := told.request["losses"]:
-        yield f"A process that had it was lost, {_times(losses)}; it was submitted again and went on.", ""
+        named = [reason if count == 1 else f"{reason} ({_times(count)})" for reason, count in Counter(reasons).items()]
+        why = f": {'; '.join(filter(None, named))}" if any(named) else ""
+        yield f"It was submitted again {_times(losses)}{why}.", ""
+    if any(reason in POOL_REASONS for reason in reasons):
+        yield "", "A larger KV pool (kv_pool.size_gib) keeps the KV that was dropped here."
+    if told.request["outcome"] == "request_lost" and reasons and all(map(_WITH_PROCESS.fullmatch, reasons)):
+        yield "It may crash its workers.", "Do not send it again as it is."
     if (resumed := told.request["resumed_tokens"]) is not None:
         came = f"{_count(resumed, 'token')} came before, and their time is not counted here"
         yield f"It was resumed here after its gateway or its connection was lost; {came}.", ""

@@ -3,12 +3,12 @@
 A request is described by a JSON object: `id` (its call's), `request_id`, `x_request_id` (its client's),
 `arrival_unix_s`, `took_s`, `first_token_s` (after arrival; None: none yet), `input_tokens`, `output_tokens`,
 `cached_tokens`, `outcome` ("open", a finish reason or an error code), `prefill_id`, `decode_id`, `epoch`, `losses` (how
-often it was submitted again), `tokens_before` (output tokens that came before its last epoch), `resumed_tokens` (those
-that its client had from another call; None: it resumes none), `bubble_s` (None: there is no cost model), `stages`
-(seconds in each, in the last epoch; UNTIL_FIRST alone if it ended before a worker had told of it), `steps` (each
-stage that is known, in order, and when it began after arrival; of an open request, workers tell the gateway when it
-begins to decode) and `refused` (why its gateway refused the call on arrival; "": it did not). A refused call has ids
-that begin with "refused-", and None as `input_tokens`.
+often it was submitted again), `loss_reasons` (why, the last times), `tokens_before` (output tokens that came before its
+last epoch), `resumed_tokens` (those that its client had from another call; None: it resumes none), `bubble_s` (None:
+there is no cost model), `stages` (seconds in each, in the last epoch; UNTIL_FIRST alone if it ended before a worker had
+told of it), `steps` (each stage that is known, in order, and when it began after arrival; of an open request, workers
+tell the gateway when it begins to decode) and `refused` (why its gateway refused the call on arrival; "": it did not).
+A refused call has ids that begin with "refused-", and None as `input_tokens`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 MOST_REQUESTS = 2048
 MOST_REFUSED = 512
 MOST_ASKED = 200
+MOST_REASONS = 8
+MOST_REASON = 200  # characters
 OWN = (PROBE, PIN)  # how ids of the cluster's own requests begin
 
 Json = dict[str, Any]
@@ -63,6 +65,7 @@ def describe(answer: Answer) -> Json:
         "decode_id": answer.decode_id,
         "epoch": answer.epoch,
         "losses": len(answer.losses),
+        "loss_reasons": [reason[:MOST_REASON] for _, reason in answer.losses[-MOST_REASONS:]],
         "tokens_before": answer.tokens_before,
         "resumed_tokens": len(call.plan.resume[answer.index].token_ids) if call.plan.resume else None,
         "bubble_s": watch.bubble_s,
@@ -87,6 +90,7 @@ def _describe_refused(reason: str) -> Json:
         **dict.fromkeys(("prefill_id", "decode_id"), ""),
         "stages": {},
         "steps": [],
+        "loss_reasons": [],
         "refused": reason,
     }
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from alignedserve.control.supervisor_client import SupervisorClient
+from alignedserve.errors import UnavailableError
 from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.live.explain import Told, explain
 from alignedserve.gateway.live.feed import LiveFeed
 from alignedserve.gateway.live.history import RecentRequests, ordered, requests_of
+from alignedserve.gateway.live.queue_cause import queue_cause
+from alignedserve.gateway.live.samples import Samples
 from alignedserve.gateway.live.timeline import LOST, open_timeline, timeline
 from alignedserve.gateway.peers import GatewayPeers
 from alignedserve.gateway.scheduler_link import SchedulerLink
@@ -35,6 +39,7 @@ class LiveService:
         prefix_cache: bool,
     ) -> None:
         self.feed = LiveFeed(supervisor.live)
+        self._supervisor = supervisor
         self.model_name = model_name
         self._ledger, self._recent, self._peers, self._scheduler = ledger, recent, peers, scheduler
         self._view = view
@@ -64,10 +69,19 @@ class LiveService:
             return None
         found.sort(key=lambda one: (bool(one["refused"]), str(one["request_id"])))
         told = await self._scheduler.told([one["request_id"] for one in found])
-        first, *others = [self._whole(one, told.get(one["request_id"], {"stays": []})) for one in found]
+        waits_for = await self._queue_cause() if any(map(_is_queued, told.values())) else ""
+        first, *others = [self._whole(one, told.get(one["request_id"], {"stays": []}), waits_for) for one in found]
         return {**first, "others": others}
 
-    def _whole(self, request: Json, told: Json) -> Json:
+    async def _queue_cause(self) -> str:
+        try:
+            live = await self._supervisor.live()
+        except UnavailableError:
+            return ""
+        return queue_cause(Samples(live.status.metrics, time.monotonic()))
+
+    def _whole(self, request: Json, told: Json, waits_for: str) -> Json:
+        """With its timeline and an explanation. `waits_for`: what queued requests wait for now."""
         view, stays = self._view(), told["stays"]
         # One that came back before it had decoded stayed in the pool, as its stopwatch sees it.
         last = [stay["decode_id"] for stay in stays if stay["joined"] and stay["epoch"] == request["epoch"]]
@@ -77,12 +91,18 @@ class LiveService:
             for bar in bars:
                 stages[bar["stage"]] = stages.get(bar["stage"], 0.0) + bar["end_s"] - bar["begin_s"]
             where = {key: now[key] or request[key] for key in ("prefill_id", "decode_id")}
-            request = {**request, **where, "stages": stages}
+            steps = [[bar["stage"], bar["begin_s"]] for bar in bars if bar["stage"] != LOST]
+            request = {**request, **where, "stages": stages, "steps": steps}
         else:
             bars = timeline(request, last)
             if bars and bars[0]["stage"] == LOST:
                 request = {**request, "stages": {**request["stages"], LOST: bars[0]["end_s"]}}
-        words, advice = explain(Told(request, stays, view.prefill, view.decode, self._prefix_cache))
+        waits_for = waits_for if _is_queued(told) else ""
+        words, advice = explain(Told(request, stays, view.prefill, view.decode, self._prefix_cache, waits_for))
         shown = {key: value for key, value in request.items() if key != "steps"}
         is_open = request["outcome"] == "open"
         return {**shown, "open": is_open, "timeline": bars, "explanation": words, "advice": advice, "stays": stays}
+
+
+def _is_queued(told: Json) -> bool:
+    return bool(told.get("open", {}).get("state") == "queued")

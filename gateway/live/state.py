@@ -88,11 +88,14 @@ def _rates(change: Change) -> Json:
 
 
 def _bubble(change: Change, decode_id: str = "") -> Json:
-    """The share of iterations' time that unequal lengths cost: as predicted; without a cost model, as learned."""
+    """The share of iterations' time that unequal lengths cost: as predicted; without a cost model, as learned.
+
+    By two counters that never fall: the histogram's sum may (ADR 25), which looks like a new process.
+    """
     labels = {"instance": decode_id} if decode_id else {}
-    share = change.share("iteration_bubble_seconds_sum", "iteration_predicted_seconds_total", **labels)
-    if share is not None:
-        return {"bubble_share": share, "bubble_learned": False}
+    balanced = change.share("iteration_balanced_seconds_total", "iteration_predicted_seconds_total", **labels)
+    if balanced is not None:
+        return {"bubble_share": 1 - balanced, "bubble_learned": False}
     labels = {"decode": decode_id} if decode_id else {}
     learned = [value for _, value in change.now.each("decode_unequal_lengths_share", **labels) if value >= 0]  # no NaN
     return {"bubble_share": sum(learned) / len(learned) if learned else None, "bubble_learned": bool(learned)}

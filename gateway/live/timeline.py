@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
+
+from alignedserve.request import MOST_STEPS
 
 Json = dict[str, Any]
 
 LOST = "lost"  # the stage of the time until a request was submitted again for the last time
 UNTIL_FIRST = "until_first_token"  # the stage of a request that ended before a worker had told of it, since it was sent
+NOT_NOTED = "not_noted"  # the stage of the last step that a stopwatch notes, and of all that followed it
 STAGE_OF = {
     "queued": "queue",
     "prefilling": "prefill",
@@ -24,7 +28,8 @@ def timeline(request: Json, decode_ids: Sequence[str]) -> list[Json]:
     """Bars of a request that has ended, in seconds after its arrival. An eviction repeats stages.
 
     `decode_ids`: where it decoded after each stay in the pool, as far as they are known; later: where it ended. The
-    steps are of the last epoch: after a loss, all that was before them is one bar, LOST.
+    steps are of the last epoch: after a loss, all that was before them is one bar, LOST. When step MOST_STEPS ended is
+    unknown: from there on one bar, NOT_NOTED, up to now or to what is known of an open request.
     """
     steps: list[list[Any]] = request["steps"]
     if not steps:
@@ -32,11 +37,21 @@ def timeline(request: Json, decode_ids: Sequence[str]) -> list[Json]:
     decodes = iter(decode_ids)
     ends = [begin_s for _, begin_s in steps[1:]] + [request["took_s"]]
     bars, where = [_bar(LOST, "", 0.0, steps[0][1])] if request["losses"] else [], ""
-    for (stage, begin_s), end_s in zip(steps, ends, strict=True):
+    for number, ((stage, begin_s), end_s) in enumerate(zip(steps, ends, strict=True), 1):
+        if number == MOST_STEPS:
+            bars.append(_bar(NOT_NOTED, "", begin_s, end_s))
+            decodes, where = iter(()), ""  # stays in the pool no longer match steps
+            continue
         if stage == "pool":
             where = next(decodes, request["decode_id"])
         bars.append(_bar(stage, _place(stage, request, where or request["decode_id"]), begin_s, end_s))
     return bars
+
+
+def evicted_at(steps: Iterable[Sequence[Any]]) -> list[Any]:
+    """When a request left a running batch, to the pool or to a candidate buffer. `steps`: (stage, its begin)."""
+    pairs = pairwise(steps)
+    return [begun for (before, _), (stage, begun) in pairs if before == "decode" and stage in ("pool", "prefetch")]
 
 
 def open_timeline(request: Json, told: Mapping[str, Any], decode_ids: Sequence[str]) -> list[Json]:
@@ -49,7 +64,8 @@ def open_timeline(request: Json, told: Mapping[str, Any], decode_ids: Sequence[s
     stage, last_s = steps[-1] if steps else ("", -math.inf)
     begun = sorted((took_s - age_s, STAGE_OF[state]) for state, age_s in told["ages_s"].items())
     later = [[entered, max(0.0, begin_s)] for begin_s, entered in begun if begin_s > last_s]
-    if later and later[0][0] == stage:  # the scheduler learns of a step a moment after it
+    # The scheduler learns of a step a moment after it. Of the last step that is noted, the next may be a later one.
+    if later and later[0][0] == stage and len(steps) < MOST_STEPS:
         del later[0]
     known = {key: told[key] or request[key] for key in ("prefill_id", "decode_id")}
     return timeline({**request, **known, "steps": [*steps, *later]}, decode_ids)

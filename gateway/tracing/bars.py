@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from alignedserve.gateway.live.history import describe
-from alignedserve.gateway.live.timeline import UNTIL_FIRST, timeline
+from alignedserve.gateway.live.timeline import UNTIL_FIRST, evicted_at, timeline
 from alignedserve.request import MOST_STEPS, Stage
 
 if TYPE_CHECKING:
@@ -43,11 +42,7 @@ def first_token_ns(answer: Answer) -> int:
 
 def evicted_ns(answer: Answer) -> list[int]:
     """When it left a running batch."""
-    return [
-        begun_ns
-        for (before, _), (stage, begun_ns) in pairwise(answer.stopwatch.steps)
-        if before is Stage.DECODE and stage in (Stage.POOL, Stage.PREFETCH)
-    ]
+    return evicted_at(answer.stopwatch.steps)
 
 
 def _by_own_times(answer: Answer, now_ns: int) -> list[Bar]:

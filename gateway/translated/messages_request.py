@@ -136,9 +136,12 @@ def _for_model(model: ServedModel, request: MessagesChat) -> MessagesChat:
     request._edits.check(model.limit[0])
     if model.template is None:
         return request
-    if not any(map(model.template.mentions, SWITCHES)):
-        request.enable_thinking = None
     thinks = model.dialects is not None and model.dialects.reasoning is not None
+    wanted = request.enable_thinking
+    if not any(map(model.template.mentions, SWITCHES)):
+        if wanted is not None and wanted != thinks:
+            request._unread.append("thinking.type")
+        request.enable_thinking = None
     if request.thinking_token_budget is not None and not thinks:
         request.thinking_token_budget = None
         request._unread.append("thinking.budget_tokens")

@@ -58,7 +58,9 @@ class TranslatedReply(ChatReply):
         return b"".join(map(named, self.closing()))
 
     def broken(self, error: AlignedServeError) -> bytes:
-        return b"".join(map(named, self.failing(error)))
+        opening = [] if self._opened else self.opening()  # clients know no answer that only fails
+        self._opened = True
+        return b"".join(map(named, [*opening, *self.failing(error)]))
 
     # ---- as a whole
 

@@ -60,7 +60,8 @@ _UNSTORED = refusals(
     ("previous_response_id", "responses are not stored (batches.folder); send the earlier items in input"),
     ("store", "responses are not stored (batches.folder); set it to false"),
 )
-_REPEATED = ("input", "metadata", "reasoning", "text", "tool_choice")  # by a reply, or in the store, as they were sent
+# By a reply, or in the store, as they were sent.
+_REPEATED = ("input", "metadata", "reasoning", "text", "tool_choice", "tools")
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 _PARTS = ("input_text", "output_text", "text")
 _CALLS = ("function_call", "custom_tool_call")
@@ -75,6 +76,7 @@ class ResponsesChat(ChatRequest):
     """A chat request that was sent to /v1/responses."""
 
     longest_name: ClassVar[int] = 128  # a namespace's and its function's
+    fills_room: ClassVar[bool] = True
     lenient: ClassVar[bool] = True
 
     metadata: Metadata | None = None  # the reply repeats it

@@ -123,8 +123,9 @@ def _function_of(tool: Fields, names: ToolNames, space: str = "") -> dict[str, A
     if kind == "custom":  # a function with one text; a grammar that the text should follow is left out
         if (wanted := tool.object("format")) is not None and wanted.raw("type") != "text":
             names.left_out.append(tool.place("format"))
-        names.custom.add(function.get("name") or tool.text("name"))
-        function = {"name": function["name"], "description": tool.raw("description"), "parameters": _INPUT}
+        name = function["name"] if space else tool.text("name")
+        names.custom.add(name)
+        function = {"name": name, "description": tool.raw("description"), "parameters": _INPUT}
     return {"type": "function", "function": function}
 
 

@@ -20,7 +20,6 @@ from alignedserve.errors import AlignedServeError
 from alignedserve.kv_pool.counts import Grant
 from alignedserve.kv_pool.disk.tier import DiskTier
 from alignedserve.kv_pool.kept.pins import Pins
-from alignedserve.kv_pool.kept.sessions import Note, Sessions
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.prefix_chain import root_digest
 from alignedserve.kv_pool.records import Holding, WriterKey
@@ -30,6 +29,7 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.cache.sessions import Note, Sessions
 
 logger = logging.getLogger(__name__)
 

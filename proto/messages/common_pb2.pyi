@@ -161,18 +161,20 @@ class TokenSequence(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ThinkingLimit(_message.Message):
-    __slots__ = ("budget", "open", "close", "begun", "before")
+    __slots__ = ("budget", "open", "close", "begun", "before", "calls")
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
     budget: int
     open: _containers.RepeatedScalarFieldContainer[int]
     close: _containers.RepeatedScalarFieldContainer[int]
     begun: bool
     before: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, budget: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., close: _Optional[_Iterable[int]] = ..., begun: bool = ..., before: _Optional[_Iterable[int]] = ...) -> None: ...
+    calls: _containers.RepeatedCompositeFieldContainer[TokenSequence]
+    def __init__(self, budget: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., close: _Optional[_Iterable[int]] = ..., begun: bool = ..., before: _Optional[_Iterable[int]] = ..., calls: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ...) -> None: ...
 
 class Grammar(_message.Message):
     __slots__ = ("kind", "text", "whitespace")

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 from alignedserve.metrics import Page
@@ -14,6 +15,7 @@ from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 from alignedserve.scheduler.systems import decides
 
 MOST_SHOWN = 1024  # candidates of one buffer
+MOST_TOLD = 16  # requests of one query, which is answered between two events
 
 
 def heartbeat_of(core: SchedulerCore, scheduler_id: str) -> sv.Heartbeat:
@@ -47,8 +49,11 @@ def live_of(core: SchedulerCore) -> dict[str, Any]:
 
 
 def stays_json(core: SchedulerCore, request_ids: Iterable[str]) -> str:
-    """By request id: `stays` in the pool, and `open`, if it is, with when it last entered each state."""
-    return json.dumps({request_id: _told(core, request_id) for request_id in request_ids})
+    """By request id: `stays` in the pool, and `open`, if it is, with when it last entered each state.
+
+    Of the first MOST_TOLD only.
+    """
+    return json.dumps({request_id: _told(core, request_id) for request_id in islice(request_ids, MOST_TOLD)})
 
 
 def _told(core: SchedulerCore, request_id: str) -> dict[str, Any]:

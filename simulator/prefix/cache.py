@@ -1,9 +1,9 @@
 """The prefix cache of a simulated shard: what it still has of prompts and answers whose blocks the trace names.
 
 Requests in the pool or in decode hold their blocks; the others are cached in room that no request needs. The order in
-which they are given up is that of the cluster (`scheduler/cache/`, `kv_pool/kept/sessions.py`). Given up blocks go to
-the disk, if there is one, and come back when they are used. Simplifications: requests that share blocks have a copy
-each while they hold them, and every answer ends with a stop, as traces do not say how.
+which they are given up is that of the cluster (`scheduler/cache/`). Given up blocks go to the disk, if there is one,
+and come back when they are used. Simplifications: requests that share blocks have a copy each while they hold them, and
+every answer ends with a stop, as traces do not say how.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from alignedserve.errors import AccountingError
-from alignedserve.kv_pool.kept.sessions import Note, Sessions
-from alignedserve.kv_pool.prefix_chain import DIGEST_BYTES
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cache.eviction import EvictionQueue
 from alignedserve.scheduler.cache.returns import STOP
+from alignedserve.scheduler.cache.sessions import Note, Sessions
 from alignedserve.scheduler.cache.values import cache_policy
 from alignedserve.simulator.prefix.under_way import UnderWay
 from alignedserve.simulator.workload import Arrival
+
+ID_BYTES = 9  # of a block of a trace; ids have 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class SimulatedPrefixes:
         self._pool_blocks = -(-trace_tokens // block_size)  # of one block of the trace
         capacity = pool_blocks // self._pool_blocks
         self._queue = EvictionQueue(capacity, cache_policy(policy, prefill_s, trace_tokens))
-        self._sessions = Sessions(clock)
+        self._sessions = Sessions(clock, ID_BYTES)
         self._free = list(range(capacity))
         self._cached = bytearray(capacity)
         self._slots: dict[int, int] = {}  # id of the trace -> its slot
@@ -230,4 +231,4 @@ class SimulatedPrefixes:
 
 def _digest(block: int) -> bytes:
     """Equal ids of the trace are equal prefixes, as chained digests are."""
-    return block.to_bytes(DIGEST_BYTES, "little", signed=True)
+    return block.to_bytes(ID_BYTES, "little", signed=True)

@@ -12,7 +12,8 @@ class ThinkingLimit(NamedTuple):
     """After `budget` tokens of reasoning, the tokens `close` are forced, which end it.
 
     `begun`: the answer begins within reasoning. Otherwise it begins with the tokens `open`, or has no reasoning.
-    `before`: tokens of white space that may come before `open`.
+    `before`: tokens of white space that may come before `open`. `calls`: beginnings of tool calls, which end reasoning
+    without `close`.
     """
 
     budget: int
@@ -20,6 +21,7 @@ class ThinkingLimit(NamedTuple):
     close: tuple[int, ...]
     begun: bool = False
     before: tuple[int, ...] = ()
+    calls: tuple[tuple[int, ...], ...] = ()
 
     def forced(self, output_token_ids: Sequence[int]) -> int | None:
         """The token that must come after this output; None if any may."""
@@ -30,7 +32,8 @@ class ThinkingLimit(NamedTuple):
         if not self.begun and tuple(output_token_ids[begin - len(self.open) : begin]) != self.open:
             return None
         thought = output_token_ids[begin : begin + self.budget]
-        if _contains(thought, self.close) or tuple(output_token_ids[begin + self.budget :]) != self.close[:over]:
+        over_already = any(_contains(thought, end) for end in (self.close, *self.calls))
+        if over_already or tuple(output_token_ids[begin + self.budget :]) != self.close[:over]:
             return None
         return self.close[over]
 

@@ -13,12 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from alignedserve.errors import AlignedServeError
 from alignedserve.kv_pool import prefix_index
-from alignedserve.kv_pool.kept.sessions import Note
 from alignedserve.kv_pool.prefix_chain import digest, root_digest
 from alignedserve.kv_pool.records import WriterKey
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cache import eviction
 from alignedserve.scheduler.cache.returns import KINDS
+from alignedserve.scheduler.cache.sessions import Note
 from alignedserve.scheduler.cache.values import LruPolicy, ValuePolicy
 from support.kv_pool import drop_prefix
 from support.prefix_pool import Fuse, Killed, index_memory, open_indexed

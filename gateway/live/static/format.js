@@ -92,6 +92,9 @@ export const STAGES = {
   decode: "decode",
 };
 
-const UNTOLD = { until_first_token: "queue or prefill" };  // it ended before a worker had told of it
+const UNTOLD = {
+  until_first_token: "queue or prefill",  // it ended before a worker had told of it
+  not_noted: "later steps, not noted",
+};
 
 export const stageName = (stage) => STAGES[stage] ?? UNTOLD[stage] ?? stage;

@@ -111,6 +111,8 @@ def grammar_text(spec: GrammarSpec, tokenizer: Tokenizer) -> str:
     """The spec, which is no schema, in llguidance's own form. Raises GrammarError."""
     if spec.kind is GrammarKind.STRUCTURAL_TAG:
         return tags_grammar(spec, tokenizer, json_text)
+    if spec.kind is GrammarKind.COMPOSED:
+        return _of_composed(spec, tokenizer)
     return _FORMS[spec.kind](spec)
 
 
@@ -165,26 +167,24 @@ def _of_grammar(spec: GrammarSpec) -> str:
     return json.dumps({"grammars": [{"lark_grammar": lark}]})  # by itself it could be llguidance's JSON, not checked
 
 
-def _of_composed(spec: GrammarSpec) -> str:
-    """Lark, and the grammar that it calls `@answer`, if any."""
+def _of_composed(spec: GrammarSpec, tokenizer: Tokenizer) -> str:
+    """Lark, and the grammar that it calls `@answer`, if any, with those that this one calls."""
     parts = json.loads(spec.text)
     grammars = [{"lark_grammar": parts["lark"]}]
     if (answer := parts.get("answer")) is not None:
         kind, text, whitespace = answer
-        own = _listed(GrammarSpec(GrammarKind(kind), text, whitespace))
-        if len(own) != 1:
-            raise GrammarError(f"{kind}: it must be one grammar")
-        grammars.append({**own[0], "name": "answer"})
+        first, *others = _listed(GrammarSpec(GrammarKind(kind), text, whitespace), tokenizer)
+        grammars += [{**first, "name": "answer"}, *others]
     return json.dumps({"grammars": grammars})
 
 
-def _listed(spec: GrammarSpec) -> list[dict[str, Any]]:
+def _listed(spec: GrammarSpec, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The grammars of a spec in llguidance's own form."""
     if spec.kind is GrammarKind.JSON:
         schema = json_text(rules.parsed_schema(spec.text, spec.kind), spec.whitespace)
         text = llguidance.LLMatcher.grammar_from_json_schema(schema)
     else:
-        text = _FORMS[spec.kind](spec)
+        text = grammar_text(spec, tokenizer)
     return list(json.loads(text)["grammars"]) if text.startswith("{") else [{"lark_grammar": text}]
 
 
@@ -192,5 +192,4 @@ _FORMS: dict[GrammarKind, Callable[[GrammarSpec], str]] = {
     GrammarKind.REGEX: _of_regex,
     GrammarKind.CHOICE: _of_choice,
     GrammarKind.GRAMMAR: _of_grammar,
-    GrammarKind.COMPOSED: _of_composed,
 }

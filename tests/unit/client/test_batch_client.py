@@ -174,6 +174,13 @@ def test_calls_and_reasoning_of_a_response_are_read() -> None:
     found = completion_of(body, read)
     assert (found.reasoning, found.text, found.usage.reasoning_tokens) == ("Hm", '{"name": "Bern"}', 4)
     assert (found.tool_calls[0].name, found.choices[0].finish_reason) == ("look", "tool_calls")
+    summary: list[dict[str, Any]] = [
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "So"}]},
+        {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "*** Begin"},
+        {"type": "item_of_later", "content": 5},
+    ]
+    found = completion_of({**body, "output": summary}, None)
+    assert (found.reasoning, found.tool_calls[0].arguments) == ("So", "*** Begin")
     without_call = {**body, "output": body["output"][:2]}  # type: ignore[index]
     assert completion_of(without_call, read).parsed == City("Bern")
 

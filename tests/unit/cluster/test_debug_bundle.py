@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.cluster.cli import processes_here
-from alignedserve.cluster.cli.debug_bundle import Cleaner, contents
+from alignedserve.cluster.cli.debug_bundle import Cleaner, contents, secrets_of, versions
 from alignedserve.cluster.cli.main import main
 from alignedserve.cluster.cli.operate import RunningCluster, _pids_here
 from alignedserve.cluster.cli.processes_here import around, environments, logs_of, tail
@@ -52,6 +52,9 @@ def read(path: Path) -> dict[str, str]:
         'tracing:\n  password: "sk-another"',
         '{"hf_token": "sk-another"}',
         '"{\\"secret\\": \\"sk-another\\"}"',
+        "Authorization: Bearer 4711-sk-another",
+        "--redis-password=12345678-sk-another",
+        "hf_token: 4711.5e-sk-another",
     ],
 )
 def test_no_key_is_left_in_a_text(text: str) -> None:
@@ -68,10 +71,49 @@ def test_no_key_is_left_in_a_text(text: str) -> None:
         '{"first_token": 0.25, "api_key_file": "/etc/keys"}',
         "alignedserve_prompt_tokens_total 12",
         "http://127.0.0.1:8000/alignedserve/status",
+        '{"key": 12, "first_token": 2.5e-3}, [token=4]',
+        "serve --first-token 12",
     ],
 )
 def test_what_is_no_key_stays(text: str) -> None:
     assert Cleaner([])(text) == text
+
+
+@pytest.mark.parametrize("text", ["Bearer 12345678", "Authorization: Basic 12345678", "db_password: 12345678"])
+def test_a_password_may_be_a_number(text: str) -> None:
+    assert "12345678" not in Cleaner([])(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("PWD", "/work/somewhere", False),
+        ("OLDPWD", "/work/somewhere", False),
+        ("RAY_AUTH_MODE", "disabled", False),
+        ("ALIGNEDSERVE_PREFILL__TOKEN_BUDGET", "131072", False),
+        ("ALIGNEDSERVE_SOME_TOKENS", "131072", False),
+        ("TOKENIZERS_PARALLELISM", "parallel", False),
+        ("SSH_AUTH_SOCK", "/tmp/agent.1", False),
+        ("ALIGNEDSERVE_GATEWAY__API_KEY_FILE", "/etc/keys", False),
+        ("my_hf_token", "hf-4711", True),
+        ("RAY_AUTH_TOKEN", "sk-4711", True),
+        ("PGPASSWORD", "12345678", True),
+        ("MYSQL_PWD", "12345678", True),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "x-key=4711", True),
+        ("AWS_ACCESS_KEY_ID", "AKIA4711", True),
+        ("OPENAI_API_KEY_2", "sk-4711", True),
+    ],
+)
+def test_variables_are_secret_by_whole_parts_of_their_names(
+    name: str, value: str, secret: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in list(os.environ):
+        monkeypatch.delenv(other)
+    monkeypatch.setenv(name, value)
+    found = secrets_of(RunningCluster("http://127.0.0.1:9", "", ""), None)
+    assert found == ([value] if secret else [])
+    shown = f"{name}={value}" in versions().splitlines()
+    assert shown == (name.startswith(("ALIGNEDSERVE_", "RAY_")) and not secret)
 
 
 def test_of_a_long_log_the_end_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_refusals_are_told_at_once_and_then_every_ten_seconds(events: RecentEven
     assert texts(events) == [("warning", "3 requests were refused")]
     events.count(GATEWAY, {REFUSED_GAUGE: 110.0, RESUBMITTED_GAUGE: 0.0}, 2.0)
     events.count(GATEWAY, {REFUSED_GAUGE: 120.0, RESUBMITTED_GAUGE: 4.0}, 3.0)
-    assert texts(events)[1:] == [("warning", "4 requests go on in a new epoch after a loss")]
+    assert texts(events)[1:] == [("warning", "4 requests were submitted again")]
     events.count(GATEWAY, {REFUSED_GAUGE: 120.0, RESUBMITTED_GAUGE: 4.0}, 11.0)
     assert texts(events)[2:] == [("warning", "17 requests were refused")]
     successor = pb.ProcessKey(role="gateway", id="gateway-a", incarnation=4)

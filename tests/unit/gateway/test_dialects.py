@@ -247,6 +247,8 @@ _FOUND = [
     (f"{_ONES}<tool_call><arg_key>k</arg_key><arg_value></think>", "glm4_moe", "glm47", "glm45"),
     (f"{_ONES}" + '{"name": x, "parameters": y}', "llama", "llama3_json", ""),
     (f"{_ONES}[func_name1(a=b)]", "llama4", "pythonic", ""),
+    (f"{_ONES}<|python_start|>" + '{"name": x, "parameters": y}', "llama4", "llama3_json", ""),
+    (f"{_ONES}<|python_start|>[func_name1(a=b)]" + '"parameters"', "llama4", "pythonic", ""),
     (f"{_ONES}[TOOL_CALLS][THINK]", "mistral3", "mistral", "mistral"),
     (f"{_ONES}<|tool_calls_section_begin|></think>", "kimi_k2", "kimi_k2", "kimi_k2"),
     (f"{_ONES}<|im_system|>tool_declare<|im_middle|>", "kimi_k2", "kimi_k2", ""),

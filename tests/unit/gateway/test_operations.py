@@ -22,6 +22,7 @@ from alignedserve.errors import (
     ResourceError,
     TooLargeError,
 )
+from alignedserve.gateway.failures import FAULT_CODES
 from alignedserve.gateway.standalone import StandaloneGateway
 from alignedserve.model import resolve_model
 from alignedserve.request import BATCH_PRIORITY, FinishReason, RequestSpec, TokenLogprobs
@@ -98,6 +99,12 @@ async def test_metrics_count_what_happened(http: httpx.AsyncClient, cluster: Fak
     assert 'alignedserve_gateway_ttft_seconds_count{instance="gateway-0"} 1.0' in lines
     assert 'alignedserve_gateway_itl_seconds_count{instance="gateway-0"} 3.0' in lines
     assert 'alignedserve_gateway_requests_total{instance="gateway-0",outcome="deadline_exceeded"} 1.0' in lines
+
+
+async def test_outcomes_are_there_before_they_happen(http: httpx.AsyncClient) -> None:
+    lines = (await http.get("/metrics")).text.splitlines()
+    for outcome in ("stop", "length", "cancelled", "overloaded", "deadline_exceeded", *FAULT_CODES):
+        assert f'alignedserve_gateway_requests_total{{instance="gateway-0",outcome="{outcome}"}} 0.0' in lines
 
 
 async def test_processes_without_a_page_of_their_own_are_no_targets(http: httpx.AsyncClient) -> None:

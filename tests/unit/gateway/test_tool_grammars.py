@@ -251,6 +251,21 @@ def test_values_of_formats_that_are_no_json_nest(name: str, strict: bool) -> Non
         assert set(arguments["points"][0] if arguments["points"] else ()) <= {"x", "n"}
 
 
+@pytest.mark.parametrize("tools", ["", "hermes"])
+def test_a_structural_tag_stands_beside_reasoning_and_calls(tools: str) -> None:
+    choice = {"type": "grammar", "grammar": 'start: "x" | "y"'}
+    tag = {"format": {"type": "tag", "begin": "<a>", "content": choice, "end": "</a>"}}
+    asked = GrammarSpec(GrammarKind.STRUCTURAL_TAG, json.dumps({"type": "structural_tag", **tag}))
+    dialects, known = dialects_of(tools, "qwen3", special=True)
+    offered = (Tool("rich", RICH),) if tools else ()
+    spec = grammar_of(AnswerForm(asked, offered), dialects)
+    contents = {
+        read(Walk(spec, known, dialects).to_the_end(seed, 2000), dialects, offered).content for seed in range(8)
+    }
+    assert contents & {"<a>x</a>", "<a>y</a>"}
+    assert contents <= {"", "<a>x</a>", "<a>y</a>"}
+
+
 def test_without_strict_what_a_format_cannot_follow_is_any_value() -> None:
     endless = {"$defs": {"N": {"properties": {"n": {"$ref": "#/$defs/N"}}}}, "properties": {
         "any": {}, "node": {"$ref": "#/$defs/N"}, "not": {"not": {}}, "text": {"type": "string", "pattern": "a+"},
@@ -263,6 +278,11 @@ def test_without_strict_what_a_format_cannot_follow_is_any_value() -> None:
             found = read(Walk(spec, known, dialects).to_the_end(seed, 2000), dialects, (Tool("f", endless),))
             ((_, arguments),) = found.arguments
             assert {"any", "list"} <= arguments.keys() <= endless["properties"].keys()
+        for required in (None, True, [1], "x"):
+            odd = {"properties": {"p": {"type": "object", "properties": {"x": {}}, "required": required}}}
+            grammar_of(AnswerForm(None, (Tool("f", odd),), True, 1), dialects)
+            with pytest.raises(GrammarError, match="no list of names"):
+                grammar_of(AnswerForm(None, (Tool("f", odd, strict=True),), True, 1), dialects)
         for key in endless["properties"]:
             only = {**endless, "properties": {key: endless["properties"][key]}, "required": []}
             if key in ("node", "not", "text", "far"):

@@ -227,6 +227,26 @@ async def test_reasoning_that_a_template_always_begins_cannot_be_turned_off() ->
     assert spec.sampling.thinking.forced([]) == spec.sampling.thinking.close[0]
 
 
+async def test_the_reasoning_of_gpt_oss_cannot_be_turned_off() -> None:
+    template = ChatTemplate("<|channel|><|message|>{{ messages }}{{ reasoning_effort }}", {})
+    front = Front(template=template, dialects=ModelDialects(TOOLS["harmony"], REASONING["harmony"]))
+    error = await front.error(CHAT, {"messages": HI, "reasoning_effort": "none"})
+    assert (error["param"], error["code"]) == ("reasoning_effort", "unsupported_parameter")
+
+
+async def test_a_call_within_reasoning_ends_what_a_budget_counts() -> None:
+    front = Front(dialects=ModelDialects(TOOLS["qwen3_coder"], REASONING["qwen3"]))
+    tool = {"type": "function", "function": {"name": "look"}}
+    (spec,) = await front.submit(CHAT, {"messages": HI, "tools": [tool], "thinking_token_budget": 40})
+    limit = spec.sampling.thinking
+    assert limit is not None
+    assert sampling_from_proto(sampling_to_proto(spec.sampling)) == spec.sampling
+    thought = [*limit.open, *[70] * 5]
+    begun = [*thought, *limit.calls[0], *[70] * 60][: len(limit.open) + 40]
+    assert limit.forced([*thought, *[70] * 35]) == limit.close[0]
+    assert limit.forced(begun) is None
+
+
 async def test_white_space_may_come_before_reasoning_that_has_a_budget() -> None:
     front = Front(dialects=ModelDialects(reasoning=REASONING["glm45"]))
     (spec,) = await front.submit(CHAT, {"messages": HI, "thinking_token_budget": 2})

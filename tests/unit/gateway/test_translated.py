@@ -120,11 +120,11 @@ async def test_a_refused_response_names_the_clients_own_fields(client: openai.As
     for fields, param in (
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
         ({"input": "hi " * 3000}, "input"),
-        ({"max_output_tokens": 100_000}, "max_output_tokens"),
     ):
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(**{"model": "tiny", "input": "hi", **fields})
         assert caught.value.param == param
+    assert (await client.responses.create(model="tiny", input="hi", max_output_tokens=100_000)).output_text
 
 
 async def test_a_response_that_fails_has_what_was_written(client: openai.AsyncOpenAI, cluster: FakeCluster) -> None:
@@ -198,6 +198,8 @@ def test_tools_formats_and_effort_become_chats() -> None:
         ({"truncation": "auto"}, "truncation"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "searching"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom", "name": ["a"]}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": "f"}, {"type": "web_search", "x": DEEP}]}, "tools"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0].type",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from alignedserve.gateway.batches.jsonl import MOST_ERRORS, LineReader, Validator, custom_id_of
+from alignedserve.gateway.body.planning import ServedModel
 
 MOST_BYTES = 4096
 ENDPOINT = "/v1/completions"
@@ -24,7 +25,8 @@ def line(custom_id: Any = "a", **changes: Any) -> bytes:
 def validated(path: Path, content: bytes | None = None, most_lines: int = 1 << 20) -> Validator:
     if content is not None:
         path.write_bytes(content)
-    validator = Validator(path, ENDPOINT, "tiny", most_lines, MOST_BYTES)
+    model = ServedModel("tiny", None, None, aliases=("gpt-*",))
+    validator = Validator(path, ENDPOINT, model, most_lines, MOST_BYTES)
     while not validator.step():
         pass
     validator.close()

@@ -52,6 +52,16 @@ def test_an_answer_that_ended_before_a_token_has_waited_since_it_was_sent() -> N
     assert describe(answer)["stages"] == {}  # it was not sent again
 
 
+def test_the_last_reasons_of_losses_are_told_in_short() -> None:
+    (answer,) = answers()
+    for number in range(20):
+        answer.next_epoch(f"{number} {'long' * 100}")
+    found = describe(answer)
+    assert (found["losses"], len(found["loss_reasons"])) == (20, history.MOST_REASONS)
+    assert found["loss_reasons"][-1].startswith("19 long")
+    assert max(map(len, found["loss_reasons"])) == history.MOST_REASON
+
+
 def test_refused_calls_are_kept_apart_and_belong_to_their_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "MOST_REFUSED", 2)
     recent = RecentRequests()

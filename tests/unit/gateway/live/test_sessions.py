@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,8 @@ def headers(value: str, **more: str) -> list[tuple[bytes, bytes]]:
 def test_a_session_is_its_keys_owner(tmp_path: Path) -> None:
     keys = keys_of(tmp_path)
     owner = keys.check([KEY.encode()])
-    assert keys.identify(headers(keys.begin_session(KEY))) == owner
-    assert keys.identify(headers(keys.begin_session(KEY), sec_fetch_site="same-origin")) == owner
+    assert keys.identify(headers(keys.begin_session(KEY)), "GET") == owner
+    assert keys.identify(headers(keys.begin_session(KEY), sec_fetch_site="same-origin"), "POST") == owner
     with pytest.raises(AuthenticationError):
         keys.begin_session("sk-unknown")
 
@@ -49,15 +50,33 @@ def test_another_sites_page_gets_nothing(tmp_path: Path) -> None:
     keys = keys_of(tmp_path)
     for site in ("cross-site", "same-site"):
         with pytest.raises(AuthenticationError):
-            keys.identify(headers(keys.begin_session(KEY), sec_fetch_site=site))
+            keys.identify(headers(keys.begin_session(KEY), sec_fetch_site=site), "GET")
+
+
+@pytest.mark.parametrize(
+    ("site", "mode", "method", "shown"),
+    [
+        ("same-site", "navigate", "GET", True),
+        ("same-site", "navigate", "POST", False),  # a form
+        ("same-site", "cors", "GET", False),
+        ("cross-site", "navigate", "GET", False),
+    ],
+)
+def test_only_a_link_of_the_same_site_may_lead_here(
+    site: str, mode: str, method: str, shown: bool, tmp_path: Path
+) -> None:
+    keys = keys_of(tmp_path)
+    sent = headers(keys.begin_session(KEY), sec_fetch_site=site, sec_fetch_mode=mode)
+    with contextlib.nullcontext() if shown else pytest.raises(AuthenticationError):
+        assert keys.identify(sent, method) == keys.check([KEY.encode()])
 
 
 def test_a_key_in_a_header_counts_before_the_cookie(tmp_path: Path) -> None:
     keys = keys_of(tmp_path)
     both = headers(keys.begin_session(KEY), x_api_key=OTHER)
-    assert keys.identify(both) == keys.check([OTHER.encode()])
+    assert keys.identify(both, "GET") == keys.check([OTHER.encode()])
     with pytest.raises(AuthenticationError):
-        keys.identify(headers(keys.begin_session(KEY), x_api_key="sk-unknown"))
+        keys.identify(headers(keys.begin_session(KEY), x_api_key="sk-unknown"), "GET")
 
 
 def test_a_session_ends_with_its_key(tmp_path: Path) -> None:
@@ -67,7 +86,7 @@ def test_a_session_ends_with_its_key(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"{OTHER}\n")
     clock.now_s += 2 * RECHECK_S
     with pytest.raises(AuthenticationError):
-        keys.identify(headers(value))
+        keys.identify(headers(value), "GET")
 
 
 def test_a_session_ends_with_its_time() -> None:

@@ -69,12 +69,25 @@ def test_the_bubble_is_as_learned_where_no_cost_model_predicts_it() -> None:
     learned = scheduler.text()
     assert bubbles(learned, learned) == [(pytest.approx(0.3), True), (0.2, True), (None, False)]
     pages = []
-    for bubble_s, predicted_s in ((0.0, 1.0), (0.5, 2.0)):
-        decode = Page(instance="decode-0")
-        decode.gauge("iteration_bubble_seconds_sum", "seconds", bubble_s)  # a histogram's
-        decode.counter("iteration_predicted_seconds_total", "seconds", predicted_s)
-        pages.append(decode.text())
+    for balanced_s, predicted_s in ((1.0, 1.0), (1.5, 2.0)):
+        pages.append(meters("decode-0", balanced_s, predicted_s))
     assert bubbles(*pages) == [(0.5, False), (0.5, False), (None, False)]
+
+
+def meters(instance: str, balanced_s: float, predicted_s: float) -> str:
+    """What a decode instance's meter shows of iterations with these predicted times."""
+    decode = Page(instance=instance)
+    decode.gauge("iteration_bubble_seconds_sum", "seconds", predicted_s - balanced_s)  # a histogram's
+    decode.counter("iteration_balanced_seconds_total", "seconds", balanced_s)
+    decode.counter("iteration_predicted_seconds_total", "seconds", predicted_s)
+    return decode.text()
+
+
+def test_a_bubble_below_0_is_no_new_process() -> None:
+    status = sv.ClusterStatus(peers=[sv.Peer(process=pb.ProcessKey(role="decode", id="decode-0"))])
+    change = Change(Samples(meters("decode-0", 60.0, 100.0), 0.0), Samples(meters("decode-0", 61.5, 101.0), 2.0))
+    state = live_state(sv.LiveState(status=status), change)  # the sum of bubbles fell from 40 s to 39.5 s
+    assert [one["bubble_share"] for one in (state["rates"], *state["decode"])] == [pytest.approx(-0.5)] * 2
 
 
 def test_nothing_is_known_of_a_single_moment() -> None:

@@ -6,14 +6,14 @@ from itertools import count
 
 import pytest
 
-from alignedserve.kv_pool.kept import sessions
-from alignedserve.kv_pool.kept.sessions import Note, Session, Sessions
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.prefix_chain import root_digest
 from alignedserve.kv_pool.prefix_index import PrefixIndex
 from alignedserve.kv_pool.table import AllocationTable
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.cache import sessions
 from alignedserve.scheduler.cache.returns import STOP, TOOL_CALLS, UNKNOWN
+from alignedserve.scheduler.cache.sessions import Note, Session, Sessions
 from alignedserve.scheduler.cache.values import ValuePolicy
 from support.kv_pool import PREFILL, drop_prefix, leased
 from support.prefix_pool import GEOMETRY, index_memory

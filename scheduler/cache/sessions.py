@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from alignedserve.kv_pool.prefix_chain import DIGEST_BYTES
 from alignedserve.scheduler.cache.returns import EVEN, UNKNOWN, ReturnTimes
 
 MOST_SESSIONS = 1 << 14
@@ -47,9 +46,10 @@ class Note:
 
 
 class Sessions:
-    """For one thread. `clock`: seconds, monotonic."""
+    """For one thread. `clock`: seconds, monotonic. `digest_bytes`: the length of a block's chained digest."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], digest_bytes: int) -> None:
+        self._digest_bytes = digest_bytes
         self.returns = ReturnTimes()
         self.clock = clock
         self._by_digest: dict[bytes, Session] = {}
@@ -73,14 +73,14 @@ class Sessions:
         """
         if not self._by_digest:
             return 0
-        first = max(begin, end - LOOKED_BACK)
-        for at in range((end - 1) * DIGEST_BYTES, (first - 1) * DIGEST_BYTES, -DIGEST_BYTES):
-            session = self._by_digest.get(bytes(digests[at : at + DIGEST_BYTES]))
+        first, size = max(begin, end - LOOKED_BACK), self._digest_bytes
+        for at in range((end - 1) * size, (first - 1) * size, -size):
+            session = self._by_digest.get(bytes(digests[at : at + size]))
             if session is not None and session.request_id != request_id:
                 self._return(session, self.clock())
                 self._open[request_id] = session.turns
                 _bound(self._open)
-                return at // DIGEST_BYTES + 1
+                return at // size + 1
         return 0
 
     def note(self, request_id: str, note: Note) -> Session | None:
