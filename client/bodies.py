@@ -48,6 +48,7 @@ _BY_STATUS: dict[int, type[AlignedServeError]] = {
     502: UnavailableError,
     503: UnavailableError,
 }
+_ARGUMENTS = {"function_call": "arguments", "custom_tool_call": "input"}  # of /v1/responses, by kind of item
 _TOKEN_ID = "token_id:"  # how `return_tokens_as_token_ids` writes a token
 _WRITTEN_OTHERWISE = {
     "request_id", "prompt_token_ids", "conversation", "logit_bias", "bad_words_ids", "grammar", "chat_json", "resume"
@@ -145,8 +146,8 @@ def _of_response(body: Mapping[str, Any], read: Read | None) -> Completion:
     calls = []
     for item in body["output"]:
         kind = item["type"]
-        if kind in ("function_call", "custom_tool_call"):
-            calls.append(ToolCall(item["call_id"], item["name"], item["arguments" if kind[0] == "f" else "input"]))
+        if kind in _ARGUMENTS:
+            calls.append(ToolCall(item["call_id"], item["name"], item[_ARGUMENTS[kind]]))
         elif kind in texts:
             parts = item.get("content") or item.get("summary") or ()
             texts[kind] += "".join(part.get("text") or part.get("refusal") or "" for part in parts)

@@ -96,14 +96,7 @@ class Validator:
     must name; `model`, which each line may name.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        endpoint: str,
-        model: Named,
-        most_lines: int,
-        most_bytes: int,
-    ) -> None:
+    def __init__(self, path: Path, endpoint: str, model: Named, most_lines: int, most_bytes: int) -> None:
         self.errors: list[dict[str, Any]] = []
         self.total = 0
         self._endpoint = endpoint

@@ -11,6 +11,7 @@ import orjson
 
 from alignedserve.errors import GrammarError
 from alignedserve.gateway.body.requests import ChatRequest
+from alignedserve.gateway.body.thinking import always_reasons
 from alignedserve.gateway.body.tokenising import in_turn
 from alignedserve.gateway.body.tools import ToolUse
 from alignedserve.gateway.dialects.composing import AnswerForm, grammar_of
@@ -52,7 +53,7 @@ async def chat_form(model: ServedModel, request: ChatRequest, use: ToolUse, prom
     if begun and request.without_reasoning:
         field = "reasoning_effort" if request.enable_thinking is None else "enable_thinking"
         if not request.lenient:
-            raise UnsupportedFeatureError(f"{field}: this model's reasoning cannot be turned off", param=field)
+            raise always_reasons(field)
         request.unread_settings.append(field)
     exact = use.limited or use.most == 1 or any(tool.strict for tool in use.tools)
     bound = use.forced or (dialects.tools is not None and exact)

@@ -48,7 +48,7 @@ class ThinkingFields(Body):
             if name in _OURS or name.endswith("_token"):
                 raise InvalidRequestError(f"{where} is set by the server", param="chat_template_kwargs")
             if not template.mentions(name) and value is not False:
-                _refuse(where, "chat_template_kwargs")
+                raise _unread(where, "chat_template_kwargs")
         check_depth(variables, "chat_template_kwargs")
         self._switch(template, variables)
         effort = self.reasoning_effort
@@ -57,7 +57,7 @@ class ThinkingFields(Body):
             variables.setdefault("reasoning_effort", effort)
         elif always or effort not in (None, "none"):
             if not self.lenient:
-                _refuse("reasoning_effort: none" if always else "reasoning_effort", "reasoning_effort")
+                raise always_reasons("reasoning_effort") if always else _unread("reasoning_effort", "reasoning_effort")
             self._unread_settings = ["reasoning_effort"]
         return variables
 
@@ -73,10 +73,15 @@ class ThinkingFields(Body):
             return
         known = [name for name in SWITCHES if template.mentions(name)]
         if not known and wanted:
-            _refuse("enable_thinking", "enable_thinking")
+            raise _unread("enable_thinking", "enable_thinking")
         for name in known:
             variables.setdefault(name, wanted)
 
 
-def _refuse(where: str, param: str) -> None:
-    raise UnsupportedFeatureError(f"{where} is not supported: this model's chat template does not read it", param=param)
+def always_reasons(field: str) -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(f"{field}: this model's reasoning cannot be turned off", param=field)
+
+
+def _unread(where: str, param: str) -> UnsupportedFeatureError:
+    reason = "this model's chat template does not read it"
+    return UnsupportedFeatureError(f"{where} is not supported: {reason}", param=param)

@@ -37,11 +37,11 @@ def tool_dialect_of(template: str, architecture: str) -> str:
         return ""
     if _DEEPSEEK in template:
         return "deepseek_v3" if _DEEPSEEK_FENCE in template else "deepseek_v31"
-    writes_json = architecture in _LLAMA and '"parameters"' in template and _PYTHON_CALLS not in template
+    of_json = architecture in _LLAMA and '"parameters"' in template
     for mark, name in _TOOLS:
         if mark in template:
-            return "llama3_json" if name == "pythonic" and writes_json else name
-    return "llama3_json" if architecture in _LLAMA and '"parameters"' in template else ""
+            return "llama3_json" if name == "pythonic" and of_json and _PYTHON_CALLS not in template else name
+    return "llama3_json" if of_json else ""
 
 
 def reasoning_dialect_of(template: str, architecture: str) -> str:

@@ -26,6 +26,7 @@ from alignedserve.scheduler.core.prefill_queue import QueuedGroup
 from alignedserve.scheduler.core.request_table import Record, RequestState
 from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.cost.pass_model import EXTRAPOLATION, FEW_REQUESTS, MOST_MARGIN, RunningQuantile
+from alignedserve.scheduler.priorities import rank_of
 
 if TYPE_CHECKING:
     from alignedserve.metrics import Page
@@ -75,6 +76,16 @@ class Overload:
         self._typical_tokens = 0.0
         self._typical_work = 0.0  # of them, how many must be computed
         self.refused = 0
+
+    def judge(self, group: Sequence[RequestMeta], now_s: float) -> OverloadedError | None:
+        """The error if a group is refused for load. Only new groups are, never those that a gateway submits again."""
+        if not self._config.refuse_for_load or any(meta.key.epoch for meta in group):
+            return None
+        rank = rank_of(group[0].priority)
+        refusal = self._admission.queue_full(len(group), rank) or self.refusal(group, now_s)
+        if refusal is None:
+            self._admission.make_place(len(group), rank, now_s)
+        return refusal
 
     def refusal(self, group: Sequence[RequestMeta], now_s: float) -> OverloadedError | None:
         """The error if a group that was just submitted for the first time is refused, or None.

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from alignedserve.config import Config
-from alignedserve.errors import AlignedServeError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.core import events
 from alignedserve.scheduler.core.actions import Action, CancelAt
@@ -28,7 +27,6 @@ from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.cost.prior import cost_model_factory
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.policies.base import BatchPolicy
-from alignedserve.scheduler.priorities import rank_of
 
 if TYPE_CHECKING:
     from alignedserve.metrics import Page
@@ -232,7 +230,7 @@ class SchedulerCore:
         first = group[0]
         if not first.key.epoch:  # a later epoch comes with the answers of its first
             self._state.recent.told(first.marks, first.cached, now_s - first.age_s)
-        refusal = self._admission.too_large(first) or self._full(group, now_s)
+        refusal = self._admission.too_large(first) or self._overload.judge(group, now_s)
         if refusal is not None:
             self._state.refuse(group, refusal)
             return
@@ -242,16 +240,6 @@ class SchedulerCore:
             self._prefetcher.place(record, now_s)
         else:
             self._overload.accepted(record, len(group), now_s)
-
-    def _full(self, group: tuple[RequestMeta, ...], now_s: float) -> AlignedServeError | None:
-        """The error if a group is refused for load. Only new groups are, never those that a gateway submits again."""
-        if not self._state.config.scheduler.refuse_for_load or any(meta.key.epoch for meta in group):
-            return None
-        rank = rank_of(group[0].priority)
-        refusal = self._admission.queue_full(len(group), rank) or self._overload.refusal(group, now_s)
-        if refusal is None:
-            self._admission.make_place(len(group), rank, now_s)
-        return refusal
 
     def _cancel_requested(self, event: events.CancelRequested, now_s: float) -> None:
         self._cancel(event.keys, now_s)

@@ -16,7 +16,7 @@ from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cache.eviction import EvictionQueue
 from alignedserve.scheduler.cache.returns import STOP
-from alignedserve.scheduler.cache.sessions import Note, Sessions
+from alignedserve.scheduler.cache.sessions import LOOKED_BACK, Note, Sessions
 from alignedserve.scheduler.cache.values import cache_policy
 from alignedserve.simulator.prefix.under_way import UnderWay
 from alignedserve.simulator.workload import Arrival
@@ -217,7 +217,9 @@ class SimulatedPrefixes:
 
     def _came_back(self, key: RequestKey, blocks: Sequence[int], begin: int, end: int) -> int:
         """How many of a request's first `end` blocks its conversation has used before: see `Sessions.came_back`."""
-        return self._sessions.came_back(key.request_id, b"".join(map(_digest, blocks[:end])), begin, end)
+        first = max(begin, end - LOOKED_BACK)
+        found = self._sessions.came_back(key.request_id, b"".join(map(_digest, blocks[first:end])), 0, end - first)
+        return first + found if found else 0
 
     def _chance(self, request_id: str, slots: Sequence[int]) -> float:
         """How likely the chain of a request that has ended is used again: see `CachePolicy.value`."""

@@ -87,8 +87,8 @@ def test_a_password_may_be_a_number(text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "secret"),
     [
-        ("PWD", "/work/somewhere", False),
-        ("OLDPWD", "/work/somewhere", False),
+        ("PWD", "/home/ann/project", False),
+        ("OLDPWD", "/home/ann/project", False),
         ("RAY_AUTH_MODE", "disabled", False),
         ("ALIGNEDSERVE_PREFILL__TOKEN_BUDGET", "131072", False),
         ("ALIGNEDSERVE_SOME_TOKENS", "131072", False),

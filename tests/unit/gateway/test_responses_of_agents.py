@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from alignedserve.gateway.dialects.model_dialects import choose_dialects
+from alignedserve.gateway.translated import responses_request
 from alignedserve.model import resolve_model
 from alignedserve.request import FinishReason
 from alignedserve.text import Tokenizer
@@ -193,3 +194,13 @@ async def test_calls_of_a_chat_come_one_in_a_chunk(http: httpx.AsyncClient, clus
 async def client(gateway: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=10.0) as client:
         yield client
+
+
+def test_reasoning_after_text_begins_a_turn() -> None:
+    text = {"role": "assistant", "content": "a"}
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
+    used = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    fields = responses_request.Fields({"input": [text, thought, used]}, "")
+    first, second = responses_request._chat_body(fields)[0]["messages"]
+    assert first == text
+    assert (second["reasoning_content"], second["tool_calls"][0]["id"]) == ("hm", "1")

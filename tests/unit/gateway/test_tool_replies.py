@@ -232,6 +232,7 @@ async def test_the_reasoning_of_gpt_oss_cannot_be_turned_off() -> None:
     front = Front(template=template, dialects=ModelDialects(TOOLS["harmony"], REASONING["harmony"]))
     error = await front.error(CHAT, {"messages": HI, "reasoning_effort": "none"})
     assert (error["param"], error["code"]) == ("reasoning_effort", "unsupported_parameter")
+    assert "cannot be turned off" in error["message"]
 
 
 async def test_a_call_within_reasoning_ends_what_a_budget_counts() -> None:

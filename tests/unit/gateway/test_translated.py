@@ -244,15 +244,6 @@ def test_what_an_answer_could_not_repeat_is_refused(name: str) -> None:
     assert refused.value.param == name
 
 
-def test_reasoning_after_text_begins_a_turn() -> None:
-    text = {"role": "assistant", "content": "a"}
-    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
-    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
-    first, second = chat(input=[text, thought, call])["messages"]
-    assert first == text
-    assert (second["reasoning_content"], second["tool_calls"][0]["id"]) == ("hm", "1")
-
-
 def test_what_has_no_effect_is_named() -> None:
     body = {"input": "hi", "reasoning": {"summary": "auto", "other": 1}, "text": {"x": 1}, "unknown": 1, "n": 1}
     assert set(parse_responses(body).ignored) == {"reasoning.other", "text.x", "unknown"}

@@ -21,6 +21,7 @@ from alignedserve.errors import ConfigError
 from alignedserve.kv_pool.actor import KvPoolServer
 from alignedserve.kv_pool.records import WriterKey
 from alignedserve.kv_pool.writer import PoolWriter
+from alignedserve.prefill_worker.loans import Loans
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
@@ -137,6 +138,32 @@ async def test_what_is_in_memory_only_is_written_when_the_cluster_ends(tmp_path:
     async with node(tmp_path, "third") as agent, shard(agent, tmp_path / "as it was then") as (server, _):
         assert server._disk is not None
         assert server._disk.count().cached == 0
+
+
+async def test_an_instance_of_another_node_borrows_what_is_on_disk(tmp_path: Path) -> None:
+    async with node(tmp_path, "first") as agent, shard(agent, tmp_path / "kv") as (server, address):
+        writer = PoolWriter(WRITER, TOKEN, 0)
+        await writer.connect(address)
+        blocks = await asyncio.wait_for(writer.take(6), 10.0)
+        await writer.cache(RequestKey("r"), cached_prefix(PROMPT, b""), 0, blocks, [])
+        await writer.close()
+        await server.on_view(sv.ClusterView(ending=True))
+    async with node(tmp_path, "second") as agent, shard(agent, tmp_path / "kv") as (server, address):
+        loans = Loans(TOKEN)
+        view = sv.ClusterView()
+        view.peers.add(process=pb.ProcessKey(role="kv_pool", id="kv_pool-0"), address=address)
+        await loans.on_view(view)
+        base = await loans.borrow("kv_pool-0", RequestKey("a"), cached_prefix([*PROMPT, 1], b""))
+        assert base is not None
+        assert (base.tokens, len(base.block_ids), base.here) == (96, 6, False)
+        assert server._pool is not None
+        assert server._pool.counts().owned == 6
+        loans.give_back(RequestKey("a"))
+        async with asyncio.timeout(10.0):
+            while server._pool.counts().owned:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert server._pool.counts().cached == 6
+        await loans.close()
 
 
 async def test_a_folder_that_cannot_be_used_is_an_error_at_the_first_start_only(tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.core.pool_stays import MOST_STAYS, PoolStays, WaitingLengths, bounds_of, bucket_of
+from alignedserve.scheduler.process.telling import MOST_TOLD, stays_json
+from support.core_cell import CoreCell
 
 
 @given(st.integers(0, 1 << 24))
@@ -71,3 +75,8 @@ def test_memory_is_bounded() -> None:
         stays.leave(RequestKey("evicted", 0), stays.arrive(1), 1, 0.0, "decode-0")
     assert sum(len(one) for one in stays._left.values()) <= MOST_STAYS
     assert not list(stays.of("0"))
+
+
+def test_one_query_is_told_of_few_requests_only() -> None:
+    found = json.loads(stays_json(CoreCell().core, [f"r{number}" for number in range(MOST_TOLD + 4)]))
+    assert list(found) == [f"r{number}" for number in range(MOST_TOLD)]
