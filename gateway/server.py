@@ -155,8 +155,7 @@ class GatewayServer(RoleServer):
             self.peers,
             self.scheduler,
             lambda: self.view,
-            model.name,
-            prefix_cache=model.cache is not None,
+            model,
         )
         # Runs batches of the store in `batches.folder`; without one its endpoints refuse.
         self.batches = BatchService(

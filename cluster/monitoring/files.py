@@ -71,6 +71,8 @@ class Target:
             raise ConfigError(f"--interval takes seconds above 0, not {interval_s:g}")
         if runbooks and not re.fullmatch(r"https?://\S+", runbooks):
             raise ConfigError(f"--runbooks takes the URL of a page, not {runbooks!r}")
+        if credentials and not roles:
+            raise ConfigError("--credentials-file is for the list of each process's page: add --roles")
         path = f"{parts.path.rstrip('/')}/metrics"
         return cls(parts.scheme, parts.netloc, path, interval_s, ray, roles, credentials, runbooks)
 

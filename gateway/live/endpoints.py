@@ -62,6 +62,7 @@ class Source(Protocol):
 
     feed: LiveFeed
     model_name: str
+    chat: bool  # the model has a chat template
 
     async def requests(self, owner: bytes | None, *, newest: bool, most: int, since_unix_s: float) -> list[Json]: ...
 
@@ -192,7 +193,9 @@ class LiveEndpoints:
                     since_s = time.time() - SLOWEST_SINCE_S
                     slowest = await self._source.requests(owner, newest=False, most=SLOWEST, since_unix_s=since_s)
                     asked_s = now_s
-                whole = {"version": __version__, "model": self._source.model_name, **state, "slowest": slowest}
+                source = self._source
+                about = {"version": __version__, "model": source.model_name, "chat": source.chat}
+                whole = {**about, **state, "slowest": slowest}
                 event = b"event: state\ndata: " + orjson.dumps(whole) + b"\n\n"
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})

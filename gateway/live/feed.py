@@ -33,13 +33,13 @@ class LiveFeed:
         self._state: State = {}  # the last one; empty: none yet
         self._changed = asyncio.Event()  # set, and replaced by a new one, with each state
         self._batches: dict[str, int] = {}  # the number of each decode instance's batch in the last state
-        self._viewers = 0
+        self.viewers = 0  # that look now
         self.open = True  # else viewers leave, and find another gateway
         self._reading: asyncio.Task[None] | None = None
 
     async def states(self) -> AsyncGenerator[State, None]:
         """A state now, and one each second. A viewer that is slow misses some. Do not change them."""
-        self._viewers += 1
+        self.viewers += 1
         if self._reading is None:
             self._reading = asyncio.get_running_loop().create_task(self._read_on())
         try:
@@ -50,8 +50,8 @@ class LiveFeed:
                 if self.open:
                     yield self._state
         finally:
-            self._viewers -= 1
-            if not self._viewers:
+            self.viewers -= 1
+            if not self.viewers:
                 self.close()
 
     def set_open(self, is_open: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from alignedserve.control.supervisor_client import SupervisorClient
 from alignedserve.errors import UnavailableError
+from alignedserve.gateway.body.planning import ServedModel
 from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.live.explain import Told, explain
 from alignedserve.gateway.live.feed import LiveFeed
@@ -34,16 +35,15 @@ class LiveService:
         peers: GatewayPeers,
         scheduler: SchedulerLink,
         view: Callable[[], sv.ClusterView],
-        model_name: str,
-        *,
-        prefix_cache: bool,
+        model: ServedModel,
     ) -> None:
         self.feed = LiveFeed(supervisor.live)
         self._supervisor = supervisor
-        self.model_name = model_name
+        self.model_name = model.name
+        self.chat = model.template is not None
         self._ledger, self._recent, self._peers, self._scheduler = ledger, recent, peers, scheduler
         self._view = view
-        self._prefix_cache = prefix_cache
+        self._prefix_cache = model.cache is not None
 
     def close(self) -> None:
         self.feed.close()

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -17,12 +18,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.control.samples import value
+from alignedserve.model import resolve_model
 from support.browser import NO_AXE, NO_BROWSER, Page, browser_page
-from support.fake_cluster import FakeCluster
+from support.fake_cluster import FakeCluster, counting_script, silent_script
 from support.gateway import running_gateway
 from support.requirements import need, needs
 
@@ -146,6 +149,59 @@ async def test_what_is_not_known_is_not_shown_as_zero() -> None:
         assert page.complaints == []
     words = "It is not known what waits: the scheduler tells nothing."
     assert shown == {"queued": "–", "waiting": "–", "empty": False, "words": words}
+
+
+async def test_the_playground_offers_no_chat_to_a_model_without_a_chat_template(tmp_path: Path) -> None:
+    folder = shutil.copytree(resolve_model("tiny"), tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    async with (
+        FakeCluster(counting_script) as cluster,
+        running_gateway(cluster, model_path=folder) as gateway,
+        browser_page() as page,
+    ):
+        await page.open(f"{gateway.url}/#playground")
+        await page.wait_for("document.getElementById('playground-no-chat')?.checkVisibility()")
+        await page.evaluate("document.getElementById('playground-prompt').focus()")
+        await page.write("Return a list of")
+        await page.press("Enter", control=True)
+        await page.wait_for("document.getElementById('playground-state').dataset.state === 'done'")
+        assert page.complaints == []
+
+
+async def test_a_timeline_outlives_a_poll_that_fails() -> None:
+    async with (
+        FakeCluster(silent_script) as cluster,
+        running_gateway(cluster) as gateway,
+        browser_page() as page,
+        httpx.AsyncClient(base_url=gateway.url, headers={"x-request-id": "slow-one"}) as client,
+    ):
+        asked = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a", "max_tokens": 9}))
+        await cluster.wait_for(lambda: len(gateway.server.ledger))
+        await page.open(f"{gateway.url}/#request=slow-one")
+        shown = "document.getElementById('request-body')?.checkVisibility() === true"
+        await page.wait_for(shown)
+        failing = "{ok: false, status: 503, json: async () => ({error: {message: 'no gateway'}})}"
+        await page.evaluate(f"window.real = window.fetch; window.fetch = async () => ({failing}); 1")
+        await page.wait_for(f"!({shown})")
+        await page.evaluate("window.fetch = window.real; 1")
+        await page.wait_for(shown)
+        asked.cancel()
+        await asyncio.wait([asked])
+
+
+async def test_a_hidden_tab_gives_its_connection_back() -> None:
+    """A browser has six connections to a server, so hidden tabs would keep others from loading."""
+    async with FakeCluster() as cluster, running_gateway(cluster) as gateway, browser_page() as page:
+        await page.open(f"{gateway.url}/")
+        await page.wait_for(LIVE)
+        feed = gateway.server.live_service.feed
+        assert feed.viewers == 1
+        hide = "Object.defineProperty(document, 'hidden', {{configurable: true, value: {}}});"
+        seen = "document.dispatchEvent(new Event('visibilitychange')); 1"
+        await page.evaluate(hide.format("true") + seen)
+        await cluster.wait_for(lambda: feed.viewers == 0, 20.0)
+        await page.evaluate(hide.format("false") + seen)
+        await cluster.wait_for(lambda: feed.viewers == 1)
 
 
 async def test_a_process_that_is_killed_is_seen_within_two_seconds(server: ServeProcess) -> None:

@@ -28,6 +28,7 @@ const playground = new Playground();
 function complete(state) {
   return {
     ...state,
+    chat: state.chat ?? true,
     health: { state: state.health?.state || "unknown", missing: state.health?.missing ?? [], degraded: state.health?.degraded ?? [] },
     rates: { bubble_share: null, ...state.rates },
     requests: state.requests ?? {},
@@ -52,6 +53,7 @@ function complete(state) {
 function take(state) {
   latest = complete(state);
   remember(latest);
+  playground.offer(latest.chat);
   schedule();
 }
 

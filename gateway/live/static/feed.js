@@ -2,7 +2,7 @@
 const SILENT_MS = 5_000;  // the server sends an event each second
 const FIRST_WAIT_MS = 1_000;
 const LONGEST_WAIT_MS = 10_000;
-const HIDDEN_MS = 300_000;  // a tab that nobody sees costs the server nothing after that
+const HIDDEN_MS = 5_000;  // a hidden tab then gives its connection back: a browser has six to a server
 
 export class Feed {
   /**

@@ -44,6 +44,16 @@ export class Playground {
     }
   }
 
+  /** Without a chat template, the model's chat endpoint refuses every request. */
+  offer(chat) {
+    const button = byId("playground-chat");
+    if (button.disabled === !chat) return;
+    button.disabled = !chat;
+    setHidden(byId("playground-no-chat"), chat);
+    if (!chat) byId("playground-completion").checked = true;
+    this.follow();
+  }
+
   get isChat() {
     return byId("playground-chat").checked;
   }

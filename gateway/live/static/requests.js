@@ -86,7 +86,7 @@ export class Requests {
       } catch (error) {
         if (this.openId !== id) return;
         this.say(`It cannot be shown: ${error.message}`);
-        open = false;
+        open = !(error.status >= 400 && error.status < 500);  // a gateway that is being replaced has a successor
       }
     }
     if (open) this.pollTimer = window.setTimeout(() => this.fetch(id), POLL_MS);

@@ -107,7 +107,7 @@ async def test_the_feed_shows_the_cluster_and_reads_nothing_while_nobody_looks(
     assert [one["outcome"] for one in second["slowest"]] == ["length"]
     assert second["stale"] == ""
     async with asyncio.timeout(5.0):
-        while gateway.server.live_service.feed._viewers:  # noqa: ASYNC110  # the server sees the end a little later
+        while gateway.server.live_service.feed.viewers:  # noqa: ASYNC110  # the server sees the end a little later
             await asyncio.sleep(0.01)
     asked = len(gateway.server.live_service.feed._window._kept)
     await asyncio.sleep(1.2)
