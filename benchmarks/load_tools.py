@@ -170,6 +170,6 @@ def run_tool(name: str, command: Sequence[str], folder: Path) -> Figures:
         raise ToolError(f"{name} ended with {done.returncode}, see {log}:\n{tail}")
     try:
         found = TOOLS[name].figures(folder)
+        return {key: float(found[key]) for key in FIGURES}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ToolError(f"the report of {name} in {folder} cannot be read: {error!r}") from error
-    return {key: float(found[key]) for key in FIGURES}

@@ -146,7 +146,7 @@ class DecodeInstance:
         pace = LearningPace.configured(config)
         # Until the scheduler says after what time requests without a wait objective are overdue, none is.
         scheduler = IterationScheduler.configured(config, self.cache, plan.block_size, math.inf, pace)
-        meter = IterationMeter(configured_cost(config.scheduler))
+        meter = IterationMeter(configured_cost(config.scheduler), in_lanes=runner.depth > 1)
         pull, overlap = self.handover.pull, OVERLAP[config.decode.overlap]
         self.engine = engine = decode_engine(runner, config, self.starting.of("CUDA graphs", "batch sizes"))
         grammars = await asyncio.to_thread(Grammars.of, tokenizer, loaded.info.vocab_size, config.engine)

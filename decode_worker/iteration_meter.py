@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import chain
 
 from alignedserve.metrics import Histogram, Page
 from alignedserve.scheduler.cost.step import StepCost
@@ -24,8 +25,10 @@ class IterationMeter:
     be negative (ADR 25). It is not measured without a cost model.
     """
 
-    def __init__(self, cost: StepCost | None) -> None:
+    def __init__(self, cost: StepCost | None, *, in_lanes: bool = False) -> None:
+        """`in_lanes`: of a pipeline, where the cost model predicts a round of all lanes."""
         self.cost = cost
+        self._in_lanes = in_lanes
         self._ended_s: float | None = None
         self._under_way = 0
         self.gaps = Histogram(GAP_BOUNDS_S)
@@ -58,13 +61,18 @@ class IterationMeter:
         predicted_s = self.cost.step_s((), lengths)
         balanced_s = self.cost.balanced_step_s((), lengths)
         bubble_s = predicted_s - balanced_s
-        self.predicted_s += predicted_s
-        self.balanced_s += balanced_s
+        if not self._in_lanes:
+            self.predicted_s += predicted_s
+            self.balanced_s += balanced_s
         self.bubbles.observe(bubble_s)
         return bubble_s
 
     def note_lanes(self, lanes: Sequence[Sequence[int]]) -> None:
         """A round of a pipeline's lanes, by prefix lengths: each stage idles while the slowest lane is in another."""
+        if self.cost is not None and self._in_lanes:
+            members = [*chain(*lanes)]
+            self.predicted_s += self.cost.step_s((), members)
+            self.balanced_s += self.cost.balanced_step_s((), members)
         if self.cost is not None and len(lanes) > 1:
             costs = [self.cost.step_s((), lengths) for lengths in lanes]
             self.lanes_idle_s += max(costs) - sum(costs) / len(costs)
@@ -94,7 +102,7 @@ def show_status(page: Page, status: IterationStatus) -> None:
     page.gauge("decode_running", "requests in the running batch", status.running)
     meaning = "the most requests in an iteration; fewer while the TPOT objective keeps candidates from joining"
     page.gauge("decode_max_running", meaning, status.max_running)
-    page.counter("decode_iterations_total", "iterations", status.iterations)
+    page.counter("decode_iterations_total", "iterations; in a pipeline, those of each lane", status.iterations)
     meaning = "iterations that a candidate did not join, to keep the TPOT objective"
     page.counter("decode_held_iterations_total", meaning, status.held_iterations)
     meaning = "iterations with requests of two batches"

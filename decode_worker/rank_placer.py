@@ -23,6 +23,7 @@ class RankPlacer(Members):
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
+        placement.share_cache()
         self._numbers = count()
         self._running: dict[RequestKey, Ready] = {}
         self._rank_of: OrderedDict[RequestKey, tuple[int, int]] = OrderedDict()  # (rank, number), the last used last

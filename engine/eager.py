@@ -152,12 +152,18 @@ class StagedDecode(EagerDecode):
 
     def launch(self, items: Sequence[DecodeItem]) -> DecodeStep:
         try:
-            self._begin_masks(items)
-            forward = [_forward_item(item) for item in items]
-            logits = self._runner.begin(forward)
+            logits = self._runner.begin([_forward_item(item) for item in items])
         except Exception as error:
             return _Known([error] * len(items), error)
-        return _Later(lambda: self._sample(items, logits()))
+
+        def choose() -> list[Result]:
+            try:
+                self._begin_masks(items)  # only now: one batch is begun at a time, beside the wait for the last stage
+            finally:
+                found = logits()
+            return self._sample(items, found)
+
+        return _Later(choose)
 
 
 class _Known(DecodeStep):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import sys
@@ -70,11 +71,18 @@ def feed(url: str, *, api_key: str = "", answers_within_s: float = ANSWERS_WITHI
     except urllib.error.HTTPError as error:
         if error.code == AuthenticationError.http_status:
             raise AuthenticationError(f"{url} asks for an API key: give --api-key-file FILE") from error
-        what = "has no live page (gateway.dashboard)" if error.code == 404 else f"answered with HTTP {error.code}"
+        what = "has no live page (gateway.dashboard)" if error.code == 404 else _answer(error)
         raise UnavailableError(f"{url} {what}") from error
     except (OSError, http.client.HTTPException) as error:
         raise UnavailableError(f"{url} does not answer: {error}") from error
     return _states(url, stream)
+
+
+def _answer(error: urllib.error.HTTPError) -> str:
+    """Its status and, of a gateway, the reason."""
+    with contextlib.suppress(OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+        return f"answered with HTTP {error.code}: {json.loads(error.read())['error']['message']}"
+    return f"answered with HTTP {error.code}"
 
 
 def second(states: Iterator[Json]) -> Json:
@@ -84,12 +92,17 @@ def second(states: Iterator[Json]) -> Json:
 
 
 def lasting(url: str, api_key: str, states: Iterator[Json], tell: Callable[[str], None]) -> Iterator[Json]:
-    """The states for ever: a gateway may end, and HAProxy leads to another. `tell` gets what went wrong."""
+    """The states for ever: a gateway may end, and HAProxy leads to another. `tell` gets what went wrong, once."""
+    told = ""
     while True:
         try:
-            yield from states
+            for state in states:
+                told = ""
+                yield state
         except UnavailableError as error:
-            tell(f"{url}: {error.message}; trying again")
+            if error.message != told:
+                tell(f"{error.message}; trying again")
+            told = error.message
         time.sleep(AGAIN_S)
         states = again(url, api_key)
 
@@ -99,11 +112,8 @@ def _warn(text: str) -> None:
 
 
 def again(url: str, api_key: str) -> Iterator[Json]:
-    """The feed of a cluster that may not answer yet: no states then."""
-    try:
-        return feed(url, api_key=api_key)
-    except UnavailableError:
-        return iter(())
+    """The feed of a cluster that may not answer yet, which it says when it is read."""
+    yield from feed(url, api_key=api_key)
 
 
 def _states(url: str, stream: Any) -> Iterator[Json]:

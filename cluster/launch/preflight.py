@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from alignedserve import transformers_source
 from alignedserve.cluster.launch.gpus import count_gpus
 from alignedserve.cluster.records import read_records
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, check_gpus
 from alignedserve.config import Config, GatewayConfig, SchedulerConfig
 from alignedserve.control.tls import tls_files
-from alignedserve.errors import ConfigError, ResourceError
+from alignedserve.errors import ConfigError, ResourceError, UnsupportedModelError
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.dialects.model_dialects import check_names
 from alignedserve.geometry import require_degree
 from alignedserve.memory import available_memory_bytes, describe_bytes
 from alignedserve.model import SHIPPED_MODELS, resolve_model, unserved_generation_keys
 from alignedserve.model_check import check_if_here, check_model_files, is_here
+from alignedserve.ranks.plans import OWN_PLANS
 from alignedserve.scheduler.systems import unread
 from alignedserve.sizing import GIB
 from alignedserve.weights.files import read_json
@@ -39,20 +41,27 @@ def check_model(config: Config) -> Path:
     if template and not Path(template).expanduser().is_file():
         raise ConfigError(f"model.chat_template: file {template} does not exist")
     check_names(config.model.tool_parser, config.model.reasoning_parser)
-    _check_ranks(config, folder)
+    check_ranks(config, folder)
     return folder
 
 
-def _check_ranks(config: Config, folder: Path) -> None:
-    """Raises ConfigError if the model cannot be shared out. What is not known here, instances check."""
+def check_ranks(config: Config, folder: Path) -> None:
+    """Raises ConfigError, UnsupportedModelError if it cannot be shared out. Instances check what is unknown here."""
     degrees = [config.degrees(role) for role in MODEL_ROLES]
     if all(each.ranks == 1 for each in degrees):
         return
     shape = read_json(folder / "config.json")
+    kind = str(shape.get("model_type"))
+    planned = kind in OWN_PLANS or transformers_source.has_tensor_plan(kind) or "auto_map" in shape
     heads, layers, experts = head_counts(shape), layer_count(shape), expert_count(shape)
     for each in degrees:
         each.require_kind()
         each.require_device(config.cluster.device)
+        if each.tensor > 1 and not planned:
+            raise UnsupportedModelError(
+                f"model_type {kind!r} has no plan for tensor parallel ranks; "
+                "share it by layers instead: --prefill-pp, --decode-pp"
+            )
         if experts is not None:
             each.require_experts(config.served_model_name, experts)
         if heads is not None:
@@ -69,12 +78,12 @@ def check_model_if_here(config: Config) -> None:
     for role in MODEL_ROLES:
         config.degrees(role).require_kind()
     if config.model.path in SHIPPED_MODELS:
-        _check_ranks(config, resolve_model(config.model.path))
+        check_ranks(config, resolve_model(config.model.path))
     folder = Path(os.path.expanduser(config.model.path))
     if folder.is_absolute():  # otherwise it is a name, or relative to an instance's folder
         check_if_here(folder, config.model.trust_remote_code)
         if is_here(folder / "config.json"):
-            _check_ranks(config, folder)
+            check_ranks(config, folder)
 
 
 def check_cost_model(config: Config) -> None:

@@ -12,6 +12,7 @@ GROUP = "alignedserve"
 RUNBOOKS = "docs/operations/runbooks.md"
 TARGET = 'up{job=~"alignedserve(-metrics)?"}'  # Prometheus names the job of a Kubernetes service after it
 _ENDED = "alignedserve_gateway_requests_total"
+_OUTPUT = "alignedserve_gateway_output_tokens_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,9 @@ ALERTS = (
     Alert(
         "NoAnswer",
         TARGET,
-        "== 0",
+        f"== 0 or absent({TARGET})",  # on Kubernetes the target goes with its pod
         "critical",
-        "The cluster at {{ $labels.instance }} does not answer",
+        "No answer from the cluster {{ $labels.instance }}",
         "No gateway has answered a scrape for a minute.",
         hold="1m",
     ),
@@ -84,7 +85,7 @@ ALERTS = (
     ),
     Alert(
         "NothingDecoded",
-        "sum by (job) (rate(alignedserve_gateway_output_tokens_total[2m]))",
+        f"sum by (job) (rate({_OUTPUT}[2m]))",
         "== 0 and on (job) sum by (job) (alignedserve_requests_decoding) > 0",
         "critical",
         "Requests are at decode instances, but no token arrives",
@@ -119,7 +120,7 @@ ALERTS = (
     Alert(
         "RequestsLate",
         "alignedserve_late_requests_share",
-        "> 0.2",
+        f"> 0.2 and on (job) sum by (job) (rate({_OUTPUT}[5m])) > 0",  # the share stands still while nothing decodes
         "warning",
         "{{ $value | humanizePercentage }} of requests begin to decode late",
         "They wait in the pool past their wait objective.",
@@ -135,12 +136,11 @@ ALERTS = (
     ),
     Alert(
         "PoolNearlyFull",
-        'sum without (state) (alignedserve_kv_blocks{store=~"kv_pool.*", state=~"free|cached"})'
-        ' / alignedserve_kv_capacity_blocks{store=~"kv_pool.*"}',
-        "< 0.05",
+        "alignedserve_requests_queued",
+        "> 0 and on (job) sum by (job) (alignedserve_prefill_pending_tokens) == 0",
         "warning",
-        "{{ $labels.store }} has room for {{ $value | humanizePercentage }} of its blocks",
-        "Waiting requests own nearly all of it.",
+        "{{ $value }} requests are queued, and no prefill instance has work",
+        "They wait for room in the pool beside its reserve.",
         hold="10m",
     ),
     Alert(

@@ -25,14 +25,10 @@ With Docker:
 docker compose up -d
 ```
 
-With binaries of your own, in this folder:
+With binaries of your own on the path, run what `alignedserve monitoring` prints: it has all settings. With its own ones
+Grafana listens on every interface.
 
-```bash
-prometheus --config.file=prometheus.yml --storage.tsdb.path=prometheus-data --web.listen-address=127.0.0.1:9090
-GF_PATHS_PROVISIONING=$PWD/grafana/provisioning grafana server --homepath /usr/share/grafana
-```
-
-`alignedserve monitoring` prints these commands with all settings. With kube-prometheus-stack:
+With kube-prometheus-stack:
 
 ```bash
 helm upgrade --install monitoring prometheus-community/kube-prometheus-stack \\

@@ -14,7 +14,15 @@ from alignedserve.cluster.launch.launcher import Launcher, Running
 from alignedserve.cluster.runtime_dir import new_cluster_id, new_token, remove_cluster_dir
 from alignedserve.cluster.supervisor.handover import Predecessor, newest_view
 from alignedserve.cluster.supervisor.plan import SPARE, Shape
-from alignedserve.cluster.supervisor.redeploy import ALL_ROLES, NO_CHANGE, Change, compare, compare_all
+from alignedserve.cluster.supervisor.redeploy import (
+    ALL_ROLES,
+    DEGREES,
+    NO_CHANGE,
+    Change,
+    compare,
+    compare_all,
+    differing,
+)
 from alignedserve.cluster.supervisor.role_settings import Identity
 from alignedserve.cluster.supervisor.supervisor import Supervisor
 from alignedserve.config import Config
@@ -49,7 +57,9 @@ async def inherit(launcher: Launcher, config: Config, code: str) -> Inheritance:
     Raises AlignedServeError if running processes would have to end for a cluster that could not start.
     """
     found = await launcher.find()
-    if compare_all(_started_with(found), _on_their_device(config, found)).replaced_for:
+    running, new = _started_with(found), _on_their_device(config, found)
+    other_degrees = any(DEGREES.keys() & differing(one, new) for _, one in running)
+    if other_degrees or compare_all(running, new).replaced_for:
         # Before any other process learns of this one: if it fails, the running cluster goes on.
         await launcher.vet(config)
         found = await launcher.find()  # again, because the check may have taken long
@@ -57,11 +67,12 @@ async def inherit(launcher: Launcher, config: Config, code: str) -> Inheritance:
         return from_nothing()
     settings = found[0].settings
     started_with, wanted = _started_with(found), _on_their_device(config, found)
-    change = compare_all(started_with, wanted)
+    on_gpus = _on_gpus(found)
+    change = compare_all(started_with, wanted, on_gpus=on_gpus)
     told = newest_view(found)
     predecessor, said = await _predecessor(told, settings.token, launcher)
     if said is not None:
-        led = compare(_read(json.loads(said.config)), wanted)
+        led = compare(_read(json.loads(said.config)), wanted, on_gpus=on_gpus)
         if led.replaced_for and not change.replaced_for:
             await launcher.vet(config)
         shape = led.shape or (Shape.configured(wanted) if said.resizing else None)
@@ -99,8 +110,11 @@ def _started_with(found: Sequence[Running]) -> list[tuple[str, Config]]:
 
 
 def _on_their_device(config: Config, found: Sequence[Running]) -> Config:
-    on_gpu = any(running.settings.device.startswith("cuda") for running in found)
-    return config.on_device("cuda" if on_gpu else "cpu")
+    return config.on_device("cuda" if _on_gpus(found) else "cpu")
+
+
+def _on_gpus(found: Sequence[Running]) -> bool:
+    return any(running.settings.device.startswith("cuda") for running in found)
 
 
 async def _predecessor(

@@ -52,16 +52,19 @@ ROLLED: Mapping[str, frozenset[str]] = {
     "decode.watermark_blocks": frozenset({"decode"}),
     "decode.overlap": frozenset({"decode"}),
     "decode.join_iterations": frozenset({"decode", "scheduler"}),
+    "decode.placement": frozenset({"decode"}),
+    "cluster.threads": INSTANCES,
+    "cluster.role_metrics": ALL_ROLES,
+}
+# On GPUs bundles and sizes of caches depend on them, which outlive an instance.
+DEGREES: Mapping[str, frozenset[str]] = {
     "prefill.tensor_parallel": frozenset({"prefill"}),
     "prefill.pipeline_parallel": frozenset({"prefill"}),
     "decode.tensor_parallel": frozenset({"decode"}),
     "decode.pipeline_parallel": frozenset({"decode"}),
     "decode.expert_parallel": frozenset({"decode"}),
-    "decode.placement": frozenset({"decode"}),
     "cluster.tensor_parallel": INSTANCES,
     "cluster.pipeline_parallel": INSTANCES,
-    "cluster.threads": INSTANCES,
-    "cluster.role_metrics": ALL_ROLES,
 }
 SCHEDULER = frozenset({"scheduler", "decode", "prefill"})  # instances plan their own iterations by these
 DIVIDES_MEMORY = frozenset({"scheduler.max_batch_share", "scheduler.max_batch_blocks"})
@@ -92,7 +95,7 @@ class Change:
 NO_CHANGE = Change()
 
 
-def compare(old: Config, new: Config) -> Change:
+def compare(old: Config, new: Config, *, on_gpus: bool = False) -> Change:
     """The change from one configuration to the other. A key that is not listed here requires a new cluster."""
     replaced, rolled, counts = [], frozenset[str](), False
     for key in differing(old, new):
@@ -107,6 +110,8 @@ def compare(old: Config, new: Config) -> Change:
             rolled |= SCHEDULER
         elif key in ROLLED:
             rolled |= ROLLED[key]
+        elif key in DEGREES and not on_gpus:
+            rolled |= DEGREES[key]
         else:
             replaced.append(key)
     if replaced:
@@ -114,10 +119,10 @@ def compare(old: Config, new: Config) -> Change:
     return Change(shape=Shape.configured(new) if counts else None, rolled=rolled)
 
 
-def compare_all(old: Iterable[tuple[str, Config]], new: Config) -> Change:
+def compare_all(old: Iterable[tuple[str, Config]], new: Config, *, on_gpus: bool = False) -> Change:
     """The combined change of processes, each a role and the configuration it was started with, without numbers of
     instances."""
-    changes = [(role, compare(one, new)) for role, one in old]
+    changes = [(role, compare(one, new, on_gpus=on_gpus)) for role, one in old]
     replaced = {key: None for _, change in changes for key in change.replaced_for}
     return Change(tuple(replaced), rolled=frozenset(role for role, change in changes if role in change.rolled))
 

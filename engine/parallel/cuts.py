@@ -18,36 +18,8 @@ from transformers import PretrainedConfig
 from alignedserve.errors import UnsupportedModelError
 from alignedserve.geometry import require_degree
 from alignedserve.model import ModelInfo
+from alignedserve.ranks.plans import OWN_PLANS
 
-# Models without a plan in transformers, in its words. Names are those below the base model.
-_OWN_PLANS: dict[str, dict[str, str]] = {
-    "opt": {
-        "decoder.layers.*.self_attn.q_proj": "colwise",
-        "decoder.layers.*.self_attn.k_proj": "colwise",
-        "decoder.layers.*.self_attn.v_proj": "colwise",
-        "decoder.layers.*.self_attn.out_proj": "rowwise",
-        "decoder.layers.*.fc1": "colwise",
-        "decoder.layers.*.fc2": "rowwise",
-    },
-    "gpt2": {
-        "h.*.attn.c_attn": "colwise",
-        "h.*.attn.c_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-    },
-    "gpt_oss": {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.self_attn.sinks": "colwise",
-        "layers.*.mlp.experts": "moe_tp_experts",
-        "layers.*.mlp.experts.gate_up_proj": "colwise",
-        "layers.*.mlp.experts.gate_up_proj_bias": "colwise",
-        "layers.*.mlp.experts.down_proj": "rowwise",
-        "layers.*.mlp.experts.down_proj_bias": "rowwise",
-    },
-}
 _MULTIPLE = 8  # elements of 2 bytes
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -168,7 +140,7 @@ class Plan:
         if size == 1:
             self._styles: dict[str, Style] = {}
             return
-        plan = _OWN_PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None)
+        plan = OWN_PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None)
         if not plan:
             raise UnsupportedModelError(f"model_type {config.model_type!r} has no plan for tensor parallel ranks")
         unknown = sorted(set(plan.values()) - set(_STYLES))

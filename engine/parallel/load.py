@@ -12,6 +12,7 @@ from alignedserve.engine.model.probe import probe
 from alignedserve.engine.parallel.group import Groups
 from alignedserve.engine.parallel.sharded import ShardedModel
 from alignedserve.engine.step_progress import Progress
+from alignedserve.errors import AlignedServeError, ModelError
 from alignedserve.model import ModelInfo
 from alignedserve.ranks.degrees import RankPlace
 
@@ -29,7 +30,13 @@ def load_part(
     Raises what `ShardedModel` and `load_model` raise.
     """
     target = torch.device(device)
-    part = ShardedModel(info, place, target, trust_remote_code, progress)
+    try:
+        part = ShardedModel(info, place, target, trust_remote_code, progress)
+    except (AlignedServeError, MemoryError):
+        raise
+    except Exception as error:  # many types of errors from safetensors, json, the OS and transformers
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"cannot load the weights of {info.path}: {reason}") from error
     model = part.model
     if target.type == "cpu":
         pack_linears(model)

@@ -117,6 +117,8 @@ class ShardedModel:
                 if parameter not in done:
                     full = f"{module_name}.{name}"
                     own = self._plan.style(full)
+                    if own is Style.ROWS and style is not Style.ROWS:
+                        raise UnsupportedModelError(f"the plan cuts {full} by rows, and nothing sums {module_name}")
                     cut = cut_of(
                         full, parameter.shape, own if own is not Style.WHOLE else style, ranks, transposed=transposed
                     )

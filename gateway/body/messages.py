@@ -82,7 +82,7 @@ class Message(BaseModel):
         """
         if self.role == "function" and self.name is None:
             raise MissingFieldError(f"{where}.name is required: the function's", param=f"{where}.name")
-        if self.content is None and not (self.role == "assistant" and self.calls):
+        if self.content is None and self.role != "assistant":  # whose turn may be empty
             raise MissingFieldError(f"{where}.content is required", param=f"{where}.content")
         for name, value in (self.model_extra or {}).items():
             if value is not None and name in refused.MESSAGE:
@@ -103,7 +103,8 @@ class Message(BaseModel):
     def turn(self) -> dict[str, Any]:
         """The message in the form that the chat template expects."""
         role = "tool" if self.role == "function" else self.role
-        turn: dict[str, Any] = {"role": role, "content": self.content}
+        content = "" if self.content is None and not self.calls else self.content
+        turn: dict[str, Any] = {"role": role, "content": content}
         if self.name is not None:
             turn["name"] = self.name
         if self.tool_call_id is not None:

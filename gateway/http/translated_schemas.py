@@ -47,7 +47,7 @@ def translated_requests() -> dict[str, Schema]:
         "include": _or_null("array", items={"enum": ["message.output_text.logprobs", "reasoning.encrypted_content"]}),
         "store": _or_null("boolean", description="Only with `batches.folder`, and then true by default."),
         "previous_response_id": _or_null("string", description="A stored response, whose conversation goes on."),
-        "truncation": {"enum": ["disabled", None]},
+        "truncation": {"enum": ["auto", "disabled", None]},
     }
     message = {
         **_COMMON,
@@ -67,7 +67,9 @@ def translated_requests() -> dict[str, Schema]:
         "temperature": _or_null("number", minimum=0, maximum=2),
         "top_k": _or_null("integer", minimum=-1),
         "tool_choice": _or_null("object", description="type: auto, any, tool (with name) or none."),
-        "thinking": _or_null("object", description="type: enabled (with budget_tokens), adaptive or disabled."),
+        "thinking": _or_null(
+            "object", description="type: enabled (with budget_tokens), adaptive, between_tools, disabled."
+        ),
         "output_config": _or_null("object", description="format (json_schema), and effort."),
     }
     needed = ["model", "messages", "max_tokens"]

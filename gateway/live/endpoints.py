@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections import Counter
@@ -182,23 +183,32 @@ class LiveEndpoints:
             self._viewers -= Counter([owner])
 
     async def _send_states(self, scope: Scope, send: Send, owner: bytes | None) -> None:
-        """Ends when the viewer's API key or session does."""
-        slowest, asked_s = list[Json](), -SLOWEST_EVERY_S
-        async with contextlib.aclosing(self._source.feed.states()) as states:
-            async for state in states:
-                now_s = time.monotonic()
-                if now_s - asked_s >= SLOWEST_EVERY_S:
-                    if not self._may_look(scope):
-                        break
-                    since_s = time.time() - SLOWEST_SINCE_S
-                    slowest = await self._source.requests(owner, newest=False, most=SLOWEST, since_unix_s=since_s)
-                    asked_s = now_s
-                source = self._source
-                about = {"version": __version__, "model": source.model_name, "chat": source.chat}
-                whole = {**about, **state, "slowest": slowest}
-                event = b"event: state\ndata: " + orjson.dumps(whole) + b"\n\n"
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+        """Ends when the viewer's API key or session does. Only the first state waits for other gateways' requests."""
+        source = self._source
+        about = {"version": __version__, "model": source.model_name, "chat": source.chat}
+        slowest, asked_s = await self._slowest(owner), time.monotonic()
+        asking: asyncio.Task[list[Json]] | None = None
+        try:
+            async with contextlib.aclosing(source.feed.states()) as states:
+                async for state in states:
+                    if asking is not None and asking.done():
+                        slowest, asking = asking.result(), None
+                    now_s = time.monotonic()
+                    if now_s - asked_s >= SLOWEST_EVERY_S:
+                        if not self._may_look(scope):
+                            break
+                        asked_s = now_s
+                        asking = asking or asyncio.create_task(self._slowest(owner))
+                    event = b"event: state\ndata: " + orjson.dumps({**about, **state, "slowest": slowest}) + b"\n\n"
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        finally:
+            if asking is not None and not asking.cancel():
+                asking.exception()  # else asyncio logs that no one has asked for it
         await send({"type": "http.response.body", "body": b""})
+
+    async def _slowest(self, owner: bytes | None) -> list[Json]:
+        since_s = time.time() - SLOWEST_SINCE_S
+        return await self._source.requests(owner, newest=False, most=SLOWEST, since_unix_s=since_s)
 
     async def list_requests(self, scope: Scope, receive: Receive, send: Send, owner: bytes | None) -> None:
         query = parse_qs(scope["query_string"].decode("latin-1"))

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Any
 
 from alignedserve.errors import UnavailableError
 from alignedserve.gateway.live.samples import Change, Samples, Window
-from alignedserve.gateway.live.state import live_state
+from alignedserve.gateway.live.state import ENDED, MOST_EVENTS, live_state
 from alignedserve.proto import supervisor_pb2 as sv
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class LiveFeed:
 
     def __init__(self, read: Callable[[], Awaitable[sv.LiveState]]) -> None:
         self._read = read
-        self._window = Window(WINDOW_S)
+        self._window = Window(WINDOW_S, ENDED)
         self._state: State = {}  # the last one; empty: none yet
         self._changed = asyncio.Event()  # set, and replaced by a new one, with each state
         self._batches: dict[str, int] = {}  # the number of each decode instance's batch in the last state
@@ -61,10 +61,11 @@ class LiveFeed:
             self._wake()
 
     def close(self) -> None:
-        """Stop reading; a later viewer starts it again."""
+        """Stop reading; a later viewer starts it again. Batches that are switched meanwhile are not marked."""
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
+        self._batches.clear()
 
     async def _read_on(self) -> None:
         loop = asyncio.get_running_loop()
@@ -90,7 +91,8 @@ class LiveFeed:
             logger.exception("the state for the live page cannot be made")
             raise
         self._mark_switches(state)
-        return {"now": time.time(), "stale": "", **state}
+        events = _merged(self._state.get("events", ()), state["events"])
+        return {"now": time.time(), "stale": "", **state, "events": events}
 
     def _mark_switches(self, state: State) -> None:
         """Also those that began and ended since the last state."""
@@ -98,3 +100,9 @@ class LiveFeed:
         for name, one in known.items():
             one["switching"] |= self._batches.get(name, one["batch"]) != one["batch"]
         self._batches = {name: one["batch"] for name, one in known.items()}
+
+
+def _merged(before: Iterable[State], now: Iterable[State]) -> list[State]:
+    """The newest events of both, oldest first: a new supervisor knows none of those before its start."""
+    found = {(one["unix_s"], one["level"], one["text"]): one for one in (*before, *now)}
+    return sorted(found.values(), key=lambda one: one["unix_s"])[-MOST_EVENTS:]

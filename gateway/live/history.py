@@ -7,7 +7,8 @@ often it was submitted again), `loss_reasons` (why, the last times), `tokens_bef
 last epoch), `resumed_tokens` (those that its client had from another call; None: it resumes none), `bubble_s` (None:
 there is no cost model), `stages` (seconds in each, in the last epoch; UNTIL_FIRST alone if it ended before a worker had
 told of it), `steps` (each stage that is known, in order, and when it began after arrival; of an open request, workers
-tell the gateway when it begins to decode) and `refused` (why its gateway refused the call on arrival; "": it did not).
+tell the gateway when it begins to decode), `moves` (when after arrival tokens first came from another decode instance,
+and from which) and `refused` (why its gateway refused the call on arrival; "": it did not).
 A refused call has ids that begin with "refused-", and None as `input_tokens`.
 """
 
@@ -16,8 +17,8 @@ from __future__ import annotations
 import heapq
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from alignedserve.errors import OverloadedError
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 
 MOST_REQUESTS = 2048
 MOST_REFUSED = 512
+SLOW_S = 300.0
+BUCKET_S = 10.0
+MOST_SLOW = 10  # of an owner in a bucket
+MOST_OWNERS = 16  # in a bucket
 MOST_ASKED = 200
 MOST_REASONS = 8
 MOST_REASON = 200  # characters
@@ -71,6 +76,7 @@ def describe(answer: Answer) -> Json:
         "bubble_s": watch.bubble_s,
         "stages": stages,
         "steps": [[stage.value, begun_ns / 1e9 - arrival_s] for stage, begun_ns in watch.steps],
+        "moves": [[moved_ns / 1e9 - arrival_s, decode_id] for moved_ns, decode_id in answer.moves],
         "refused": "",
     }
 
@@ -90,6 +96,7 @@ def _describe_refused(reason: str) -> Json:
         **dict.fromkeys(("prefill_id", "decode_id"), ""),
         "stages": {},
         "steps": [],
+        "moves": [],
         "loss_reasons": [],
         "refused": reason,
     }
@@ -107,8 +114,49 @@ def _is_shown(answer: Answer) -> bool:
     return not answer.call.plan.offline and not answer.request_id.startswith(OWN)
 
 
+class SlowRequests:
+    """The slowest of the requests that ended in each BUCKET_S of the last SLOW_S, by owner: under load, the newest ones
+    that RecentRequests keeps have ended within seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._buckets: deque[tuple[int, dict[bytes, list[tuple[float, int, Json]]]]] = deque()  # lists are heaps
+        self._numbers = count()
+
+    def note(self, owner: bytes, ended: Json) -> None:
+        """A request has ended just now."""
+        number = self._forget()
+        if not self._buckets or self._buckets[-1][0] != number:
+            self._buckets.append((number, {}))
+        owners = self._buckets[-1][1]
+        if owner not in owners and len(owners) == MOST_OWNERS:
+            return
+        heap, entry = owners.setdefault(owner, []), (ended["took_s"], next(self._numbers), ended)
+        if len(heap) < MOST_SLOW:
+            heapq.heappush(heap, entry)
+        else:
+            heapq.heappushpop(heap, entry)
+
+    def of(self, owner: bytes | None) -> Iterator[Json]:
+        """Those of one owner; None: of all."""
+        self._forget()
+        for _, owners in self._buckets:
+            for whose, heap in owners.items():
+                if owner is None or whose == owner:
+                    yield from (ended for _, _, ended in heap)
+
+    def _forget(self) -> int:
+        """Drop what is too old. Returns the number of the present bucket."""
+        number = int(self._clock() // BUCKET_S)
+        while self._buckets and (number - self._buckets[0][0] - 1) * BUCKET_S >= SLOW_S:
+            self._buckets.popleft()
+        return number
+
+
 class RecentRequests:
-    """The newest requests of one gateway that ended, and calls that it refused, with the hash of the caller's API key.
+    """The newest and the slowest requests of one gateway that ended, and calls that it refused, with the hash of the
+    caller's API key.
 
     Lines of batches, probes and pins are left out: no client waits for them.
     """
@@ -116,24 +164,34 @@ class RecentRequests:
     def __init__(self) -> None:
         self._ended: OrderedDict[str, tuple[bytes, Json]] = OrderedDict()  # by request id
         self._refused: deque[tuple[bytes, Json]] = deque(maxlen=MOST_REFUSED)  # apart, so that they push out none
+        self._slow = SlowRequests()
 
     def note(self, answer: Answer) -> None:
         """An answer has ended, with or without an error."""
         if not _is_shown(answer):
             return
-        self._ended[answer.request_id] = answer.call.name[0], describe(answer)
+        whose, found = answer.call.name[0], describe(answer)
+        self._ended[answer.request_id] = whose, found
         self._ended.move_to_end(answer.request_id)
         if len(self._ended) > MOST_REQUESTS:
             self._ended.popitem(last=False)
+        self._slow.note(whose, found)
 
     def refuse(self, reason: str) -> None:
         """The present caller's call was refused on arrival."""
         self._refused.append((caller.get(), _describe_refused(reason)))
 
-    def of(self, owner: bytes | None) -> list[Json]:
-        """Those of one owner, the newest first, and then refused calls likewise; None: of all."""
+    def of(self, owner: bytes | None, *, slow: bool = False) -> list[Json]:
+        """Those of one owner, the newest first, and then refused calls likewise; None: of all.
+
+        With `slow`, then those of the slowest that are no longer among the newest.
+        """
         known = chain(reversed(self._ended.values()), reversed(self._refused))
-        return [found for whose, found in known if owner is None or whose == owner]
+        shown = [found for whose, found in known if owner is None or whose == owner]
+        if slow:
+            older = {one["request_id"]: one for one in self._slow.of(owner)}
+            shown += [one for name, one in older.items() if name not in self._ended]
+        return shown
 
 
 def requests_of(ledger: Ledger, recent: RecentRequests, query: gw.RequestsQuery) -> list[Json]:
@@ -142,13 +200,14 @@ def requests_of(ledger: Ledger, recent: RecentRequests, query: gw.RequestsQuery)
     if query.id:
         open_ones = [_describe_open(answer) for answer in ledger.answers_of(query.id, owner)]
         names = ("id", "request_id", "x_request_id")
-        ended = (one for one in recent.of(owner) if any(query.id == one[name] for name in names))
+        ended = (one for one in recent.of(owner, slow=True) if any(query.id == one[name] for name in names))
         return [*open_ones, *ended][:MOST_ASKED]
     since_s, most = query.since_unix_s, min(query.most, MOST_ASKED)
     is_open = [one for one in ledger.open_answers() if _is_shown(one) and owner in (None, one.call.name[0])]
     choose = heapq.nlargest if query.newest else heapq.nsmallest
     found = [_describe_open(one) for one in choose(most, is_open, key=lambda one: one.call.arrival_ns)]
-    found += [one for one in recent.of(owner) if one["arrival_unix_s"] + one["took_s"] >= since_s]
+    known = recent.of(owner, slow=not query.newest)
+    found += [one for one in known if one["arrival_unix_s"] + one["took_s"] >= since_s]
     return ordered(found, newest=query.newest)[:most]
 
 

@@ -27,6 +27,9 @@ class Samples:
             self._found.setdefault(name, []).append((dict(_LABEL.findall(labels)), float(value)))
         self.instances = {its.get("instance", "") for found in self._found.values() for its, _ in found}
 
+    def has(self, name: str) -> bool:
+        return name in self._found
+
     def each(self, name: str, **labels: str) -> Iterator[tuple[Labels, float]]:
         """The samples of a metric that have these labels."""
         for its_labels, value in self._found.get(name, ()):
@@ -106,10 +109,11 @@ def _quantile(counts: list[tuple[float, float]], share: float) -> float | None:
 
 
 class Window:
-    """Samples of the last `seconds`."""
+    """Samples of the last `seconds`, without those that lack the metric `needed`: growth since them is not known."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, needed: str = "") -> None:
         self._seconds = seconds
+        self._needed = needed
         self._kept: deque[Samples] = deque()
 
     def add(self, samples: Samples) -> Change:
@@ -118,5 +122,6 @@ class Window:
             self._kept.popleft()
         if self._kept and samples.at_s - self._kept[-1].at_s > 3 * self._seconds:  # there were no viewers meanwhile
             self._kept.clear()
-        self._kept.append(samples)
-        return Change(self._kept[0], samples)
+        if not self._needed or samples.has(self._needed):
+            self._kept.append(samples)
+        return Change(self._kept[0] if self._kept else samples, samples)

@@ -15,7 +15,7 @@ from alignedserve.gateway.live.feed import LiveFeed
 from alignedserve.gateway.live.history import RecentRequests, ordered, requests_of
 from alignedserve.gateway.live.queue_cause import queue_cause
 from alignedserve.gateway.live.samples import Samples
-from alignedserve.gateway.live.timeline import LOST, open_timeline, timeline
+from alignedserve.gateway.live.timeline import LOST, open_timeline, timeline, with_last_stay
 from alignedserve.gateway.peers import GatewayPeers
 from alignedserve.gateway.scheduler_link import SchedulerLink
 from alignedserve.proto import gateway_pb2 as gw
@@ -94,12 +94,13 @@ class LiveService:
             steps = [[bar["stage"], bar["begin_s"]] for bar in bars if bar["stage"] != LOST]
             request = {**request, **where, "stages": stages, "steps": steps}
         else:
+            request = with_last_stay(request, stays)
             bars = timeline(request, last)
             if bars and bars[0]["stage"] == LOST:
                 request = {**request, "stages": {**request["stages"], LOST: bars[0]["end_s"]}}
         waits_for = waits_for if _is_queued(told) else ""
         words, advice = explain(Told(request, stays, view.prefill, view.decode, self._prefix_cache, waits_for))
-        shown = {key: value for key, value in request.items() if key != "steps"}
+        shown = {key: value for key, value in request.items() if key not in ("steps", "moves")}
         is_open = request["outcome"] == "open"
         return {**shown, "open": is_open, "timeline": bars, "explanation": words, "advice": advice, "stays": stays}
 

@@ -13,7 +13,8 @@ from alignedserve.gateway.live.samples import Change, Samples
 from alignedserve.proto import supervisor_pb2 as sv
 
 MOST_EVENTS = 100
-_RATES = (
+ENDED = "gateway_requests_total"
+_GATEWAY_RATES = (
     "requests_per_s",
     "output_tokens_per_s",
     "prompt_tokens_per_s",
@@ -21,9 +22,8 @@ _RATES = (
     "refused_per_s",
     "ttft_s",
     "itl_s",
-    "bubble_share",
-    "bubble_learned",
 )
+_RATES = (*_GATEWAY_RATES, "bubble_share", "bubble_learned")
 _STATES = ("queued", "prefilling", "waiting_in_pool", "prefetched", "decoding")
 _BLOCKS = ("free", "owned", "cached")
 
@@ -69,9 +69,15 @@ def _read(text: str) -> Json:
 
 
 def _rates(change: Change) -> Json:
+    """Those of gateways are None until a new supervisor has heard of one."""
     if change.before is change.now:
         return dict.fromkeys(_RATES)
-    ended = change.grown("outcome", "gateway_requests_total")
+    gateways = _gateway_rates(change) if change.now.has(ENDED) else dict.fromkeys(_GATEWAY_RATES)
+    return {**gateways, **_bubble(change)}
+
+
+def _gateway_rates(change: Change) -> Json:
+    ended = change.grown("outcome", ENDED)
     refused = ended.get(OverloadedError.code, 0.0)
     failed = sum(ended.get(code, 0.0) for code in FAULT_CODES)
     ttft, itl = (change.quantiles(f"gateway_{name}_seconds", 0.5, 0.99) for name in ("ttft", "itl"))
@@ -83,7 +89,6 @@ def _rates(change: Change) -> Json:
         "refused_per_s": refused / change.seconds,
         "ttft_s": {"p50": ttft[0], "p99": ttft[1]},
         "itl_s": {"p50": itl[0], "p99": itl[1]},
-        **_bubble(change),
     }
 
 

@@ -27,14 +27,14 @@ STAGE_OF = {
 def timeline(request: Json, decode_ids: Sequence[str]) -> list[Json]:
     """Bars of a request that has ended, in seconds after its arrival. An eviction repeats stages.
 
-    `decode_ids`: where it decoded after each stay in the pool, as far as they are known; later: where it ended. The
-    steps are of the last epoch: after a loss, all that was before them is one bar, LOST. When step MOST_STEPS ended is
-    unknown: from there on one bar, NOT_NOTED, up to now or to what is known of an open request.
+    `decode_ids`: where it decoded after each stay in the pool, as the scheduler knows. The steps are of the last epoch:
+    after a loss, all that was before them is one bar, LOST. When step MOST_STEPS ended is unknown: from there on one
+    bar, NOT_NOTED, up to now or to what is known of an open request.
     """
     steps: list[list[Any]] = request["steps"]
     if not steps:
         return [] if request["outcome"] == "open" else _untold(request)
-    decodes = iter(decode_ids)
+    decodes = iter(_decode_ids(request, decode_ids))
     ends = [begin_s for _, begin_s in steps[1:]] + [request["took_s"]]
     bars, where = [_bar(LOST, "", 0.0, steps[0][1])] if request["losses"] else [], ""
     for number, ((stage, begin_s), end_s) in enumerate(zip(steps, ends, strict=True), 1):
@@ -46,6 +46,31 @@ def timeline(request: Json, decode_ids: Sequence[str]) -> list[Json]:
             where = next(decodes, request["decode_id"])
         bars.append(_bar(stage, _place(stage, request, where or request["decode_id"]), begin_s, end_s))
     return bars
+
+
+def _decode_ids(request: Json, told: Sequence[str]) -> Sequence[str]:
+    """`told`, or, if the scheduler does not know all stays (any more), where tokens came from before the next one."""
+    steps = request["steps"]
+    stays_s = [begin_s for stage, begin_s in steps if stage == "pool"]
+    if len(told) == len(stays_s) - (steps[-1][0] != "decode"):
+        return told
+    moves = request.get("moves", [])  # a gateway of an older version tells none
+    found = [next((name for at_s, name in reversed(moves) if at_s <= next_s), "") for next_s in stays_s[1:]]
+    return [name or request["decode_id"] for name in found]
+
+
+def with_last_stay(request: Json, stays: Sequence[Json]) -> Json:
+    """A request that ended while it was evicted, which no worker has told: its last stay in the pool, from `stays`."""
+    steps, last = request["steps"], stays[-1] if stays else None
+    if last is None or last["epoch"] != request["epoch"] or last["decode_id"] or not last["over"]:
+        return request
+    if not steps or steps[-1][0] != "decode" or len(steps) >= MOST_STEPS:
+        return request
+    begin_s = max(steps[-1][1], request["took_s"] - last["waited_s"])
+    stages, waited_s = dict(request["stages"]), request["took_s"] - begin_s
+    stages["decode"] = max(0.0, stages.get("decode", 0.0) - waited_s)
+    stages["pool"] = stages.get("pool", 0.0) + waited_s
+    return {**request, "stages": stages, "steps": [*steps, ["pool", begin_s]]}
 
 
 def evicted_at(steps: Iterable[Sequence[Any]]) -> list[Any]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from alignedserve.gateway.live.history import describe
 from alignedserve.gateway.live.timeline import UNTIL_FIRST, evicted_at, timeline
-from alignedserve.request import MOST_STEPS, Stage
+from alignedserve.request import MOST_STEPS
 
 if TYPE_CHECKING:
     from alignedserve.gateway.ledger.calls import Answer
@@ -31,7 +31,7 @@ def bars_of(answer: Answer, now_ns: int) -> list[Bar]:
     request = {**describe(answer), "took_s": (watch.since_ns - arrival_ns) / 1e9}
     found = [
         Bar(bar["stage"], bar["where"], *(arrival_ns + round(bar[end] * 1e9) for end in ("begin_s", "end_s")))
-        for bar in timeline(request, _decode_ids(answer))
+        for bar in timeline(request, ())
     ]
     return found[:-1] if len(watch.steps) == MOST_STEPS else found  # what followed the last step is unknown
 
@@ -57,13 +57,3 @@ def _by_own_times(answer: Answer, now_ns: int) -> list[Bar]:
     end_ns = now_ns if answer.finish is None else answer.unix_ns(answer.last_token_s)
     first = Bar(UNTIL_FIRST, answer.prefill_id, begin_ns, first_ns)
     return [first, Bar(FURTHER, answer.decode_id, first_ns, end_ns)] if end_ns > first_ns else [first]
-
-
-def _decode_ids(answer: Answer) -> list[str]:
-    """Where it decoded after each stay in the pool: where its tokens had come from when the next one began."""
-    stays_ns = [begun_ns for stage, begun_ns in answer.stopwatch.steps if stage is Stage.POOL]
-    found = [
-        next((decode_id for moved_ns, decode_id in reversed(answer.moves) if moved_ns <= next_ns), answer.decode_id)
-        for next_ns in stays_ns[1:]
-    ]
-    return [*found, answer.decode_id]

@@ -177,8 +177,10 @@ def _thinking(fields: Fields) -> dict[str, Any]:
     kind = thinking.text("type")
     if kind == "disabled":
         return {"enable_thinking": False}
-    if kind not in ("enabled", "adaptive"):
-        raise unsupported(thinking, "type", f"thinking.type must be enabled, adaptive or disabled; got {kind[:60]!r}")
+    if kind not in ("enabled", "adaptive", "between_tools"):
+        raise unsupported(
+            thinking, "type", f"thinking.type must be enabled, adaptive, between_tools or disabled; got {kind[:60]!r}"
+        )
     found: dict[str, Any] = {"enable_thinking": True}
     if kind == "enabled":
         found["thinking_token_budget"] = thinking.required("budget_tokens")

@@ -55,7 +55,7 @@ _REFUSED = refusals(
     ("reasoning_effort", "use reasoning.effort"),
     ("functions function_call", "use tools"),
     one=("n", "num_return_sequences"),
-) | {"truncation": Refusal("truncation", "input is never shortened", ("disabled",))}
+) | {"truncation": Refusal("truncation", "it is disabled or auto", ("disabled", "auto"))}
 _UNSTORED = refusals(
     ("previous_response_id", "responses are not stored (batches.folder); send the earlier items in input"),
     ("store", "responses are not stored (batches.folder); set it to false"),

@@ -69,7 +69,7 @@ class Stay:
     """One stay in the pool. `sent_first`: requests that left it meanwhile for a decode instance.
 
     Of them `shorter` and `longer` by prefix length, as far as they are remembered. Not `joined`: it came back, or was
-    lost, before it decoded. `epoch`: of the request then. Not `over`: up to now.
+    lost, before it decoded. `epoch`: of the request then. Not `over`: up to now. `decode_id`: "" if it ended there.
     """
 
     epoch: int
@@ -110,6 +110,12 @@ class PoolStays:
 
     def leave(self, key: RequestKey, arrival: Arrival, kv_tokens: int, waited_s: float, decode_id: str) -> None:
         """The request is sent to a decode instance."""
+        self.end(key, arrival, kv_tokens, waited_s, decode_id)
+        self._sent += 1
+        self._lengths.append(kv_tokens)
+
+    def end(self, key: RequestKey, arrival: Arrival, kv_tokens: int, waited_s: float, decode_id: str = "") -> None:
+        """The request leaves the pool; without `decode_id` it ends there."""
         request_id = key.request_id
         stays = self._left.setdefault(request_id, [])
         stays.append(_Left(key.epoch, arrival, self._sent, kv_tokens, waited_s, decode_id))
@@ -120,8 +126,6 @@ class PoolStays:
         if len(stays) > MOST_OF_ONE:
             del stays[0]
             self._count -= 1
-        self._sent += 1
-        self._lengths.append(kv_tokens)
 
     def join(self, request_id: str) -> None:
         """The request decodes after its newest stay."""

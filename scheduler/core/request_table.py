@@ -148,6 +148,9 @@ class RequestTable:
         self.background[record.state] -= background
         if record.state is RequestState.WAITING:
             self.waiting.add(record.kv_tokens, -1)
+            if state is RequestState.ENDED and record.arrival is not None:
+                waited_s = now_s - record.entered_s[RequestState.WAITING]
+                self.stays.end(record.key, record.arrival, record.kv_tokens, waited_s)
         elif state is RequestState.WAITING:
             self.waiting.add(record.kv_tokens, 1)
             record.arrival = self.stays.arrive(self.counts[state])

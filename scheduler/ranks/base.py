@@ -106,6 +106,10 @@ class Placement(ABC):
         """The cost model of a rank, if there is one. Called once, before the first request. The base ignores it."""
         return
 
+    def share_cache(self) -> None:
+        """The ranks have one cache, so that a move copies nothing. Called once, at first. The base ignores it."""
+        return
+
     @abstractmethod
     def add(self, request: Ready, ranks: Sequence[Rank]) -> int | None:
         """The rank that the request waits at, first come, first served; None: it waits here until `refill`."""

@@ -32,6 +32,7 @@ SLACK = 0.01  # share of the mean load by which a rank may exceed it before requ
 LONG = 4  # times the mean: the longest request of the batch from which `Weights.unequal` is taken
 COPY_WEIGHT = 0.1  # by how many tokens the higher load must fall for each token that is copied
 MOST_MOVES = 4  # from one boundary to the next
+MOST_FREE_MOVES = 64  # where ranks share a cache
 
 
 class SharedPool(Placement):
@@ -46,9 +47,13 @@ class SharedPool(Placement):
         self._cost: StepCost | None = None
         self._weights: Weights | None = None
         self._weighed = 0  # the mean number of requests that `_weights` are of
+        self._copy_weight, self._most_moves = COPY_WEIGHT, MOST_MOVES
 
     def use_cost(self, cost: StepCost) -> None:
         self._cost = cost
+
+    def share_cache(self) -> None:
+        self._copy_weight, self._most_moves = 0.0, MOST_FREE_MOVES
 
     def add(self, request: Ready, ranks: Sequence[Rank]) -> None:
         self._window.add(request)
@@ -96,7 +101,8 @@ class SharedPool(Placement):
         if level == math.inf:
             return full_caches.moves(ranks, loads, members, self._window, weights)
         movable: dict[int, list[Ready]] = {}
-        while len(found) < MOST_MOVES:
+        came: dict[int, list[Ready]] = {}
+        while len(found) < self._most_moves:
             source = max(range(len(loads)), key=loads.__getitem__)
             targets = [rank.number for rank in ranks if rank.slots > 0 and rank.number != source]
             if loads[source] - level <= SLACK * level or not targets:
@@ -108,8 +114,9 @@ class SharedPool(Placement):
             if best is None:
                 break
             movable[source].remove(best)
-            leave(ranks[source], best, movable[source])
+            leave(ranks[source], best, sorted((*movable[source], *came.get(source, ())), key=lambda one: one.tokens))
             ranks[target].take(best)
+            came.setdefault(target, []).append(best)
             for number in (source, target):
                 loads[number] = self._load(ranks[number], weights)
             found.append(Move(best.key, source, target))
@@ -140,7 +147,7 @@ class SharedPool(Placement):
             leave(after_source, one, [other for other in held[-2:] if other is not one])
             after_target.take(one)
             gain = above - max(self._load(after_source, weights), self._load(after_target, weights))
-            worth = gain - COPY_WEIGHT * one.tokens
+            worth = gain - self._copy_weight * one.tokens
             if worth > most:
                 best, most = one, worth
         return best

@@ -65,6 +65,12 @@ def uses_attention_interface(model_type: str) -> bool:
     return model_class is None or f"class {model_class}(" not in source or "ALL_ATTENTION_FUNCTIONS" in source
 
 
+def has_tensor_plan(model_type: str) -> bool:
+    """False if it has no plan for ranks that share its layers; True also if that is unknown."""
+    source = config_source(model_type)
+    return source is None or not source.complete or "base_model_tp_plan" in _model_source(model_type, "configuration")
+
+
 @lru_cache(maxsize=8)
 def config_source(model_type: str) -> ConfigSource | None:
     """The class that reads its config.json; None if its source has an unknown structure."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +24,7 @@ import pytest
 
 from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.control.samples import value
+from alignedserve.gateway.live import feed as live_feed
 from alignedserve.model import resolve_model
 from support.browser import NO_AXE, NO_BROWSER, Page, browser_page
 from support.fake_cluster import FakeCluster, counting_script, silent_script
@@ -202,6 +204,28 @@ async def test_a_hidden_tab_gives_its_connection_back() -> None:
         await cluster.wait_for(lambda: feed.viewers == 0, 20.0)
         await page.evaluate(hide.format("false") + seen)
         await cluster.wait_for(lambda: feed.viewers == 1)
+
+
+async def test_plots_show_no_stale_figures_and_begin_anew_with_a_clock_that_is_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    newest = "Number(document.querySelector('#history figure')?.dataset.newest ?? 0)"
+    async with FakeCluster() as cluster, running_gateway(cluster) as gateway, browser_page() as page:
+        await page.open(f"{gateway.url}/")
+        await page.wait_for(f"{newest} > 0")
+        cluster.no_live = True
+        await page.wait_for("document.getElementById('feed').dataset.state === 'stale'")
+        before = await page.evaluate(newest)
+        await asyncio.sleep(2.5)
+        assert await page.evaluate(newest) == before
+        cluster.no_live = False
+        await page.wait_for(f"{newest} > {before}")
+        clock = SimpleNamespace(time=lambda: time.time() - 30.0, monotonic=time.monotonic)
+        monkeypatch.setattr(live_feed, "time", clock)  # as of another gateway
+        await page.wait_for(f"{newest} < {before}")
+        after = await page.evaluate(newest)
+        await page.wait_for(f"{newest} > {after}")
+        assert page.complaints == []
 
 
 async def test_a_process_that_is_killed_is_seen_within_two_seconds(server: ServeProcess) -> None:

@@ -44,7 +44,12 @@ WITHOUT_DATA = {
 }
 
 STOPPED = 'alignedserve_gateway_requests_total{outcome="stop"}'
-# Series with which only this alert fires after half an hour; a sample a minute.
+# A cluster that answers and has a supervisor.
+ANSWERS = {
+    'up{job="alignedserve", instance="here:8000"}': "1x40",
+    'alignedserve_role_starts_total{job="alignedserve", instance="here:8000"}': "8x40",
+}
+# Series, beside those of ANSWERS, with which only this alert fires after half an hour; a sample a minute.
 FIRES: Mapping[str, Mapping[str, str]] = {
     "NoAnswer": {'up{job="alignedserve", instance="here:8000"}': "0x40"},
     "SupervisorMissing": {'up{job="alignedserve-metrics", instance="here:8000"}': "1x40"},
@@ -54,13 +59,15 @@ FIRES: Mapping[str, Mapping[str, str]] = {
     "KvCorrupted": {'alignedserve_kv_checksum_mismatches_total{instance="decode-0"}': "0x20 1x20"},
     "RolesRestart": {"alignedserve_role_starts_total": "8x10 14x30"},
     "RequestsRefused": {STOPPED: "0+9x40", 'alignedserve_gateway_requests_total{outcome="overloaded"}': "0+1x40"},
-    "RequestsLate": {"alignedserve_late_requests_share": "0.3x40"},
+    "RequestsLate": {
+        "alignedserve_late_requests_share": "0.3x40",
+        "alignedserve_gateway_output_tokens_total": "0+100x40",
+    },
     "KvDroppedForRoom": {"alignedserve_requests_dropped_for_room_total": "0+1x40"},
     "PoolNearlyFull": {
-        'alignedserve_kv_blocks{store="kv_pool-0", state="free"}': "1x40",
-        'alignedserve_kv_blocks{store="kv_pool-0", state="cached"}': "2x40",
-        'alignedserve_kv_blocks{store="kv_pool-0", state="owned"}': "97x40",
-        'alignedserve_kv_capacity_blocks{store="kv_pool-0"}': "100x40",
+        "alignedserve_requests_queued": "3x40",
+        'alignedserve_prefill_pending_tokens{instance="prefill-0"}': "0x40",
+        'alignedserve_prefill_pending_tokens{instance="prefill-1"}': "0x40",
     },
     "CopiesFail": {'alignedserve_kv_copy_failures_total{instance="decode-0"}': "0+1x40"},
     "DiskTierOff": {'alignedserve_disk_tier_on{instance="kv_pool-0", doing="write"}': "0x40"},
@@ -68,16 +75,25 @@ FIRES: Mapping[str, Mapping[str, str]] = {
     "BatchesExpire": {'alignedserve_gateway_batches_total{status="expired"}': "0x20 1x20"},
 }
 HEALTHY = {
-    'up{job="alignedserve", instance="here:8000"}': "1x40",
-    'alignedserve_role_starts_total{job="alignedserve", instance="here:8000"}': "8x40",
+    **ANSWERS,
     'alignedserve_ready_instances{role="decode"}': "1x40",
     STOPPED: "0+90x40",
     'alignedserve_gateway_requests_total{outcome="unavailable"}': "0+1x40",
     "alignedserve_gateway_output_tokens_total": "0+100x40",
     "alignedserve_requests_decoding": "2x40",
-    'alignedserve_kv_blocks{store="kv_pool-0", state="cached"}': "60x40",
-    'alignedserve_kv_capacity_blocks{store="kv_pool-0"}': "100x40",
+    "alignedserve_requests_queued": "3x40",
+    'alignedserve_prefill_pending_tokens{instance="prefill-0"}': "0x40",
+    'alignedserve_prefill_pending_tokens{instance="prefill-1"}': "500x40",
     "alignedserve_late_requests_share": "0.1x40",
+}
+# Nothing is asked for, after requests that were late.
+IDLE = {
+    **ANSWERS,
+    "alignedserve_gateway_output_tokens_total": "0+100x5 500x35",
+    "alignedserve_requests_decoding": "2x5 0x35",
+    "alignedserve_requests_queued": "0x40",
+    'alignedserve_prefill_pending_tokens{instance="prefill-0"}': "0x40",
+    "alignedserve_late_requests_share": "0.3x40",
 }
 
 
@@ -110,12 +126,14 @@ def test_promtool_accepts_configuration_and_rules(written: Path) -> None:
 
 def test_each_alert_fires_alone_and_none_while_all_is_well(written: Path) -> None:
     assert list(FIRES) == [alert.name for alert in ALERTS]
-    tests = [fires(series, {name: 1.0}) for name, series in FIRES.items()] + [fires(HEALTHY, {})]
+    tests = [fires({**ANSWERS, **series}, {name: 1.0}) for name, series in FIRES.items()]
+    tests += [fires(HEALTHY, {}), fires(IDLE, {})]
+    tests.append(fires({STOPPED: "0+90x40"}, {"NoAnswer": 1.0}))  # the target has gone with its pod
     twice = {
         f'alignedserve_kv_copy_failures_total{{instance="decode-0", job="{job}"}}': "0+1x40"
         for job in ("alignedserve", "alignedserve-roles")
     }
-    tests.append(fires(twice, {"CopiesFail": 1.0}))  # the pages of the processes have the same samples
+    tests.append(fires({**ANSWERS, **twice}, {"CopiesFail": 1.0}))  # the pages of the processes have the same samples
     content = {"rule_files": ["alerts.yml"], "evaluation_interval": "1m", "tests": tests}
     (written / "test.yml").write_text(yaml.safe_dump(content))
     assert "SUCCESS" in run("promtool", "test", "rules", "test.yml", folder=written)

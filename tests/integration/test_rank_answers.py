@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
 from alignedserve.ranks.degrees import Degrees
+from alignedserve.testing.models import make_model
 from support.gateway import http_to, joined_gateway
 from support.held import wait_nothing_held
 
@@ -33,28 +35,28 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
-def config(prefill: Degrees, decode: Degrees) -> Config:
+def config(prefill: Degrees, decode: Degrees, model: Path = TINY) -> Config:
     """The cache holds about three of the requests."""
     return from_tree(
         {
-            "model": {"path": str(TINY)},
+            "model": {"path": str(model)},
             "cluster": {"device": "cpu", "threads": 2},
             "kv_pool": {"size_gib": 0.1, "block_size": 4, "verify": True},
             "prefill": {
                 "tensor_parallel": prefill.tensor, "pipeline_parallel": prefill.stages, "token_budget": 24,
             },
             "decode": {
-                "tensor_parallel": decode.tensor, "pipeline_parallel": decode.stages, "cache_blocks": 90,
-                "join_iterations": 1,
+                "tensor_parallel": decode.tensor, "pipeline_parallel": decode.stages,
+                "expert_parallel": decode.experts, "cache_blocks": 90, "join_iterations": 1,
             },
             "supervisor": {"heartbeat_s": 0.2},
         }
     )  # fmt: skip
 
 
-async def answers(prefill: Degrees, decode: Degrees) -> tuple[list[dict[str, Any]], float]:
+async def answers(prefill: Degrees, decode: Degrees, model: Path = TINY) -> tuple[list[dict[str, Any]], float]:
     """Texts, finish reasons and log-probabilities of two rounds, and the number of evictions."""
-    async with LocalCluster(config(prefill, decode)) as cluster:
+    async with LocalCluster(config(prefill, decode, model)) as cluster:
         await cluster.wait_ready()
         async with joined_gateway(cluster.join_info()) as gateway, http_to(gateway, 120.0) as http:
 
@@ -88,10 +90,24 @@ def of_one() -> list[dict[str, Any]]:
 )
 async def test_answers_are_those_of_one_rank(of_one: list[dict[str, Any]], prefill: Degrees, decode: Degrees) -> None:
     found, evictions = await answers(prefill, decode)
+    check(found, evictions, of_one)
+    assert all(isinstance(json.loads(found[at]["text"]), list) for at in (4, 4 + len(WAYS)))
+
+
+@pytest.mark.slow
+async def test_answers_of_ranks_that_share_experts_are_those_of_one_rank(tmp_path: Path) -> None:
+    vocabulary = json.loads((TINY / "config.json").read_text())["vocab_size"]
+    mixture = make_model("mixtral", tmp_path / "mixture", seed=26, vocab_size=vocabulary)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, mixture / name)
+    of_one, _ = await answers(Degrees(), Degrees(), mixture)
+    check(*await answers(Degrees(), Degrees(experts=2), mixture), of_one)
+
+
+def check(found: list[dict[str, Any]], evictions: float, of_one: list[dict[str, Any]]) -> None:
     for number, (answer, expected) in enumerate(zip(found, of_one, strict=True)):
         assert (answer["text"], answer["finish"]) == (expected["text"], expected["finish"]), WAYS[number % len(WAYS)]
         if answer["logprobs"] is not None:
             pairs = zip(answer["logprobs"]["token_logprobs"], expected["logprobs"]["token_logprobs"], strict=True)
             assert all(own == pytest.approx(theirs, abs=1e-3) for own, theirs in pairs)
-    assert all(isinstance(json.loads(found[at]["text"]), list) for at in (4, 4 + len(WAYS)))
     assert evictions > 0

@@ -144,8 +144,18 @@ async def test_the_death_of_a_rank_is_that_of_its_instance_and_costs_no_token(
     folder: Path, degrees: Degrees, role_id: str, number: int
 ) -> None:
     """Also of one that is stopped."""
+    await check_death(folder, degrees, degrees, role_id, number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_the_death_of_a_rank_that_has_experts_costs_no_token(mixture: Path, number: int) -> None:
+    await check_death(mixture, ONE, Degrees(experts=2), "decode-0", number)
+
+
+async def check_death(folder: Path, prefill: Degrees, decode: Degrees, role_id: str, number: int) -> None:
     prompts, reference = random_prompts(LENGTHS, VOCAB_SIZE, seed=23), load_reference(folder)
-    async with LocalCluster(config(folder, degrees, degrees)) as cluster:
+    async with LocalCluster(config(folder, prefill, decode)) as cluster:
         await cluster.wait_ready()
         async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
             incarnation = cluster.peer(role_id).process.incarnation

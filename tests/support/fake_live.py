@@ -23,7 +23,10 @@ def fake_live(peers: Iterable[sv.Peer]) -> sv.LiveState:
     for state, count in (("free", 5), ("owned", 3), ("cached", 0)):
         page.gauge("kv_blocks", "blocks", count, store="decode-0/cache", state=state)
     page.gauge("kv_capacity_blocks", "blocks", 8, store="decode-0/cache")
-    status = sv.ClusterStatus(peers=peers, cluster_id="fake", state="ready", metrics=page.text())
+    gateway = Page(instance="gateway-0")
+    gateway.counter("gateway_requests_total", "requests", 1, outcome="length")
+    metrics = page.text() + gateway.text()
+    status = sv.ClusterStatus(peers=peers, cluster_id="fake", state="ready", metrics=metrics)
     return sv.LiveState(
         status=status,
         lives={"decode-0": json.dumps(DECODE), "scheduler-0": json.dumps(SCHEDULER)},

@@ -52,7 +52,7 @@ function complete(state) {
 
 function take(state) {
   latest = complete(state);
-  remember(latest);
+  if (!latest.stale) remember(latest);  // its figures are those of the state before
   playground.offer(latest.chat);
   schedule();
 }

@@ -5,6 +5,7 @@ import { compact, rate, seconds, whole } from "./format.js";
 const KEEP_S = 300;
 const HEIGHT = 150;
 const GAP_S = 5;  // a longer pause between states is a gap in the lines
+const BACK_S = 5;  // a state that is older by more is of another gateway, whose clock is behind
 
 const PLOTS = [
   { name: "Output tokens", show: (value) => rate(value, "tokens"), short: compact, lines: [["tokens", "decode", (s) => s.rates.output_tokens_per_s]] },
@@ -31,6 +32,7 @@ let plots = [];
 
 /** Called for each state, also while nobody looks. */
 export function remember(state) {
+  if (times.length && state.now < times.at(-1) - BACK_S) forget();
   if (times.length && state.now <= times.at(-1)) return;
   if (times.length && state.now > times.at(-1) + GAP_S) append(times.at(-1) + 1, () => null);
   append(state.now, (read) => read(state) ?? null);
@@ -38,6 +40,10 @@ export function remember(state) {
     times.shift();
     columns.forEach((lines) => lines.forEach((values) => values.shift()));
   }
+}
+
+function forget() {
+  for (const values of [times, ...columns.flat()]) values.length = 0;
 }
 
 function append(at, valueOf) {
@@ -115,6 +121,7 @@ function makePlot(plan, number) {
   return {
     update() {
       chart.setData([times, ...columns[number]]);
+      setAttribute(figure, "data-newest", times.at(-1));
       showLegend();
       describe();
     },

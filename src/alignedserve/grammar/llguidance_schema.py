@@ -12,6 +12,7 @@ from alignedserve.grammar.closing import close_objects
 ONE_SPACE = " ?"  # between the tokens of JSON: whitespace without limit would let a model go on for ever
 ESCAPES = '"\\bfnrt'  # of strings; with \u a key could be spelled so that it is not seen to be one of `properties`
 NAME = "llguidance"
+MOST_REPEATED = 1 << 16  # characters
 
 
 _YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
@@ -30,11 +31,12 @@ def _unless_closed(node: rules.Node) -> str | None:
     return None if closed else "more properties than `required` names cannot be asked for where keys are free"
 
 
-# Zod's pattern of an address, which clients in TypeScript write for `z.email()`, and its equal without look-ahead.
+# Patterns that clients write, and their equals without look-ahead: Zod's of an address, Pydantic's of a decimal number.
 _WITHOUT_LOOKING = {
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$",
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
         r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
-    )
+    ),
 }
 
 
@@ -44,6 +46,26 @@ def _pattern(node: rules.Node) -> str | None:
     if trouble is None:
         node["pattern"] = rules.common_classes(node["pattern"])
     return trouble
+
+
+def _names(node: rules.Node) -> str | None:
+    """`propertyNames` that lists them: the same as `properties` of a closed object."""
+    names, own = node["propertyNames"], node.get("properties", {})
+    listed = names.get("enum") if isinstance(names, dict) and names.keys() <= {"enum", "type", "title"} else None
+    if not isinstance(listed, list) or names.get("type", "string") != "string" or not isinstance(own, dict):
+        return rules.never(node)
+    keys = [name for name in listed if isinstance(name, str)]
+    if not keys or own.keys() - set(keys) or node.get("patternProperties"):
+        return rules.never(node)
+    rest = node.get("additionalProperties", True)
+    text = json.dumps(rest)  # it is written for each key
+    if "propertyNames" in text or len(keys) * len(text) > MOST_REPEATED:
+        return "with so many names, list them as `properties` of an object with `additionalProperties: false`"
+    if rest is not False:
+        node["properties"] = {key: own.get(key, {} if rest is True else rest) for key in keys}
+        node["additionalProperties"] = False
+    del node["propertyNames"]
+    return None
 
 
 def _format(node: rules.Node) -> str | None:
@@ -70,10 +92,11 @@ def _pattern_keys(node: rules.Node) -> str | None:
 
 _KEYWORDS: Mapping[str, rules.Rule] = {
     **dict.fromkeys(
-        ("uniqueItems", "contains", "not", "if", "propertyNames", "dependentRequired", "dependentSchemas",
-         "dependencies", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef", "disallow",
-         "divisibleBy", "extends"), rules.never,
+        ("uniqueItems", "contains", "not", "if", "dependentRequired", "dependentSchemas", "dependencies",
+         "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef", "disallow", "divisibleBy",
+         "extends"), rules.never,
     ),
+    "propertyNames": _names,
     "minProperties": _unless_closed,
     "format": _format,
     "pattern": _pattern,

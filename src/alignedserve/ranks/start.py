@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import socket
 import sys
+import traceback
 
 from alignedserve.ranks.forks import MAIN, bind_to_parent, end_with
 
@@ -15,4 +17,8 @@ if __name__ == "__main__":
     bind_to_parent(int(sys.argv[2]))
     channel = socket.socket(fileno=int(sys.argv[1]))
     end_with(channel)
-    importlib.import_module(MAIN).compute(channel)
+    try:
+        importlib.import_module(MAIN).compute(channel)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # threads of Gloo may wait for other ranks

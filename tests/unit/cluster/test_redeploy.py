@@ -15,6 +15,7 @@ from alignedserve.cluster.supervisor.plan import Node, Shape
 from alignedserve.cluster.supervisor.redeploy import (
     ALL_ROLES,
     COUNTS,
+    DEGREES,
     DIVIDES_MEMORY,
     ROLLED,
     SERVES,
@@ -73,6 +74,12 @@ def test_the_scheduler_reads_whether_there_is_a_prefix_cache() -> None:
 def test_other_degrees_replace_the_instances_one_after_the_other() -> None:
     assert change(decode={"tensor_parallel": 2}) == Change(rolled=frozenset({"decode"}))
     assert change(cluster={"pipeline_parallel": 2}) == Change(rolled=frozenset({"decode", "prefill"}))
+
+
+def test_on_gpus_other_degrees_replace_the_cluster_since_bundles_and_caches_depend_on_them() -> None:
+    new = from_arguments({"decode": {"tensor_parallel": 2}})
+    assert compare(Config(), new, on_gpus=True) == Change(("decode.tensor_parallel",))
+    assert compare_all([("decode", Config())], new, on_gpus=True).replaced_for == ("decode.tensor_parallel",)
 
 
 def test_both_at_once() -> None:
@@ -148,7 +155,7 @@ async def test_numbers_of_instances_are_compared_with_those_followed_last_where_
 
 
 def test_every_key_that_is_named_is_one() -> None:
-    assert {*COUNTS, *SERVES, *ROLLED, *DIVIDES_MEMORY} <= set(known_keys())
+    assert {*COUNTS, *SERVES, *ROLLED, *DEGREES, *DIVIDES_MEMORY} <= set(known_keys())
 
 
 class Refusing:

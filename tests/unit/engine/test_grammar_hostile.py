@@ -117,6 +117,28 @@ def test_addresses_that_are_not_used_are_no_reason_to_refuse() -> None:
     assert found(JSON, {"type": "object", "propertyNames": {"type": "string"}}, '{"a":1}') is True
 
 
+def test_listed_property_names_close_an_object() -> None:
+    names = {"propertyNames": {"type": "string", "enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}}
+    for schema in ({"type": "object", **names}, {"type": "object", **names, "properties": {"b": {"const": 2}}}):
+        assert found(JSON, schema, '{"a":1,"b":2}') is True
+        assert found(JSON, schema, "{}") is True
+        assert found(JSON, schema, '{"a":"x"}') is False
+        assert found(JSON, schema, '{"c":1}') is False
+    assert found(JSON, {**schema, "additionalProperties": False}, '{"a":1}') is False
+    assert refused(found(JSON, {**schema, "properties": {"c": {}}}, "{}"), "propertyNames at /")
+    assert refused(found(JSON, {**schema, "propertyNames": {"minLength": 2}}, "{}"), "propertyNames at /")
+    deep: dict[str, Any] = {}
+    for _ in range(30):
+        deep = {"propertyNames": {"enum": list("abcdefghij")}, "additionalProperties": deep}
+    assert refused(found(JSON, deep, "{}"), "list them as `properties`")
+
+
+@pytest.mark.parametrize("text", ["1", "-1.", "+0.5", ".5", "-.25", "007", "", "-", ".", "+.", "1-", "1.2.3"])
+def test_pydantics_pattern_of_a_decimal_is_followed_without_looking_ahead(text: str) -> None:
+    pattern = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+    assert found(JSON, {"type": "string", "pattern": pattern}, json.dumps(text)) is bool(re.search(pattern, text))
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(("kind", "text"), [
     (JSON, r'{"properties": {"\ud800": {"not": {}}}}'), (GrammarKind.CHOICE, r'["\udfff"]'),

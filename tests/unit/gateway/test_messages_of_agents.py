@@ -280,3 +280,9 @@ async def test_a_stream_begins_before_its_first_token_if_that_is_late(
         text = (await answer.aread()).decode()
     assert " value" in text
     assert text.endswith("data: [DONE]\n\n")
+
+
+def test_thinking_between_tools_is_thinking() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"model": "tiny", "max_tokens": 5, "messages": messages, "thinking": {"type": "between_tools"}}
+    assert parse_messages(body).enable_thinking is True

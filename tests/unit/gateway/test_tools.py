@@ -120,7 +120,6 @@ async def client(gateway: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
         ({"thinking_token_budget": -1}, "thinking_token_budget"),
-        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "tool_calls": [{"function": {"name": "a"}}]}]}, "messages[0].content"),
     ],
 )  # fmt: skip
@@ -195,6 +194,8 @@ async def test_no_text_of_tools_or_calls_becomes_a_special_token() -> None:
         {"function": {"name": evil, "arguments": json.dumps({evil: [evil]})}}]}]  # fmt: skip
     (submitted,) = await Front().submit(CHAT, {"messages": turns, "tools": [tool]})
     (plain,) = await Front().submit(CHAT, {"messages": [*HI, {"role": "assistant", "content": ""}], "tools": [NOW]})
+    (empty,) = await Front().submit(CHAT, {"messages": [*HI, {"role": "assistant"}], "tools": [NOW]})
+    assert empty.prompt_token_ids == plain.prompt_token_ids
     assert TOKENIZER is not None
     specials = [[t for t in spec.prompt_token_ids if t in TOKENIZER.special_ids] for spec in (submitted, plain)]
     assert specials[0] == specials[1]

@@ -195,7 +195,7 @@ def test_tools_formats_and_effort_become_chats() -> None:
         ({"store": True}, "store"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "middle"}, "truncation"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "searching"}]}, "tools[0].type"),
         ({"tools": [{"type": "custom", "name": ["a"]}]}, "tools[0].name"),
@@ -242,6 +242,10 @@ def test_what_an_answer_could_not_repeat_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequestError, match="nests deeper") as refused:
         parse_responses({"input": "hi", name: value})
     assert refused.value.param == name
+
+
+def test_an_input_that_fits_needs_no_truncation() -> None:
+    assert parse_responses({"input": "hi", "truncation": "auto"}).ignored == []
 
 
 def test_what_has_no_effect_is_named() -> None:

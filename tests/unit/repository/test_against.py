@@ -37,6 +37,8 @@ metrics = {
     "prompt_token_count": of(512), "output_token_count": of(256), "output_tokens_per_second": of(streams * 10 / slow),
     "time_to_first_token_ms": of(20 * slow), "inter_token_latency_ms": of(5 * slow), "request_latency": of(0.5 * slow),
 }
+if target.endswith(":8"):
+    metrics["time_to_first_token_ms"]["successful"]["percentiles"]["p50"] = None
 report.write_text(json.dumps({"benchmarks": [{"metrics": metrics}]}))
 """
 
@@ -110,9 +112,10 @@ def test_a_run_goes_on_with_what_lacks(arguments: list[str], tmp_path: Path) -> 
         ("ours=http://a:1,m", (), "two endpoints are named 'ours'"),
         ("down=http://127.0.0.1:1", (), "http://127.0.0.1:1/v1/models does not tell a model"),
         ("other=http://b:9,m", (), "guidellm ended with 1, see "),
+        ("other=http://b:8,m", (), "the report of guidellm in "),
         ("other=http://b:2,m", ("--command", "no-such-tool"), "no-such-tool is not installed: pip install guidellm"),
     ],
-    ids=["no name", "two of a name", "no model", "the tool fails", "no tool"],
+    ids=["no name", "two of a name", "no model", "the tool fails", "no figure", "no tool"],
 )
 def test_what_is_wrong_is_said(
     endpoint: str, more: tuple[str, ...], words: str, arguments: list[str], capsys: pytest.CaptureFixture[str]

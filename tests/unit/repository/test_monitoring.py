@@ -196,6 +196,11 @@ def test_docker_mounts_what_is_written_and_listens_on_loopback() -> None:
     assert compose["services"]["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
 
 
+def test_the_readme_has_no_command_of_grafana_with_a_part_of_its_settings() -> None:
+    """It would listen on every interface, with a password that everybody knows."""
+    assert not re.search(r"GF_|grafana[ -]server", WRITTEN["README.md"])
+
+
 @pytest.mark.parametrize("key", ["", "/etc/keys/prometheus", "keys/prometheus"])
 def test_docker_mounts_each_file_that_prometheus_reads(key: str) -> None:
     made = files(Target.of(URL, INTERVAL_S, ray=True, roles=True, credentials=key))

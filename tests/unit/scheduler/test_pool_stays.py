@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.core import events as ev
 from alignedserve.scheduler.core.pool_stays import MOST_STAYS, PoolStays, WaitingLengths, bounds_of, bucket_of
 from alignedserve.scheduler.process.telling import MOST_TOLD, stays_json
-from support.core_cell import CoreCell
+from support.core_cell import CoreCell, key
 
 
 @given(st.integers(0, 1 << 24))
@@ -75,6 +76,18 @@ def test_memory_is_bounded() -> None:
         stays.leave(RequestKey("evicted", 0), stays.arrive(1), 1, 0.0, "decode-0")
     assert sum(len(one) for one in stays._left.values()) <= MOST_STAYS
     assert not list(stays.of("0"))
+
+
+def test_a_stay_that_a_request_ends_in_is_told_and_is_not_counted_as_sent() -> None:
+    cell = CoreCell()
+    cell.make_busy()
+    for name in ("mine", "other"):
+        cell.wait(name, tokens=20)
+    cell.do(ev.CancelRequested((key("mine"),)), after_s=3.0)
+    (told,) = json.loads(stays_json(cell.core, ["mine"]))["mine"]["stays"]
+    assert (told["waited_s"], told["decode_id"], told["over"], told["joined"]) == (3.0, "", True, False)
+    (other,) = json.loads(stays_json(cell.core, ["other"]))["other"]["stays"]
+    assert (other["sent_first"], other["over"]) == (0, False)
 
 
 def test_one_query_is_told_of_few_requests_only() -> None:

@@ -430,6 +430,15 @@ def test_model_types_are_those_of_transformers() -> None:
     assert not transformers_source.has_causal_lm("t5")
 
 
+def test_model_types_without_a_plan_for_ranks_are_those_of_transformers() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    without = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not transformers_source.has_tensor_plan(name)]
+    assert {"opt", "gpt2", "stablelm"} <= {*without}
+    assert not any(CONFIG_MAPPING[name].base_model_tp_plan for name in without)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_defaults_are_those_of_the_class(kind: str, models: Path) -> None:
     model_type = config_of(models / kind)["model_type"]

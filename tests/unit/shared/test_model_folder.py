@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
 
-from alignedserve.cluster.launch.preflight import model_note
-from alignedserve.errors import ModelError
+from alignedserve.cluster.launch.preflight import check_ranks, model_note
+from alignedserve.config_sources import from_arguments
+from alignedserve.errors import ModelError, UnsupportedModelError
 from alignedserve.model import resolve_model, unserved_generation_keys
 
 
@@ -62,3 +64,23 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(ModelError, match=r"cannot be downloaded: no route to host$"):
         resolve_model("org/name")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "degrees", "refused"),
+    [
+        ("stablelm", {"decode": {"tensor_parallel": 2}}, True),
+        ("stablelm", {"decode": {"pipeline_parallel": 2}}, False),
+        ("opt", {"prefill": {"tensor_parallel": 2}}, False),
+        ("llama", {"cluster": {"tensor_parallel": 2}}, False),
+    ],
+)
+def test_a_model_without_a_plan_is_shared_by_layers_only(
+    model_type: str, degrees: dict[str, Any], refused: bool, tmp_path: Path
+) -> None:
+    """Told before anything starts."""
+    shape = {"num_attention_heads": 4, "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 99}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **shape}))
+    config = from_arguments({"model": {"path": str(tmp_path)}, **degrees})
+    with pytest.raises(UnsupportedModelError, match=r"stablelm.*--decode-pp") if refused else nullcontext():
+        check_ranks(config, tmp_path)

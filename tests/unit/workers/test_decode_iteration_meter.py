@@ -68,6 +68,19 @@ def test_the_bubble_is_what_unequal_lengths_cost_more_than_equal_ones() -> None:
     assert balanced_s > 0.0
 
 
+def test_in_a_pipeline_a_round_of_all_lanes_is_predicted_as_it_was_profiled() -> None:
+    cost = load_step_cost("rtxpro6000-llama-3.1-8b")
+    meter = IterationMeter(cost, in_lanes=True)
+    lanes = [[700] * 8, [900] * 8]
+    for lengths in lanes:
+        meter.bubble_s(lengths)
+    meter.note_lanes(lanes)
+    found = samples(meter)
+    members = [700] * 8 + [900] * 8
+    assert found["alignedserve_iteration_predicted_seconds_total", ""] == cost.step_s((), members)
+    assert found["alignedserve_iteration_balanced_seconds_total", ""] == cost.balanced_step_s((), members)
+
+
 def test_the_bubble_is_the_simulators_where_it_is_below_0_too() -> None:
     prompts = [2745, 1450, 2156, 2604, 1908, 2866]  # one round of jobs is shorter than two at equal lengths
     cost = load_step_cost("rtxpro6000-llama-3.1-8b", kernel_mode="no_split_longest_first", block_bandwidth=5e9)

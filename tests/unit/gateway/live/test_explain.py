@@ -10,7 +10,7 @@ import pytest
 from alignedserve.gateway.live.explain import FOR_PREFILL, FOR_ROOM, POOL_REASONS, Told, explain
 from alignedserve.gateway.live.queue_cause import queue_cause
 from alignedserve.gateway.live.samples import Samples
-from alignedserve.gateway.live.timeline import open_timeline, timeline
+from alignedserve.gateway.live.timeline import open_timeline, timeline, with_last_stay
 from alignedserve.metrics import Page
 from alignedserve.request import MOST_STEPS
 from alignedserve.scheduler.core import pool_relief, scheduler_core, state
@@ -152,6 +152,32 @@ def test_the_timeline_says_where_each_stage_was() -> None:
     ]
     assert [bar["end_s"] for bar in bars[:-1]] == [bar["begin_s"] for bar in bars[1:]]
     assert bars[-1]["end_s"] == 6.0
+
+
+def test_without_the_schedulers_memory_bars_name_the_instances_that_tokens_came_from() -> None:
+    known = request(moves=[[2.9, "decode-0"], [5.1, "decode-1"]])
+    for remembered in ([], ["decode-1"]):
+        bars = timeline(known, remembered)
+        assert [bar["where"] for bar in bars if bar["stage"] == "decode"] == ["decode-0", "decode-1"]
+
+
+def test_a_request_that_ended_while_it_was_evicted_waited_in_the_pool() -> None:
+    """No worker told of the eviction."""
+    stays = [stay(), stay(decode_id="", waited_s=55.0, joined=False)]
+    steps, stages = [["pool", 0.3], ["decode", 4.0]], {"decode": 57.0, "pool": 3.7}
+    ended = request(took_s=61.0, outcome="deadline_exceeded", stages=stages, steps=steps)
+    found = with_last_stay(ended, stays)
+    assert found["stages"] == {"decode": 2.0, "pool": 58.7}
+    assert [(bar["stage"], bar["end_s"]) for bar in timeline(found, ["decode-0"])] == [
+        ("pool", 4.0),
+        ("decode", 6.0),
+        ("pool", 61.0),
+    ]
+    words, _ = explain(Told(found, stays, prefill=1, decode=2, prefix_cache=True))
+    assert any(one.startswith("It was evicted once") for one in words)
+    assert any(one.startswith("It waited 55.0 s in the pool again: 40 requests waited there already") for one in words)
+    for others in ([], stays[:1], [stay(decode_id="", epoch=1)], [stay(decode_id="", over=False)]):
+        assert with_last_stay(ended, others) is ended
 
 
 def test_the_timeline_begins_with_what_was_lost() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from alignedserve.gateway.body.planning import CallPlan, PromptPlan
@@ -9,7 +12,8 @@ from alignedserve.gateway.body.requests import ReplyOptions
 from alignedserve.gateway.ledger.calls import Answer, AnswerState, Call, caller, sent_request_id
 from alignedserve.gateway.ledger.resume import Delivered
 from alignedserve.gateway.live import history
-from alignedserve.gateway.live.history import RecentRequests, describe
+from alignedserve.gateway.live.history import RecentRequests, SlowRequests, describe, requests_of
+from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import SamplingParams
 
 PROMPT = PromptPlan((1, 2), SamplingParams(max_tokens=8))
@@ -78,3 +82,42 @@ def test_refused_calls_are_kept_apart_and_belong_to_their_key(monkeypatch: pytes
     assert refused[0].keys() == describe(answer).keys()
     assert [one["refused"] for one in recent.of(None)] == ["", *["the cluster is full"] * 2]
     assert [one["request_id"] for one in recent.of(b"")] == [answer.request_id]
+
+
+def listed(recent: RecentRequests, **query: Any) -> list[str]:
+    ledger: Any = SimpleNamespace(open_answers=lambda: (), answers_of=lambda name, owner: [])
+    found = requests_of(ledger, recent, gw.RequestsQuery(whosever=True, most=50, **query))
+    return [one["id"] for one in found]
+
+
+def test_the_slowest_are_listed_after_newer_ones_have_pushed_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MOST_REQUESTS", 2)
+    recent = RecentRequests()
+    for number, took_s in enumerate((9.0, 1.0, 2.0, 3.0)):
+        name = f"c{number}"
+        (answer,) = Call(CallPlan(name, (PROMPT,), ReplyOptions(), internal_id=name)).answers
+        answer.call.arrival_s -= took_s
+        answer.state = AnswerState.ENDED
+        recent.note(answer)
+    assert listed(recent) == ["c0", "c3", "c2", "c1"]
+    assert listed(recent, newest=True) == ["c3", "c2"]
+    assert listed(recent, id="c0") == ["c0"]
+
+
+def test_the_slowest_are_kept_for_five_minutes_a_few_of_each_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MOST_SLOW", 2)
+    monkeypatch.setattr(history, "MOST_OWNERS", 2)
+    now_s = [0.0]
+    slow = SlowRequests(lambda: now_s[0])
+
+    def kept(owner: bytes | None) -> list[float]:
+        return sorted(one["took_s"] for one in slow.of(owner))
+
+    for owner, took_s in ((b"a", 2.0), (b"a", 1.0), (b"a", 3.0), (b"b", 0.5), (b"c", 9.0)):
+        slow.note(owner, {"took_s": took_s})
+    assert [kept(owner) for owner in (b"a", b"b", b"c", None)] == [[2.0, 3.0], [0.5], [], [0.5, 2.0, 3.0]]
+    now_s[0] = 309.0
+    slow.note(b"c", {"took_s": 9.0})
+    assert kept(None) == [0.5, 2.0, 3.0, 9.0]
+    now_s[0] = 310.0
+    assert kept(None) == [9.0]

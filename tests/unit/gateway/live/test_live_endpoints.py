@@ -20,6 +20,7 @@ from alignedserve.cluster.cli.main import main
 from alignedserve.cluster.cli.top_command import feed, lasting, screen
 from alignedserve.errors import OverloadedError, UnavailableError
 from alignedserve.gateway.live import endpoints
+from alignedserve.gateway.live import feed as live_feed
 from alignedserve.gateway.live.feed import LiveFeed
 from alignedserve.gateway.live.samples import Change, Samples
 from alignedserve.gateway.live.state import live_state
@@ -130,15 +131,75 @@ def render(state: dict[str, Any]) -> list[str]:
     return str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]
 
 
-async def test_a_switch_of_batches_between_two_states_is_marked() -> None:
-    numbers = iter((3, 4, 4))
+def feed_of(*lives: sv.LiveState) -> LiveFeed:
+    """A feed that reads these, one after the other."""
+    left = iter(lives)
 
     async def read() -> sv.LiveState:
-        status = sv.ClusterStatus(peers=[sv.Peer(process=pb.ProcessKey(role="decode", id="decode-0"))])
-        return sv.LiveState(status=status, lives={"decode-0": json.dumps({"batch": next(numbers), "switching": False})})
+        return next(left)
 
-    live = LiveFeed(read)
+    return LiveFeed(read)
+
+
+def batches(*numbers: int) -> list[sv.LiveState]:
+    """What a decode instance says that runs these batches."""
+    status = sv.ClusterStatus(peers=[sv.Peer(process=pb.ProcessKey(role="decode", id="decode-0"))])
+    said = [json.dumps({"batch": number, "switching": False}) for number in numbers]
+    return [sv.LiveState(status=status, lives={"decode-0": one}) for one in said]
+
+
+async def test_a_switch_of_batches_between_two_states_is_marked() -> None:
+    live = feed_of(*batches(3, 4, 4))
     assert [(await live._next())["decode"][0]["switching"] for _ in range(3)] == [False, True, False]
+
+
+async def test_batches_that_are_switched_while_nobody_looks_are_not_marked() -> None:
+    live = feed_of(*batches(3, 9))
+    await live._next()
+    live.close()
+    assert not (await live._next())["decode"][0]["switching"]
+
+
+async def test_events_outlive_the_supervisor_that_told_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_feed, "MOST_EVENTS", 3)
+    told = [[(1.0, "a"), (2.0, "b")], [], [(2.0, "b"), (3.0, "c"), (4.0, "d")]]
+    events = [[sv.ClusterEvent(unix_s=at_s, level="info", text=text) for at_s, text in one] for one in told]
+    live, shown = feed_of(*(sv.LiveState(events=one) for one in events)), []
+    for _ in told:
+        live._state = await live._next()
+        shown.append([one["text"] for one in live._state["events"]])
+    assert shown == [["a", "b"], ["a", "b"], ["b", "c", "d"]]
+
+
+async def test_rates_begin_when_a_new_supervisor_has_heard_of_gateways() -> None:
+    page = 'alignedserve_gateway_requests_total{{instance="gateway-0",outcome="stop"}} {}\n'
+    pages = ("", page.format(5.0), page.format(7.0))
+    live = feed_of(*(sv.LiveState(status=sv.ClusterStatus(metrics=one)) for one in pages))
+    first, second, third = [(await live._next())["rates"]["requests_per_s"] for _ in pages]
+    assert (first, second) == (None, None)
+    assert third > 0
+
+
+async def test_no_state_waits_for_a_gateway_that_hangs(
+    gateway: RunningGateway, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, given_up = list[Any](), asyncio.Event()
+
+    async def requests(*question: Any, **more: Any) -> list[Any]:
+        asked.append(question)
+        if len(asked) > 1:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                given_up.set()
+        return [{"id": "slow"}]
+
+    monkeypatch.setattr(endpoints, "SLOWEST_EVERY_S", 0.0)
+    monkeypatch.setattr(gateway.server.live_service, "requests", requests)
+    async with asyncio.timeout(10.0):
+        assert [state["slowest"] for state in await states(http, 3)] == [[{"id": "slow"}]] * 3
+        await given_up.wait()
+    assert len(asked) == 2
 
 
 async def test_a_feed_without_a_supervisor_says_so(cluster: FakeCluster, http: httpx.AsyncClient) -> None:
@@ -358,6 +419,23 @@ async def test_top_goes_on_when_its_gateway_is_killed(monkeypatch: pytest.Monkey
         assert [await asyncio.to_thread(next, endless) for _ in range(3)] == [{}, {}, {}]
         assert len(told) == 2
         assert all("trying again" in text for text in told)
+
+
+async def test_top_tells_once_why_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = b'HTTP/1.1 429 Too Many\r\nconnection: close\r\n\r\n{"error": {"message": "too many look"}}'
+    answers = iter((refused, refused, b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\ndata: {}\n\n"))
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(next(answers))
+        writer.close()
+
+    monkeypatch.setattr(top_command, "AGAIN_S", 0.0)
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url, told = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", list[str]()
+        endless = lasting(url, "", iter(()), told.append)
+        assert await asyncio.to_thread(next, endless) == {}
+    assert told == [f"{url} answered with HTTP 429: too many look; trying again"]
 
 
 async def test_two_gateways_show_each_others_requests(cluster: FakeCluster, gateway: RunningGateway) -> None:

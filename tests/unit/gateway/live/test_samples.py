@@ -64,6 +64,15 @@ def test_a_window_forgets_what_is_older_and_all_after_a_pause() -> None:
     assert seconds == [0.0, 4.0, 8.0, 12.0, 12.0, 0.0, 1.0]
 
 
+def test_a_window_does_not_count_from_a_page_that_lacks_what_is_needed() -> None:
+    """A new supervisor's first pages have nothing of gateways."""
+    window, rates = Window(10.0, "tokens_total"), []
+    for at_s, text in ((0.0, ""), (1.0, page("a", 5)), (2.0, ""), (12.0, page("a", 27)), (22.0, page("a", 47))):
+        found = window.add(Samples(text, at_s))
+        rates.append(None if found.before is found.now else found.rate("tokens_total"))
+    assert rates == [None, None, 0.0, 2.0, 2.0]
+
+
 def test_labels_with_quotes_and_commas_are_read() -> None:
     found = Page(instance="a")
     found.gauge("thing", "a thing", 2, store='x/"y",z')

@@ -97,6 +97,13 @@ def test_nothing_is_known_of_a_single_moment() -> None:
     assert state["prefix_cache"]["hit_share"] is None
 
 
+def test_rates_of_gateways_are_unknown_while_the_page_has_none() -> None:
+    before, now = page(1) + meters("decode-0", 1.0, 1.0), meters("decode-0", 1.5, 2.0)
+    rates = live_state(sv.LiveState(), Change(Samples(before, 0.0), Samples(now, 2.0)))["rates"]
+    assert (rates.pop("bubble_share"), rates.pop("bubble_learned")) == (0.5, False)
+    assert set(rates.values()) == {None}
+
+
 def test_what_no_process_has_told_is_unknown_and_not_zero() -> None:
     keys = [pb.ProcessKey(role=role, id=f"{role}-0") for role in ("decode", "prefill", "kv_pool")]
     status = sv.ClusterStatus(peers=[sv.Peer(process=key, state="starting") for key in keys])
