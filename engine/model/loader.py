@@ -19,7 +19,7 @@ from alignedserve.engine.backends.base import AttentionNeeds
 from alignedserve.engine.model.cpu_linear import pack_linears
 from alignedserve.engine.model.probe import probe
 from alignedserve.engine.step_progress import Progress
-from alignedserve.errors import ModelError, ResourceError, UnsupportedModelError
+from alignedserve.errors import AlignedServeError, ModelError, ResourceError
 from alignedserve.model import ModelInfo, check_model_folder
 from alignedserve.weights.files import read_tensors, weight_files
 
@@ -101,7 +101,7 @@ def _counted(items: Collection[Any], progress: Progress) -> Iterator[Any]:
 
 def _from_pretrained(info: ModelInfo, trust_remote_code: bool) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
-    try:
+    with naming_weights(info.path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             info.path,
             dtype=getattr(torch, info.dtype),
@@ -112,11 +112,6 @@ def _from_pretrained(info: ModelInfo, trust_remote_code: bool) -> PreTrainedMode
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported below, by name
         )
-    except (UnsupportedModelError, MemoryError):
-        raise
-    except Exception as error:  # many types of errors from safetensors, json, the OS and transformers
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"cannot load the weights of {info.path}: {reason}") from error
     model, report = loaded
     for kind, meaning in (("missing_keys", "lacks"), ("mismatched_keys", "has different shapes for")):
         names = sorted(_tensor(entry) for entry in report.get(kind) or ())
@@ -127,6 +122,18 @@ def _from_pretrained(info: ModelInfo, trust_remote_code: bool) -> PreTrainedMode
         log.warning("%s has %d tensors that the model does not use: %s", info.path, len(unexpected), unexpected[:5])
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+@contextlib.contextmanager
+def naming_weights(path: str) -> Iterator[None]:
+    """Raises ModelError, with the folder `path`, for any other error."""
+    try:
+        yield
+    except (AlignedServeError, MemoryError):
+        raise
+    except Exception as error:  # many types of errors from safetensors, json, the OS and transformers
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"cannot load the weights of {path}: {reason}") from error
 
 
 def _tensor(entry: Any) -> str:

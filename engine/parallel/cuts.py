@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from alignedserve.errors import UnsupportedModelError
 from alignedserve.geometry import require_degree
 from alignedserve.model import ModelInfo
-from alignedserve.ranks.plans import OWN_PLANS
+from alignedserve.ranks.plans import ATTENTION, OWN_PLANS
 
 _MULTIPLE = 8  # elements of 2 bytes
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -67,7 +67,7 @@ class Cut:
     def of(self, tensor: Any) -> torch.Tensor:
         """The part of a tensor, or of a slice of a safetensors file."""
         if self.dim is None:
-            whole: torch.Tensor = tensor[:]
+            whole: torch.Tensor = tensor[...]
             return torch.zeros_like(whole) if self.zero else whole
         before = (slice(None),) * self.dim
         missing = (self.size - sum(end - begin for begin, end in self.ranges)) // len(self.ranges)
@@ -149,6 +149,8 @@ class Plan:
                 f"the plan of model_type {config.model_type!r} for tensor parallel ranks has {', '.join(unknown)}, "
                 "which is not supported"
             )
+        if not any("attn" in name or "attention" in name for name in plan):
+            plan = ATTENTION | plan
         self._styles = {f"{prefix}.{name}": _STYLES[style] for name, style in plan.items()}
 
     def style(self, name: str) -> Style:
@@ -182,6 +184,7 @@ def cut_of(name: str, shape: torch.Size, style: Style, ranks: Ranks, *, transpos
 def _packed(dim: int, label: str, name: str, whole: int, ranks: Ranks, *, interleaved: bool) -> Cut:
     info = ranks.info
     if label in ("qkv_proj", "c_attn"):
+        _require_width(name, whole, (info.heads + 2 * info.kv_heads) * info.head_dim)
         q = (ranks.head_begin * info.head_dim, (ranks.head_begin + ranks.heads) * info.head_dim)
         k = (ranks.kv_begin * info.head_dim, (ranks.kv_begin + ranks.kv_heads) * info.head_dim)
         first, second = info.heads * info.head_dim, info.kv_heads * info.head_dim
@@ -199,11 +202,20 @@ def _units(name: str, label: str, whole: int, ranks: Ranks) -> tuple[tuple[int, 
     info = ranks.info
     if label in ("k_proj", "v_proj"):
         begin, count, width = ranks.kv_begin, ranks.kv_heads, info.head_dim
+        _require_width(name, whole, info.kv_heads * width)
     elif "attn" in name or "attention" in name:  # in whole heads: of keys, too, where there is one for each query head
         begin, count, width = ranks.head_begin, ranks.heads, whole // info.heads
+        _require_width(name, whole, info.heads * width)
     else:
         return ranks.share(whole)
     return (begin * width, (begin + count) * width), count * width
+
+
+def _require_width(name: str, whole: int, expected: int) -> None:
+    if whole != expected:
+        raise UnsupportedModelError(
+            f"tensor parallel ranks cannot share {name}: it is {whole} wide, the configuration's heads {expected}"
+        )
 
 
 def _one(dim: int, own: tuple[int, int], size: int) -> Cut:

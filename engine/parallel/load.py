@@ -7,12 +7,11 @@ from dataclasses import replace
 import torch
 
 from alignedserve.engine.model.cpu_linear import pack_linears
-from alignedserve.engine.model.loader import LoadedModel, before_probe
+from alignedserve.engine.model.loader import LoadedModel, before_probe, naming_weights
 from alignedserve.engine.model.probe import probe
 from alignedserve.engine.parallel.group import Groups
 from alignedserve.engine.parallel.sharded import ShardedModel
 from alignedserve.engine.step_progress import Progress
-from alignedserve.errors import AlignedServeError, ModelError
 from alignedserve.model import ModelInfo
 from alignedserve.ranks.degrees import RankPlace
 
@@ -30,13 +29,8 @@ def load_part(
     Raises what `ShardedModel` and `load_model` raise.
     """
     target = torch.device(device)
-    try:
+    with naming_weights(info.path):
         part = ShardedModel(info, place, target, trust_remote_code, progress)
-    except (AlignedServeError, MemoryError):
-        raise
-    except Exception as error:  # many types of errors from safetensors, json, the OS and transformers
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"cannot load the weights of {info.path}: {reason}") from error
     model = part.model
     if target.type == "cpu":
         pack_linears(model)

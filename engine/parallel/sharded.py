@@ -53,7 +53,7 @@ class ShardedModel:
         self._reduced: list[str] = []
         self._normed: list[tuple[Any, int]] = []
         folder = Path(info.path)
-        with Checkpoint(weight_files(folder, check_model_folder(folder)), self.model.base_model_prefix) as checkpoint:
+        with Checkpoint(weight_files(folder, check_model_folder(folder)), self.model) as checkpoint:
             tied = self._settle_ties(checkpoint)
             self._stage = Stage(self.model, info.layers, place)
             self.layers = self._stage.layers
@@ -89,18 +89,21 @@ class ShardedModel:
             empty = {name: each for name, each in module._buffers.items() if each is not None and each.is_meta}
             if not empty:
                 continue
-            filled = {name: torch.full_like(each, torch.nan, device=device) for name, each in empty.items()}
-            module._buffers.update(filled)
-            with torch.no_grad():
-                self.model._init_weights(module)
-            if any(bool(each.isnan().any()) for each in filled.values()):
+            unlike = []
+            for value in (0, 1):  # what nothing sets keeps it
+                filled = {name: torch.full_like(each, value, device=device) for name, each in empty.items()}
+                module._buffers.update(filled)
+                with torch.no_grad():
+                    self.model._init_weights(module)
+                for name in filled.keys() - module._non_persistent_buffers_set:
+                    found = checkpoint.read(f"{module_name}.{name}", filled[name].shape, WHOLE)
+                    if found is not None:
+                        filled[name].copy_(found)
+                unlike.append(filled)
+            if unset := [name for name in empty if not torch.equal(*(filled[name] for filled in unlike))]:
                 raise UnsupportedModelError(
-                    f"{type(module).__name__} keeps {', '.join(empty)}, which cannot be computed for a rank"
+                    f"{type(module).__name__} keeps {', '.join(unset)}, which cannot be computed for a rank"
                 )
-            for name in filled.keys() - module._non_persistent_buffers_set:
-                found = checkpoint.read(f"{module_name}.{name}", filled[name].shape, WHOLE)
-                if found is not None:
-                    filled[name].copy_(found)
 
     def _cut(self) -> dict[nn.Parameter, tuple[str, torch.Size, Cut]]:
         """Give each parameter the shape of the rank's part; returns what to read for each."""

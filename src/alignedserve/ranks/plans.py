@@ -2,6 +2,29 @@
 
 from __future__ import annotations
 
+ATTENTION = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.sinks": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+"""What transformers' plans that share experts only lack."""
+_EXPERTS = {
+    "layers.*.mlp.experts": "moe_tp_experts",
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.experts.down_proj": "rowwise",
+}
+
+
+def _gated(mlp: str) -> dict[str, str]:
+    return {
+        f"layers.*.{mlp}.gate_proj": "colwise",
+        f"layers.*.{mlp}.up_proj": "colwise",
+        f"layers.*.{mlp}.down_proj": "rowwise",
+    }
+
+
 # In transformers' words. Names are those below the base model.
 OWN_PLANS: dict[str, dict[str, str]] = {
     "opt": {
@@ -19,15 +42,20 @@ OWN_PLANS: dict[str, dict[str, str]] = {
         "h.*.mlp.c_proj": "rowwise",
     },
     "gpt_oss": {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.self_attn.sinks": "colwise",
+        **ATTENTION,
         "layers.*.mlp.experts": "moe_tp_experts",
         "layers.*.mlp.experts.gate_up_proj": "colwise",
         "layers.*.mlp.experts.gate_up_proj_bias": "colwise",
         "layers.*.mlp.experts.down_proj": "rowwise",
         "layers.*.mlp.experts.down_proj_bias": "rowwise",
     },
+    "afmoe": {
+        **ATTENTION,
+        "layers.*.self_attn.gate_proj": "colwise",
+        **_gated("mlp"),
+        **_gated("mlp.shared_experts"),
+        **_EXPERTS,
+    },
+    "hunyuan_v1_dense": {**ATTENTION, **_gated("mlp")},
+    "hunyuan_v1_moe": {**ATTENTION, **_gated("mlp.shared_mlp"), **_EXPERTS},
 }

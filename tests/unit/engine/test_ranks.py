@@ -18,7 +18,7 @@ from alignedserve.engine.parallel.cuts import Cut, Ranks
 from alignedserve.engine.parallel.sharded import ShardedModel
 from alignedserve.engine.parallel.stages import shares
 from alignedserve.engine.parallel.steps import from_words, to_words
-from alignedserve.errors import ConfigError, ModelError
+from alignedserve.errors import ConfigError, ModelError, UnsupportedModelError
 from alignedserve.ranks.degrees import Degrees, RankPlace
 from alignedserve.testing.models import KINDS, draw_weights, make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
@@ -27,6 +27,7 @@ from support.ranks import captured_by_ranks, generated_by_ranks, without_a_rank
 
 VOCAB_SIZE = 203  # which no number of ranks here divides
 NEW_TOKENS = 12
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.fixture(scope="module")
@@ -220,10 +221,47 @@ def test_heads_that_ranks_cannot_share_are_refused_with_what_fits(folders: list[
 
 def test_a_checkpoint_that_lacks_a_tensor_or_has_another_shape_is_refused(tmp_path: Path) -> None:
     folder = make_model("llama", tmp_path / "m", seed=1, vocab_size=VOCAB_SIZE)
-    with Checkpoint(weight_files(folder, {}), "model") as checkpoint:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with Checkpoint(weight_files(folder, {}), model) as checkpoint:
         assert checkpoint.read("model.layers.9.mlp.up_proj.weight", torch.Size((96, 64)), Cut()) is None
         with pytest.raises(ModelError, match=r"in the shape \[96, 64\]; the model needs \[95, 64\]"):
             checkpoint.read("model.layers.0.mlp.up_proj.weight", torch.Size((95, 64)), Cut())
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "apertus",  # scalars and persistent buffers
+        "granitemoe",  # other names
+        "hrm_text",  # gate and up in one product, which the model has in two
+        "mixtral",  # experts one by one
+    ],
+)
+def test_what_transformers_saves_is_read_by_the_models_names(kind: str, tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 2, "num_local_experts": 11, "vocab_size": VOCAB_SIZE} | SMALL
+    config = AutoConfig.for_model(kind, **shape)
+    model = AutoModelForCausalLM.from_config(config)
+    draw_weights(model, seed=9, std=0.1)
+    model.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    with Checkpoint(weight_files(tmp_path, {}), empty) as checkpoint:
+        for name, expected in model.state_dict().items():
+            found = checkpoint.read(name, expected.shape, Cut())
+            assert found is not None, name
+            assert torch.equal(found, expected), name
+
+
+def test_layers_whose_kv_heads_differ_are_not_cut(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "mimo_v2_flash", num_hidden_layers=2, swa_num_key_value_heads=4, swa_num_attention_heads=4, v_head_dim=16,
+        swa_head_dim=16, swa_v_head_dim=16, head_dim=16, n_routed_experts=4, moe_intermediate_size=32,
+        layer_types=["full_attention", "sliding_attention"], vocab_size=VOCAB_SIZE, **SMALL,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    info = inspect_model("m", tmp_path, "float32", "cpu")
+    with pytest.raises(UnsupportedModelError, match=r"cannot share model.layers.1.self_attn.k_proj.weight: it is 64 "):
+        ShardedModel(info, RankPlace(0, Degrees(2)), torch.device("cpu"))
 
 
 def test_a_cut_reads_its_ranges_and_fills_up_with_zeros() -> None:
