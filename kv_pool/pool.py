@@ -209,10 +209,12 @@ class KvPool(ShardBlocks):
         except TransferError:  # no room for the record
             return mine or Holding(key, 0, ()), []
 
-    def unpin(self, key: RequestKey, kv_tokens: int) -> list[Grant]:
-        """End a `pin` of so many tokens; the request goes on. KV that it can be decoded from stays."""
+    def unpin(self, key: RequestKey, kv_tokens: int | None = None) -> list[Grant]:
+        """End a `pin`, if it has so many tokens; the request goes on. KV that it can be decoded from stays."""
         held = self._holdings.get(key.request_id)
-        return self.drop([(key, kv_tokens)]) if held is not None and held.payload is None else []
+        if held is None or held.payload is not None:
+            return []
+        return self.drop([(key, held.kv_tokens if kv_tokens is None else kv_tokens)])
 
     def keep(self, name: str, block_ids: Sequence[int], payload: bytes) -> tuple[Holding, list[Grant]]:
         """Hold these blocks, just `indexed`, under `name` until `let_go`, in place of what it held.

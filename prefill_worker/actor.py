@@ -400,6 +400,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         for pin, base in outcome.let_go:
             self._instance.let_go(pin, base)
         for job in outcome.prefilled:
+            self._instance.reused(job.base)
             self.spawn(self._offload(job) if job.members else self._cache(job))
         self._report_description()
 

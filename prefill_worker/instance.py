@@ -247,6 +247,10 @@ class PrefillInstance:
         if self.prefixes is not None:
             self.prefixes.let_go(pin, base)
 
+    def reused(self, base: Base | None) -> None:
+        if self.prefixes is not None and base is not None and base.cached:
+            self.prefixes.reused(base)
+
     def prefix_ended(self, leads: Iterable[RequestKey], *, committed: bool = False) -> None:
         if self.prefixes is not None:
             self.prefixes.ended(leads, committed=committed)

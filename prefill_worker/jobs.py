@@ -18,7 +18,7 @@ class Base:
     """The KV of a prompt's first `tokens` tokens, in `block_ids` of the shard `pool_id`.
 
     `here`: it is this node's shard, so its blocks can be kept when the prompt is committed. `cached`: the prefix cache
-    had it; else an earlier epoch of the request computed it.
+    had it; else an earlier epoch of the request computed it. `disk_tokens`: of those that came from disk.
     """
 
     tokens: int
@@ -27,6 +27,7 @@ class Base:
     pool_id: str
     here: bool
     cached: bool = False
+    disk_tokens: int = 0
 
     def after(self, blocks: int) -> Base:
         """What of it lies after the first `blocks` blocks, to be fetched."""

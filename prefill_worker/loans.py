@@ -37,7 +37,7 @@ class Loans:
         self._token = token
         self._addresses: dict[str, str] = {}  # of shards, by id
         self._channels: dict[str, TokenChannel] = {}  # by address
-        self._lent: dict[RequestKey, tuple[str, kp.Holding]] = {}
+        self._lent: dict[RequestKey, str] = {}  # the shard that has lent, or may have, without an answer
         self._returning: set[asyncio.Task[None]] = set()
         self.copy_s_per_token = 0.0  # mean of the copies so far; 0: there were none
         self.tokens = 0  # copied from other nodes
@@ -59,27 +59,27 @@ class Loans:
             return None
         asked = kp.Pin(key=key_to_proto(key), prefix=prefix)
         while True:
+            self._lent[key] = pool_id
             try:
                 held: kp.Holding = await one_answer(self._shard(address).Lend(asked, timeout=ANSWER_S))
             except UnavailableError as error:
                 logger.info("%s lends nothing: %s", pool_id, error.message, extra={"request_id": key.request_id})
+                self.give_back(key)
                 return None
-            if held.block_ids:
-                self._lent[key] = pool_id, held
             left_s = until_s - time.monotonic()
             if not held.ready_s or left_s <= 0.0:
                 break
             await asyncio.sleep(min(held.ready_s, left_s))
         if not held.block_ids:
+            del self._lent[key]
             return None
         return Base(held.kv_tokens, list(held.block_ids), list(held.checksums), pool_id, here=False, cached=True)
 
     def give_back(self, key: RequestKey) -> None:
         """The request's prefix has been copied, or is not needed. Without effect if nothing was lent to it."""
-        lent = self._lent.pop(key, None)
-        address = self._addresses.get(lent[0]) if lent is not None else None
-        if lent is not None and address is not None:  # a shard that has gone holds nothing
-            self._spawn(self._return(address, lent[1]))
+        address = self._addresses.get(self._lent.pop(key, ""))
+        if address is not None:  # a shard that has gone holds nothing
+            self._spawn(self._return(address, key))
 
     def forget(self, pool_id: str, prefix: kp.CachedPrefix) -> None:
         """The shard is to drop the last block of this prefix, and all that continues it."""
@@ -98,10 +98,9 @@ class Loans:
         while self._channels:
             await self._channels.popitem()[1].close()
 
-    async def _return(self, address: str, held: kp.Holding) -> None:
+    async def _return(self, address: str, key: RequestKey) -> None:
         try:
-            loan = kp.Holding(key=held.key, kv_tokens=held.kv_tokens)
-            await one_answer(self._shard(address).TakeBack(loan, timeout=ANSWER_S))
+            await one_answer(self._shard(address).TakeBack(key_to_proto(key), timeout=ANSWER_S))
         except UnavailableError as error:  # the scheduler has the shard drop it with the request
             logger.info("a loan could not be given back: %s", error.message)
 

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alignedserve.control.prefixes import cached_prefix
 from alignedserve.errors import AlignedServeError
@@ -69,7 +69,7 @@ class Prefixes:
     def show_metrics(self, page: Page) -> None:
         meaning = "tokens of prompts that were looked up in the prefix cache"
         page.counter("prefix_cache_queried_tokens_total", meaning, self.queried_tokens)
-        meaning = "tokens of prompts whose KV the prefix cache had, by where it was"
+        meaning = "tokens of prompts whose KV came from the prefix cache, by where it was"
         for tier, tokens in self.hit_tokens.items():
             page.counter("prefix_cache_hit_tokens_total", meaning, tokens, tier=tier)
         meaning = "prompts that waited for another prompt to compute what both begin with"
@@ -106,21 +106,27 @@ class Prefixes:
         self.waited += waits > 0
         lent = None
         if copy_from and not mine.ended.done():
+            if base is not None:
+                self._pool.unpin(lead, base.tokens)
             lent = await self._borrow(copy_from, lead, prefix, base)
+            if base is not None and lent is None and not mine.ended.done():
+                base, more = await self._pin(lead, prefix)
+                from_disk += more
         if mine.ended.done():  # it was cancelled meanwhile, perhaps before a shard had pinned anything
             self._pinned.add(lead)
             self._loans.give_back(lead)
             return None
-        if lent is not None:
-            if base is not None:  # the loan has all of it, and this shard may need the room for the prompt
-                self._pool.unpin(lead, base.tokens)
-            self.hit_tokens["other node"] += lent.tokens
+        if lent is not None:  # it has all of `base`, and this shard may need the room for the prompt
             return lent
-        if base is not None:
-            from_disk = min(from_disk, base.tokens)
-            self.hit_tokens["disk"] += from_disk
-            self.hit_tokens["host"] += base.tokens - from_disk
-        return base
+        return None if base is None else replace(base, disk_tokens=min(from_disk, base.tokens))
+
+    def reused(self, base: Base) -> None:
+        """A prompt has been computed from `base`, which `find` has returned."""
+        if base.here:
+            self.hit_tokens["disk"] += base.disk_tokens
+            self.hit_tokens["host"] += base.tokens - base.disk_tokens
+        else:
+            self.hit_tokens["other node"] += base.tokens
 
     def _awaited(self, mine: _UnderWay, base: Base | None) -> _UnderWay | None:
         """A prompt that goes before and computes enough more of this one than `base`, which is cached."""

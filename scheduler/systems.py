@@ -193,12 +193,15 @@ SYSTEMS: Mapping[str, System] = {
     )
 }
 
+_OTHER_NAMES = {"memserve": "memserve-3"}  # all of the paper's steps
+
 
 def resolve(name: str) -> System:
     """The system called `name`: built in, `package.module:Class`, or an entry point.
 
     Raises ConfigError, listing the choices, if there is none, and if the target is not a policy.
     """
+    name = _OTHER_NAMES.get(name, name)
     if name in SYSTEMS:
         return SYSTEMS[name]
     if ":" in name:

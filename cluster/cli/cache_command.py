@@ -14,6 +14,7 @@ from alignedserve.cluster.cli.status_command import table
 from alignedserve.errors import ConfigError, NotFoundError
 
 PINNED_WITHIN_S = 600.0
+DROPPED_WITHIN_S = 90.0
 MIB = 1 << 20
 FIELDS = ("name", "text", "messages", "tools", "chat_template_kwargs", "cache_salt")
 
@@ -22,7 +23,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     orders = parser.add_subparsers(dest="order", metavar="ORDER", required=True)
     pin = orders.add_parser("pin", help="compute a prompt's beginning once, and keep it until it is dropped")
     pin.add_argument("name", nargs="?", help="the pin's name (not with --file)")
-    pin.add_argument("--file", metavar="FILE", help="JSON objects with name, and text or messages, one a line")
+    meaning = "JSON objects with name, and text or messages, one a line; --tools and --cache-salt are for lines without"
+    pin.add_argument("--file", metavar="FILE", help=meaning)
     pin.add_argument("--node", help="only in the shard of this node (default: in every shard)")
     pin.add_argument("--timeout", type=float, default=PINNED_WITHIN_S, metavar="S", help="maximum wait for each pin")
     _add_beginning(pin)
@@ -50,7 +52,8 @@ def pin(given: argparse.Namespace) -> int:
     if given.file is not None:
         if given.name or given.text is not None or given.messages is not None:
             raise ConfigError("--file has names and beginnings: give no others")
-        bodies = _of_file(given.file)
+        shared = _beginning(given, needed=False)  # what a line does not say itself
+        bodies = [{**shared, **one} for one in _of_file(given.file)]
     else:
         if not given.name:
             raise ConfigError("give the pin a name, or --file FILE")
@@ -115,7 +118,7 @@ def drop(given: argparse.Namespace) -> int:
         raise ConfigError("give the name of a pin, or --all with --text, --messages or --cache-salt")
     cluster = find_cluster(given.url, given.api_key_file)
     body = {**({"all": True} if given.all else {"name": given.name}), **_beginning(given, needed=False)}
-    done = cluster.order("cache/drop", body)
+    done = cluster.order("cache/drop", body, timeout_s=DROPPED_WITHIN_S)
     if given.name and not done["pins"]:
         raise NotFoundError(f"no shard has a pin named {given.name!r}; `alignedserve cache list` shows all")
     print(f"pins ended: {', '.join(done['pins']) or 'none'}; blocks removed: {done['blocks']}")

@@ -40,6 +40,7 @@ TRIES = 6
 COMMITTED_WITHIN_S = 1.0  # after the token of the request that computes a prefix
 COMMIT_POLL_S = 0.05
 ANSWER_WITHIN_S = 10.0
+DROPPED_WITHIN_S = 60.0  # of a shard of ten million blocks, and its disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,9 @@ class PinBoard:
     async def drop(self, order: kp.DropCached) -> dict[str, kp.Dropped]:
         """Carry this out in all shards; again if one does not answer. Raises UnavailableError if it never does."""
         names = sorted(self._channels())
-        done = await asyncio.gather(*(self._ask(name, lambda shard: shard.Drop(order)) for name in names))
+        done = await asyncio.gather(
+            *(self._ask(name, lambda shard: shard.Drop(order), DROPPED_WITHIN_S) for name in names)
+        )
         return dict(zip(names, done, strict=True))
 
     # ---- internal
@@ -168,13 +171,18 @@ class PinBoard:
         finally:
             self._ledger.close(call)
 
-    async def _ask(self, pool_id: str, ask: Callable[[kp_grpc.PrefixCacheStub], Awaitable[Message]]) -> Message:
+    async def _ask(
+        self,
+        pool_id: str,
+        ask: Callable[[kp_grpc.PrefixCacheStub], Awaitable[Message]],
+        within_s: float = ANSWER_WITHIN_S,
+    ) -> Message:
         """A shard's answer; asked again once if its process has just been replaced. Raises UnavailableError."""
         for last in (False, True):
             channel = self._channels().get(pool_id)
             try:
                 if channel is not None:
-                    async with asyncio.timeout(ANSWER_WITHIN_S):
+                    async with asyncio.timeout(within_s):
                         return await ask(kp_grpc.PrefixCacheStub(channel))
             except (grpc.aio.AioRpcError, TimeoutError) as error:
                 if last:

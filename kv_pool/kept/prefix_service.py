@@ -160,9 +160,9 @@ class PrefixCacheService(kp_grpc.PrefixCacheServicer):
         loan.ready_s = max(SOON_S, ready_s) if coming else 0.0
         return loan
 
-    async def TakeBack(self, request: kp.Holding, context: Context) -> pb.Empty:
+    async def TakeBack(self, request: pb.RequestKey, context: Context) -> pb.Empty:
         pool = await self._ready(context)
-        self._changed(pool.drop([(key_from_proto(request.key), request.kv_tokens)]))
+        self._changed(pool.unpin(key_from_proto(request)))
         return pb.Empty()
 
     async def List(self, request: kp.CacheQuery, context: Context) -> kp.CacheContents:

@@ -307,7 +307,7 @@ class PrefixCacheStub(object):
                 _registered_method=True)
         self.TakeBack = channel.unary_unary(
                 '/alignedserve.v1.PrefixCache/TakeBack',
-                request_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.Holding.SerializeToString,
+                request_serializer=alignedserve_dot_proto_dot_common__pb2.RequestKey.SerializeToString,
                 response_deserializer=alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
                 _registered_method=True)
         self.NoteEndings = channel.unary_unary(
@@ -349,7 +349,7 @@ class PrefixCacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def TakeBack(self, request, context):
-        """its key and `kv_tokens`
+        """without effect if nothing is lent to the request
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -387,7 +387,7 @@ def add_PrefixCacheServicer_to_server(servicer, server):
             ),
             'TakeBack': grpc.unary_unary_rpc_method_handler(
                     servicer.TakeBack,
-                    request_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.Holding.FromString,
+                    request_deserializer=alignedserve_dot_proto_dot_common__pb2.RequestKey.FromString,
                     response_serializer=alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
             ),
             'NoteEndings': grpc.unary_unary_rpc_method_handler(
@@ -530,7 +530,7 @@ class PrefixCache(object):
             request,
             target,
             '/alignedserve.v1.PrefixCache/TakeBack',
-            alignedserve_dot_proto_dot_kv__pool__pb2.Holding.SerializeToString,
+            alignedserve_dot_proto_dot_common__pb2.RequestKey.SerializeToString,
             alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
             options,
             channel_credentials,

@@ -92,9 +92,9 @@ class SimulatedPrefixes:
         for block in blocks[begin:]:
             slot = self._slots.get(block)
             if slot is None:
-                if block not in self._disk or not self._free:
+                slot = self._place(block) if block in self._disk else None
+                if slot is None:
                     break
-                slot = self._place(block)
                 read.append(slot)
             self._hold(held, slot)
         known = self._came_back(key, blocks, 0, len(held))  # a use counts once a conversation
@@ -111,11 +111,9 @@ class SimulatedPrefixes:
         held = self._held.setdefault(key, [])
         begin, blocks = len(held), self.blocks(arrival, kv_tokens)
         for block in blocks[begin:]:
-            slot = self._slots.get(block)
+            slot = self._slots[block] if block in self._slots else self._place(block)
             if slot is None:
-                if not self._free:
-                    break
-                slot = self._place(block)
+                break
             self._hold(held, slot)
         self._queue.use(held[begin:])
         self._came_back(key, blocks, begin, len(held))
@@ -127,35 +125,34 @@ class SimulatedPrefixes:
 
     def keep(self, arrival: Arrival, kv_tokens: int) -> None:
         """The KV of its first `kv_tokens` tokens was written here only to be cached, as far as there is room."""
-        slots = []
+        slots: list[int] = []
+        fresh = []
         for block in self.blocks(arrival, kv_tokens):
             slot = self._slots.get(block)
             if slot is None:
-                if not self._free:
-                    break
                 slot = self._place(block)
-                self._cached[slot] = 1
-                self._cached_slots += 1
-                self._queue.use([slot])
-            slots.append(slot)
+                if slot is None:
+                    break
+                fresh.append(slot)
+            self._hold(slots, slot)
+        self._let_go(slots)
+        self._queue.use(fresh)
         self._queue.touch(slots, self._chance(arrival.request_id, slots))
 
     def release(self, key: RequestKey, *, ended: bool = False) -> None:
         """The request holds nothing any more, and has `ended` or goes on. What no other request holds is cached."""
         slots = self._held.pop(key, [])
-        for slot in slots:
-            self._holders[slot] -= 1
-            if not self._holders[slot]:
-                self._cached[slot] = 1
-                self._cached_slots += 1
+        self._let_go(slots)
         self._queue.touch(slots, self._chance(key.request_id, slots) if ended else 1.0)
 
     def trim(self, free_blocks: int) -> None:
         """Give up cached blocks beyond the shard's free ones. They are written to the disk."""
         excess = self._cached_slots - free_blocks // self._pool_blocks
-        if excess <= 0:
-            return
-        for slot in self._queue.take(excess, self._cached):
+        if excess > 0:
+            self._give_up(excess)
+
+    def _give_up(self, count: int) -> None:
+        for slot in self._queue.take(count, self._cached):
             self._cached[slot] = 0
             self._cached_slots -= 1
             self._evicted_slots += 1
@@ -201,11 +198,18 @@ class SimulatedPrefixes:
         """The last token is always computed."""
         return min(blocks * self.trace_tokens, arrival.input_tokens - 1)
 
-    def _place(self, block: int) -> int:
-        """A free slot for the block, which is no longer on the disk."""
+    def _place(self, block: int) -> int | None:
+        """A slot for the block, which is no longer on the disk: a free one, or a cached one that is given up.
+
+        None if all are held.
+        """
+        if not self._free and not self._cached_slots:
+            return None
+        self._disk.pop(block, None)  # now: what is given up for it may be one too many there
+        if not self._free:
+            self._give_up(1)
         slot = self._free.pop()
         self._slots[block], self._ids[slot] = slot, block
-        self._disk.pop(block, None)
         return slot
 
     def _hold(self, held: list[int], slot: int) -> None:
@@ -214,6 +218,13 @@ class SimulatedPrefixes:
         if self._cached[slot]:
             self._cached[slot] = 0
             self._cached_slots -= 1
+
+    def _let_go(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._holders[slot] -= 1
+            if not self._holders[slot]:
+                self._cached[slot] = 1
+                self._cached_slots += 1
 
     def _came_back(self, key: RequestKey, blocks: Sequence[int], begin: int, end: int) -> int:
         """How many of a request's first `end` blocks its conversation has used before: see `Sessions.came_back`."""

@@ -67,8 +67,13 @@ def test_a_pin_ends_before_its_request_and_what_can_be_decoded_from_stays(pool: 
     assert states(pool) == (17, 0, 3)
     blocks = leased(pool, PREFILL, 4)
     pool.commit(PREFILL, B, 14, blocks, payload=b"spec", token_ids=PROMPT, root=ROOT)
-    pool.unpin(B, 14)
-    assert states(pool)[1] == 4
+    for tokens in (14, None):
+        pool.unpin(B, tokens)
+        assert states(pool)[1] == 4
+    pool.release([B])
+    pool.pin(A, ROOT, PROMPT, 1000)
+    pool.unpin(A)  # a lender does not know which answers the borrower got
+    assert states(pool)[1] == 0
     pool.check_integrity()
 
 

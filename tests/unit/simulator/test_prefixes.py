@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from alignedserve.config import Config, KvPoolConfig
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.systems import SYSTEMS, System, Topology
+from alignedserve.scheduler.systems import CACHE_OPTIONS, SYSTEMS, System, Topology
 from alignedserve.simulator.colocated import simulate_colocated
 from alignedserve.simulator.disaggregated import as_run, simulate
 from alignedserve.simulator.hardware import Hardware
@@ -193,6 +193,39 @@ def test_what_is_given_up_goes_to_disk_and_comes_back() -> None:
     found.trim(0)
     assert found.match(arrival("c", 1, 2, 3, 9)) == 2 * BLOCK, "the disk has room for two; the deepest came first"
     found.check_nothing_is_held()
+
+
+def test_a_full_cache_gives_up_what_goes_next_for_what_is_on_disk() -> None:
+    found = prefixes(16, disk_blocks=16)  # 4 and 4 blocks of the trace
+    for name, blocks in ("a", (1, 2, 3, 4)), ("b", (5, 6, 7, 8)):
+        serve(found, arrival(name, *blocks))
+    assert found.hold(RequestKey("c"), arrival("c", 1, 2, 3, 4, 9)) == Found(4 * BLOCK, 4 * BLOCK)
+    found.check_integrity()
+    assert found.hold(RequestKey("d"), arrival("d", 5, 6)) == Found(0), "all of memory is held"
+    assert found.match(arrival("e", 5, 6, 7, 8, 9)) == 4 * BLOCK, "and the disk still has it"
+    found.keep(arrival("f", 7), BLOCK)
+    found.release(RequestKey("c"))
+    found.keep(arrival("g", 11, 12), 2 * BLOCK)
+    assert found.match(arrival("h", 11, 12, 13)) == 2 * BLOCK
+    found.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["fcfs", "mooncake", "memserve-3"])
+def test_prompts_that_memory_cannot_hold_come_from_disk(name: str) -> None:
+    """Each of 40 prompts comes four times; memory has room for half of them, the disk for all."""
+    system = SYSTEMS.get(name, FCFS)
+    rows = [
+        arrival(f"{turn}-{n}", *range(1000 * n, 1000 * n + 10), at_s=5.0 * (40 * turn + n))
+        for turn in range(4)
+        for n in range(40)
+    ]
+    hardware = Hardware(8000, 1 << 12, 20 * 10 * BLOCK, 16, disk_tokens=41 * 10 * BLOCK)
+    config = as_run(Config(kv_pool=KvPoolConfig(prefix_cache=True)), system, 1, 1, False)
+    options = system.options or CACHE_OPTIONS
+    workload = Workload(tuple(rows), block_tokens=BLOCK)
+    counters = simulate(workload, system, config, hardware, COST, COST, options=options).counters
+    assert counters["prefix_disk_hit_tokens"] > 0.5 * counters["prefix_ideal_tokens"]
+    assert counters["prefix_hit_tokens"] > 0.95 * counters["prefix_ideal_tokens"]
 
 
 def test_answers_are_found_by_the_next_turn() -> None:

@@ -45,6 +45,9 @@ class Shard:
     def release(self, keys: Iterable[RequestKey]) -> None:
         self.pins -= set(keys)
 
+    def unpin(self, key: RequestKey, kv_tokens: int) -> None:
+        self.pins.discard(key)
+
 
 class Instance:
     def __init__(self) -> None:
@@ -77,20 +80,24 @@ class Lender(kp_grpc.PrefixCacheServicer):
 
     def __init__(self, reads: int) -> None:
         self.asked, self.reads = 0, reads
-        self.returned: list[int] = []
+        self.silent_from, self.pins_meanwhile = reads + 1, set[RequestKey]()
+        self.instance: Instance | None = None
         self.lent_often, self.given_back = asyncio.Event(), asyncio.Event()
 
     async def Lend(self, request: kp.Pin, context: grpc.aio.ServicerContext[Any, Any]) -> kp.Holding:
         self.asked += 1
         if self.asked == 3:
             self.lent_often.set()
+        if self.instance is not None:
+            self.pins_meanwhile |= self.instance.shard.pins
+        if self.asked >= self.silent_from:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the answer is lost")
         ids, ready_s = range(3 * min(self.asked, 3)), 0.01 if self.asked < self.reads else 0.0
         return kp.Holding(key=request.key, kv_tokens=len(ids) * SIZE, block_ids=ids, checksums=ids, ready_s=ready_s)
 
-    async def TakeBack(self, request: kp.Holding, context: grpc.aio.ServicerContext[Any, Any]) -> pb.Empty:
-        self.returned.append(request.kv_tokens)
-        if request.kv_tokens == 9 * SIZE:
-            self.given_back.set()
+    async def TakeBack(self, request: pb.RequestKey, context: grpc.aio.ServicerContext[Any, Any]) -> pb.Empty:
+        assert request.request_id == "a"
+        self.given_back.set()
         return pb.Empty()
 
 
@@ -113,7 +120,32 @@ async def test_a_loan_waits_for_what_its_shard_reads_from_disk() -> None:
         assert (base.pool_id, base.tokens, lender.asked) == ("kv_pool-1", 9 * SIZE, 3)
         instance.prefixes.ended([RequestKey("a")])
         await asyncio.wait_for(lender.given_back.wait(), 10)
-    assert lender.returned == [9 * SIZE]
+
+
+@pytest.mark.parametrize("silent_from", [1, 2])
+async def test_a_loan_whose_answer_is_lost_is_given_back_at_once(silent_from: int) -> None:
+    async with lent(reads=3) as (instance, lender):
+        lender.silent_from = silent_from
+        assert await instance.prefixes.find(RequestKey("a"), list(range(50)), b"", copy_from="kv_pool-1") is None
+        await asyncio.wait_for(lender.given_back.wait(), 10)
+        instance.prefixes.ended([RequestKey("a")])
+
+
+@pytest.mark.parametrize("silent", [False, True])
+async def test_a_prompt_that_waits_for_a_loan_holds_nothing(silent: bool) -> None:
+    async with lent(reads=3) as (instance, lender):
+        instance.shard.cached, lender.instance = 1, instance
+        lender.silent_from = 2 if silent else 4
+        prompt = [*SYSTEM, *range(900, 950)]
+        base = await instance.prefixes.find(RequestKey("a"), prompt, b"", copy_from="kv_pool-1")
+        assert base is not None
+        assert (base.here, base.tokens) == (silent, (1 if silent else 9) * SIZE)
+        assert not lender.pins_meanwhile
+        assert instance.shard.pins == ({RequestKey("a")} if silent else set())
+        assert not any(instance.prefixes.hit_tokens.values()), "nothing has been computed from it yet"
+        instance.prefixes.reused(base)
+        assert instance.prefixes.hit_tokens["host" if silent else "other node"] == base.tokens
+        instance.prefixes.ended([RequestKey("a")])
 
 
 async def test_a_prompt_that_is_cancelled_during_a_loan_gives_it_back() -> None:

@@ -78,6 +78,9 @@ def test_a_beginning_is_given_as_text_as_json_or_in_files(
         {"name": "a", "text": "b"},
         {"name": "c", "text": "d", "cache_salt": "s"},
     ]
+    cluster.orders.clear()
+    assert main(["cache", "pin", "--file", str(tmp_path / "p.jsonl"), "--cache-salt", "t"]) == 0
+    assert [body["cache_salt"] for _, body in cluster.orders] == ["t", "s"], "a line's own salt counts"
     assert "system: kv_pool-0 holds 640 tokens, 40 blocks, 40.0 MiB" in capsys.readouterr().out
 
 
