@@ -218,7 +218,7 @@ class GenerationRequest(SamplingOptions, StructuredFields, Aliases, Unread, ABC)
         """Names of the fields that the client sent and the server ignores."""
         unread = [name for name in Unread.model_fields if getattr(self, name) is not None]
         within = [] if self.stream_options is None else unknown_fields(self.stream_options, "stream_options.")
-        return [*unread, *unknown_fields(self), *within, *self.unread_formats]
+        return [*unread, *unknown_fields(self), *within, *self.unread_formats, *self.unread_whitespace]
 
 
 class CompletionRequest(GenerationRequest):

@@ -17,6 +17,9 @@ from alignedserve.request import GrammarKind, GrammarSpec
 _OLDER = "Older spelling of structured_outputs.{}."
 _JSON_OBJECT = {"type": "object"}
 _HOLD_JSON = (GrammarKind.JSON, GrammarKind.GRAMMAR, GrammarKind.STRUCTURAL_TAG)
+_JSON_IN_TAGS = ("json_schema", "structures")
+_KINDS = {"json_object": GrammarKind.JSON, "json_schema": GrammarKind.JSON,
+          "structural_tag": GrammarKind.STRUCTURAL_TAG}  # fmt: skip
 _OUTPUTS = "structured_outputs"
 _OF_A_FORMAT = {"text": ("type",), "json_object": ("type", "schema"), "json_schema": ("type", "json_schema")}
 _OF_A_SCHEMA = ("name", "description", "schema", "strict")
@@ -57,6 +60,13 @@ class StructuredOutputs(Body):
         """The pattern between the tokens of JSON; None: the default."""
         return "" if self.disable_any_whitespace else self.whitespace_pattern
 
+    @property
+    def given_space(self) -> list[str]:
+        """Places of the fields that set it."""
+        set_here = {"whitespace_pattern": self.whitespace_pattern is not None,
+                    "disable_any_whitespace": self.disable_any_whitespace}  # fmt: skip
+        return [f"{_OUTPUTS}.{name}" for name, given in set_here.items() if given]
+
 
 class StructuredFields(Body):
     """The fields of a request for structured output. At most one of them asks for a grammar."""
@@ -88,6 +98,20 @@ class StructuredFields(Body):
             found += [f"response_format.json_schema.{name[:60]}" for name in inner if name not in _OF_A_SCHEMA]
         return found
 
+    @property
+    def unread_whitespace(self) -> list[str]:
+        """Fields about the whitespace of JSON without effect: no JSON is asked for, or another one of them holds."""
+        own = self.structured_outputs
+        given = [] if own is None else own.given_space
+        older = [] if self.guided_whitespace_pattern is None else ["guided_whitespace_pattern"]
+        if not given and not older:
+            return []
+        kind = _KINDS.get(str((self.response_format or {}).get("type")))
+        asked = [*self._wanted(), *([] if kind is None else [("response_format", kind, self.response_format)])]
+        if any(value is not None and _holds_json(kind, value) for _, kind, value in asked):
+            return older if given else []
+        return [*given, *older]
+
     def grammar_spec(self) -> tuple[GrammarSpec, str] | None:
         """The grammar and the field that asks for it. Raises InvalidRequestError, which names the field."""
         found = [(name, spec) for name, spec in self._asked() if spec is not None]
@@ -104,6 +128,13 @@ class StructuredFields(Body):
         space = self.guided_whitespace_pattern
         within = None if own is None else own.space
         space = space if within is None else within
+        wanted = self._wanted()
+        specs = [(name, None if value is None else _spec(kind, value, space, name)) for name, kind, value in wanted]
+        return [("response_format", _of_format(self.response_format, space)), *specs]
+
+    def _wanted(self) -> list[tuple[str, GrammarKind, Any]]:
+        """The fields that can ask for a grammar, except response_format, with its kind and text."""
+        own = self.structured_outputs
         fields: list[tuple[str, GrammarKind, Any]] = [
             ("guided_json", GrammarKind.JSON, self.guided_json),
             ("json_schema", GrammarKind.JSON, self.json_schema),
@@ -126,8 +157,18 @@ class StructuredFields(Body):
                 (outputs + "grammar", GrammarKind.GRAMMAR, own.grammar),
                 (outputs + "structural_tag", GrammarKind.STRUCTURAL_TAG, own.structural_tag),
             ]
-        specs = [(name, None if value is None else _spec(kind, value, space, name)) for name, kind, value in fields]
-        return [("response_format", _of_format(self.response_format, space)), *specs]
+        return fields
+
+
+def _holds_json(kind: GrammarKind, value: Any) -> bool:
+    """Whether there may be JSON, with its whitespace, in what the grammar allows."""
+    if kind not in _HOLD_JSON or kind is GrammarKind.JSON:
+        return kind is GrammarKind.JSON
+    try:
+        text = value if isinstance(value, str) else orjson.dumps(value).decode()
+    except TypeError:  # it is nested too deeply, and refused
+        return True
+    return "%json" in text or (kind is GrammarKind.STRUCTURAL_TAG and any(name in text for name in _JSON_IN_TAGS))
 
 
 def _of_format(wanted: dict[str, Any] | None, whitespace: str | None) -> GrammarSpec | None:

@@ -30,6 +30,10 @@ class ToolDialect(ABC):
     def parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:
         """A parser of content with calls of `tools`, at most `most` of them."""
 
+    def bound_parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:
+        """A parser of content under a grammar that makes calls: it reads no call where the grammar makes none."""
+        return self.parser(tools, make_id, most)
+
     @abstractmethod
     def calls(self, lark: Lark, tools: Sequence[Tool]) -> CallRules:
         """Rules for calls of `tools`. Raises GrammarError for a schema that the format cannot express."""

@@ -10,17 +10,20 @@ from typing import ClassVar
 
 from alignedserve.gateway.dialects.base import ToolDialect
 from alignedserve.gateway.dialects.lark import CallRules, Lark
-from alignedserve.gateway.dialects.machine import CallMachine, Reading, Tool
-from alignedserve.gateway.dialects.parameters import ArgumentsWriter, lines, parameter_rules, read_value
+from alignedserve.gateway.dialects.machine import Reading, Tool
+from alignedserve.gateway.dialects.parameters import Mark, TaggedCalls, lines, parameter_rules
 from alignedserve.gateway.dialects.pieces import MakeId, Parser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
-_LONGEST_KEY = 256
+_MARKS = (Mark(VALUE_END, (KEY, CLOSE, OPEN), closes=True), Mark(f"\n{KEY}"), Mark(KEY), Mark(f"\n{CLOSE}", (OPEN,)),
+          Mark(CLOSE, (OPEN,)))  # fmt: skip
 
 
-class _Parser(CallMachine):
-    openers = "<"
+class _Parser(TaggedCalls):
+    marks = _MARKS
+    key_end = KEY_END
+    ends = (CLOSE,)
 
     def call(self) -> Reading[bool]:
         if not (yield from self.literal(OPEN)):
@@ -35,32 +38,20 @@ class _Parser(CallMachine):
             return False
         self.back(follows)
         self.begin(name)
-        arguments, tool = ArgumentsWriter(self), self.tools[name]
-        while key := (yield from self._key(arguments)):
-            arguments.key(key)
-            if not (yield from read_value(self, tool, key, VALUE_END)):
-                return True
-        if (yield from self.close(CLOSE)):
-            arguments.close()
+        yield from self.arguments(name)
         return True
 
-    def _key(self, arguments: ArgumentsWriter) -> Reading[str]:
-        """Passes a key and what begins its value; "" if it does not follow, or if the key came before."""
+    def key(self) -> Reading[tuple[str, str]]:
         read = yield from self.spaces()
-        if not (yield from self.literal(KEY)):
-            self.back(read)
-            return ""
-        read, key = read + KEY, ""
-        while (character := (yield from self.char())) and character not in "<\n" and len(key) < _LONGEST_KEY:
-            key += character
-        self.back(character)
-        read += key
-        if key and not arguments.has(key) and (yield from self.literal(KEY_END)):
-            read += KEY_END + (yield from self.spaces())
-            if (yield from self.literal(VALUE)):
-                return key
+        if (yield from self.literal(KEY)):
+            key = yield from self.key_text()
+            read += KEY + key
+            if key and (yield from self.literal(KEY_END)):
+                read += KEY_END + (yield from self.spaces())
+                if (yield from self.literal(VALUE)):
+                    return key, read + VALUE
         self.back(read)
-        return ""
+        return "", ""
 
 
 class Glm45(ToolDialect):

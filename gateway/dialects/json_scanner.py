@@ -11,6 +11,22 @@ _SPACES = " \t\n\r"
 _MOST_DEPTH = 256
 
 
+def object_in(written: str) -> str:
+    """The JSON object that a JSON string, written like this between its quotes, holds; "" if it holds none."""
+    try:
+        text = json.loads(f'"{written}"', strict=False).strip(_SPACES)
+        text.encode()  # half of a surrogate pair has no UTF-8
+    except ValueError:
+        return ""
+    scanner, found = JsonScanner(), list[str]()
+    for character in text:
+        pushed = None if scanner.done else scanner.push(character)
+        if pushed is None:
+            return ""
+        found.append(pushed)
+    return "".join(found) if scanner.done else ""
+
+
 class JsonScanner:
     """Follows one JSON object or array up to its last bracket.
 

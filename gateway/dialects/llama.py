@@ -1,4 +1,7 @@
-"""Llama 3.1 to 3.3: `{"name": …, "parameters": {…}}` in place of text, several with `; ` between them."""
+"""Llama 3.1 to 3.3: `{"name": …, "parameters": {…}}` in place of text, several with `; ` between them.
+
+After text, a call begins with the tag.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,20 @@ TAG = "<|python_tag|>"
 
 class _Parser(CallMachine):
     openers = "{<;"
-    at_start_only = True
 
     def call(self) -> Reading[bool]:
-        if self.calls and (yield from self.literal(";")):
+        after_text = self.said
+        if self.calls and not after_text and (yield from self.literal(";")):
             yield from self.spaces()
         if (yield from self.literal(TAG)):
             yield from self.spaces()
+        elif after_text:
+            return False  # only the tag, which is no text, can begin a call here
         return (yield from self.json_call())
+
+
+class _BoundParser(_Parser):
+    at_start_only = True  # where the tag is no special token, text of a grammar may contain it
 
 
 class Llama3Json(ToolDialect):
@@ -32,6 +41,9 @@ class Llama3Json(ToolDialect):
 
     def parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:
         return _Parser(tools, make_id, most)
+
+    def bound_parser(self, tools: Sequence[Tool], make_id: MakeId, most: int | None = None) -> Parser:
+        return _BoundParser(tools, make_id, most)
 
     def calls(self, lark: Lark, tools: Sequence[Tool]) -> CallRules:
         call = lark.rule(" | ".join(json_call_rule(lark, tool, "parameters") for tool in tools))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from alignedserve.gateway.dialects.json_scanner import JsonScanner
+from alignedserve.gateway.dialects.json_scanner import JsonScanner, object_in
 from alignedserve.gateway.dialects.pieces import (
     CallArguments,
     CallStart,
@@ -42,7 +42,8 @@ class Machine(Parser):
         self._again: list[str] = []  # characters to be read again, the next one last
         self._held: list[str] | None = None  # characters read in an attempt
         self._ended = False
-        self._saw_end = False  # in the last attempt
+        self._finished = False  # the model ended the answer
+        self._saw_end = False  # in the last attempt, or since this was set
         self._cut = ""
         self._run = self.read()
         next(self._run)
@@ -64,6 +65,10 @@ class Machine(Parser):
         except StopIteration:
             return self._taken()
         raise AssertionError("a parser must not read past the end")
+
+    def end_whole(self) -> list[Piece]:
+        self._finished = True
+        return self.end()
 
     @property
     def reasoning(self) -> bool:
@@ -133,17 +138,28 @@ class Machine(Parser):
         self.back(read)
         return ""
 
+    def one_follows(self, texts: Sequence[str]) -> Reading[bool]:
+        """Whether one of these texts follows, after white space, or the text ends before that is known."""
+        read, found = "", True
+        space = yield from self.spaces()
+        while found and read not in texts and (character := (yield from self.char())):
+            read += character
+            found = any(text.startswith(read) for text in texts)
+        self.back(space + read)
+        return found
+
     def until(self, ends: Iterable[str], take: Callable[[str], None]) -> Reading[str]:
         """Gives the text before the first of `ends` to `take`. Returns that end; "" if the text ends before."""
         marks = tuple(ends)
+        firsts = {mark[0] for mark in marks}
         tail = ""
         while character := (yield from self.char()):
             tail += character
-            for mark in marks:
-                if tail.endswith(mark):
-                    take(tail[: -len(mark)])
-                    return mark
-            while tail and not any(mark.startswith(tail) for mark in marks):
+            if tail.endswith(marks):
+                mark = next(mark for mark in marks if tail.endswith(mark))
+                take(tail[: -len(mark)])
+                return mark
+            while tail and (tail[0] not in firsts or not any(mark.startswith(tail) for mark in marks)):
                 take(tail[0])
                 tail = tail[1:]
         take(tail)
@@ -318,13 +334,13 @@ class CallMachine(Machine):
             if key in _BESIDES:
                 if not (yield from self._short_string()):
                     return False
-            elif arguments or not (yield from self.object_begins()):
+            elif arguments:
                 return False
             else:
-                found: list[str] = []
-                if not (yield from self.json_object(found.append)):
-                    return self._all_text()
-                arguments = "".join(found)
+                found = yield from self._early_arguments()
+                if not found:
+                    return False if found is None else self._all_text()
+                arguments = found
             if not (yield from self._comma()):
                 return False
         if not (yield from self.literal('"')) or not (name := (yield from self.name('"'))):
@@ -345,8 +361,14 @@ class CallMachine(Machine):
                 if not (yield from self._short_string()):
                     return self._all_text() if arguments else False
                 continue
-            if arguments or not (yield from self.object_begins()):
-                return self._all_text() if arguments else False
+            if arguments:
+                return self._all_text()
+            if not (yield from self.object_begins()):
+                found = yield from self._other_arguments()
+                if not found:
+                    return False if found is None else self._all_text()
+                arguments = found
+                continue
             self.begin(name)
             if (yield from self.json_object(self.argue)):
                 while (yield from self.attempt(self._besides())):
@@ -356,6 +378,30 @@ class CallMachine(Machine):
         self.begin(name)
         self.argue(arguments or "{}")
         return True
+
+    def _early_arguments(self) -> Reading[str | None]:
+        """Reads arguments before it is known whose they are: as JSON; "" if they are none in the end, None at once."""
+        if not (yield from self.object_begins()):
+            return (yield from self._other_arguments())
+        found: list[str] = []
+        return "".join(found) if (yield from self.json_object(found.append)) else ""
+
+    def _other_arguments(self) -> Reading[str | None]:
+        """Reads null, which is no arguments, or an object that is written as a string, whose end must be known first.
+
+        Returns what `_early_arguments` does.
+        """
+        if (yield from self.literal("null")):
+            return "{}"
+        if not (yield from self.literal('"{')):
+            return None
+        written, skip = ["{"], False
+        while character := (yield from self.char()):
+            if character == '"' and not skip:
+                return object_in("".join(written))
+            skip = character == "\\" and not skip
+            written.append(character)
+        return ""
 
     def _besides(self) -> Reading[None]:
         """Passes `, "id": "…"`."""

@@ -91,7 +91,10 @@ class Reading:
         dialect, thoughts = self.dialects.tools, self.dialects.reasoning
         if HARMONY in (thoughts and thoughts.name, dialect and self.tools and dialect.name):
             return HarmonyParser(self.tools, make_id, self.most)
-        calls = dialect.parser(self.tools, make_id, self.most) if dialect is not None and self.tools else None
+        calls = None
+        if dialect is not None and self.tools:
+            own_parser = dialect.parser if self.begins is None else dialect.bound_parser
+            calls = own_parser(self.tools, make_id, self.most)
         if thoughts is None:
             assert calls is not None
             return calls

@@ -1,4 +1,7 @@
-"""Arguments that a family writes one by one, as text: converted to JSON by the tool's schema, and back to a grammar."""
+"""Arguments that a family writes one by one, as text: converted to JSON by the tool's schema, and back to a grammar.
+
+Where they stand between tags, a value ends whatever the model leaves out or repeats.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import ast
 import json
 import re
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from alignedserve.errors import GrammarError
@@ -14,6 +19,7 @@ from alignedserve.gateway.dialects.lark import Lark
 from alignedserve.gateway.dialects.machine import CallMachine, Reading, Tool
 from alignedserve.gateway.dialects.schema_types import TEXT, Types, parameter_schema, parameter_types, type_of
 
+_LONGEST_KEY = 256
 _KEY = re.compile(r"[^\s<>{}()\[\]:=\"',|]{1,200}")
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 _OBJECT_KEYS = {"type", "properties", "required", "additionalProperties", "description", "title", "default",
@@ -98,33 +104,123 @@ class ArgumentsWriter:
         self._machine.argue("}")
 
 
-def read_value(machine: CallMachine, tool: Tool, key: str, end: str, *, breaks: bool = False) -> Reading[bool]:
-    """Reads a parameter's value up to `end`. False if the text ends before.
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A text that ends a value if one of `after` follows, after white space, or nothing does.
 
-    A string is written while it is read. `breaks`: a line break at its beginning and at its end is not part of it.
+    `closes`: the value's own tag. Other marks belong to what comes after a value without one. With no `after`, it
+    begins an argument: a key of the tool follows.
     """
-    if not is_text(tool, key):
-        raw: list[str] = []
-        ended = yield from machine.until([end], raw.append)
-        text = "".join(raw)
-        text = text.removeprefix("\n").removesuffix("\n") if breaks else text
-        machine.argue(as_json(text, parameter_types(tool.parameters, key)))
-        return bool(ended)
-    machine.argue('"')
-    if breaks:
-        yield from machine.literal("\n")
-    held = ""
 
-    def take(text: str) -> None:
-        nonlocal held
-        for character in text:
-            machine.argue(escaped(held))
-            held = "\n" if breaks and character == "\n" else ""
-            machine.argue("" if held else escaped(character))
+    text: str
+    after: tuple[str, ...] = ()
+    closes: bool = False
 
-    ended = yield from machine.until([end], take)
-    machine.argue('"' if ended else escaped(held))
-    return bool(ended)
+
+class TaggedCalls(CallMachine):
+    """Reads calls whose arguments stand between tags.
+
+    Values may contain these tags, so one ends a value only where the format goes on after it. `marks`: what may end a
+    value, longer ones first. `key_end`: the tag after a key. `ends`: the tags after the last argument. `lines`: a line
+    break at a value's beginning, and one at its end, are not part of it.
+    """
+
+    openers = "<"
+    marks: tuple[Mark, ...]
+    key_end: str
+    ends: tuple[str, ...]
+    lines = False
+
+    @abstractmethod
+    def key(self) -> Reading[tuple[str, str]]:
+        """Passes a key and the tags around it. Returns the key, and all that was passed; "" and "" if none follows."""
+
+    def arguments(self, name: str) -> Reading[None]:
+        """Reads the arguments of a call that has begun, and the tags after them.
+
+        They become a whole object, unless the answer was cut within them. The first value of a key counts: it may have
+        been sent. Others are content after the call.
+        """
+        tool, writer, repeated = self.tools[name], ArgumentsWriter(self), list[str]()
+        while True:
+            self._saw_end = False
+            key, written = yield from self.key()
+            if not key:
+                break
+            if writer.has(key):
+                repeated.append(written)
+                repeated.append((yield from self._until_its_end(tool, repeated.append)) or "")
+                continue
+            writer.key(key)
+            yield from self._value(tool, key)
+        ended = False
+        for tag in self.ends:
+            ended = (yield from self.close(tag)) or ended
+        if ended or self._finished or not self._saw_end:
+            writer.close()
+        self.say("".join(repeated))
+
+    def _value(self, tool: Tool, key: str) -> Reading[None]:
+        """Reads a value. A string is written while it is read."""
+        if not is_text(tool, key):
+            raw: list[str] = []
+            yield from self._until_its_end(tool, raw.append)
+            text = "".join(raw)
+            self.argue(as_json(text.removeprefix("\n") if self.lines else text, parameter_types(tool.parameters, key)))
+            return
+        begins = self.lines
+
+        def take(text: str) -> None:
+            nonlocal begins
+            if begins and text:
+                text, begins = text.removeprefix("\n"), False
+            self.argue(escaped(text))
+
+        self.argue('"')
+        if (yield from self._until_its_end(tool, take)) is not None or self._finished:
+            self.argue('"')
+
+    def _until_its_end(self, tool: Tool, take: Callable[[str], None]) -> Reading[str | None]:
+        """Gives a value to `take`. Returns its tag, which is passed; "" if it has none, None if the text ends first."""
+        marks = {mark.text: mark for mark in self.marks}
+        broken = self.lines and (yield from self.peek()) == "\n"
+        while found := (yield from self.until(marks, take)):
+            if (yield from self._ends_it(marks[found], tool, broken=broken)):
+                if marks[found].closes:
+                    return found
+                self.back(found.removeprefix("\n"))
+                return ""
+            take(found)
+        return None
+
+    def _ends_it(self, mark: Mark, tool: Tool, *, broken: bool) -> Reading[bool]:
+        """Whether this mark, which was passed, ends a value. `broken`: a line break came before the value."""
+        if broken and not mark.text.startswith("\n"):
+            # Within a line, tags are a part of the value, unless the model has just left out the line break.
+            space = yield from self.spaces()
+            goes_on = yield from self.peek()
+            self.back(space)
+            if not mark.closes or (goes_on and "\n" not in space):
+                return False
+        if mark.after:
+            return (yield from self.one_follows(mark.after))
+        return (yield from self._key_follows(tool))
+
+    def _key_follows(self, tool: Tool) -> Reading[bool]:
+        """Whether a key that the tool's schema names follows, or any if it names none. Passes nothing."""
+        key = yield from self.key_text()
+        closed = yield from self.literal(self.key_end)
+        self.back(key + (self.key_end if closed else ""))
+        named = tool.parameters.get("properties")
+        return closed and bool(key) and (not isinstance(named, dict) or not named or key in named)
+
+    def key_text(self) -> Reading[str]:
+        """Passes what may be a key."""
+        key = ""
+        while (character := (yield from self.char())) and character not in "<>\n" and len(key) < _LONGEST_KEY:
+            key += character
+        self.back(character)
+        return key
 
 
 def parameter_rules(

@@ -114,7 +114,8 @@ class Bound(Parser):
         return self._end(whole=True)
 
     def _end(self, *, whole: bool) -> list[Piece]:
-        pieces, cut = self._parser.end(), self._parser.cut
+        pieces = self._parser.end_whole() if whole else self._parser.end()
+        cut = self._parser.cut
         text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
         others: list[Piece] = [piece for piece in pieces if not isinstance(piece, Content)]
         self._note(others)
@@ -149,6 +150,9 @@ class Chain(Parser):
 
     def end(self) -> list[Piece]:
         return self._through(self._first.end()) + self._second.end()
+
+    def end_whole(self) -> list[Piece]:
+        return self._through(self._first.end_whole()) + self._second.end_whole()
 
     @property
     def reasoning(self) -> bool:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from alignedserve.gateway.dialects.base import ToolDialect
 from alignedserve.gateway.dialects.lark import CallRules, Lark
-from alignedserve.gateway.dialects.machine import CallMachine, Reading, Tool
-from alignedserve.gateway.dialects.parameters import ArgumentsWriter, lines, parameter_rules, read_value
+from alignedserve.gateway.dialects.machine import Reading, Tool
+from alignedserve.gateway.dialects.parameters import Mark, TaggedCalls, lines, parameter_rules
 from alignedserve.gateway.dialects.pieces import MakeId, Parser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
-_LONGEST_KEY = 256
+_NEXT = (FUNCTION, f"{OPEN}{FUNCTION}", f"{OPEN}\n{FUNCTION}")  # another call
+_AFTER_VALUE = (PARAMETER, FUNCTION_END, CLOSE, *_NEXT)
+_MARKS = (Mark(PARAMETER_END, _AFTER_VALUE, closes=True), Mark(PARAMETER), Mark(FUNCTION_END, (CLOSE, *_NEXT)),
+          Mark(CLOSE, _NEXT))  # fmt: skip
 
 
-class _Parser(CallMachine):
-    openers = "<"
+class _Parser(TaggedCalls):
+    marks = (*(replace(mark, text=f"\n{mark.text}") for mark in _MARKS), *_MARKS)
+    key_end = ">"
+    ends = (FUNCTION_END, CLOSE)
+    lines = True
 
     def call(self) -> Reading[bool]:
         yield from self.literal(OPEN)
@@ -33,29 +40,18 @@ class _Parser(CallMachine):
             return False
         self.back(space + follows)
         self.begin(name)
-        arguments, tool = ArgumentsWriter(self), self.tools[name]
-        while key := (yield from self._key(arguments)):
-            arguments.key(key)
-            if not (yield from read_value(self, tool, key, PARAMETER_END, breaks=True)):
-                return True
-        ended = yield from self.close(FUNCTION_END)
-        if (yield from self.close(CLOSE)) or ended:
-            arguments.close()
+        yield from self.arguments(name)
         return True
 
-    def _key(self, arguments: ArgumentsWriter) -> Reading[str]:
-        """Passes `<parameter=KEY>`; "" if it does not follow, or if the key came before."""
+    def key(self) -> Reading[tuple[str, str]]:
         read = yield from self.spaces()
-        if not (yield from self.literal(PARAMETER)):
-            self.back(read)
-            return ""
-        key = ""
-        while (character := (yield from self.char())) and character not in ">\n<" and len(key) < _LONGEST_KEY:
-            key += character
-        if character == ">" and key and not arguments.has(key):
-            return key
-        self.back(read + PARAMETER + key + character)
-        return ""
+        if (yield from self.literal(PARAMETER)):
+            key = yield from self.key_text()
+            read += PARAMETER + key
+            if key and (yield from self.literal(">")):
+                return key, f"{read}>"
+        self.back(read)
+        return "", ""
 
 
 class Qwen3Coder(ToolDialect):

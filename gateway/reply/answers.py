@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from alignedserve.gateway.body.planning import CallPlan, PromptPlan
@@ -27,20 +27,19 @@ class ScoredToken:
 class Part:
     """The new part of one answer. `scored` is empty unless the client asked for log-probabilities.
 
-    `text_first`: characters of `text` that come before the last of `calls`; None: there are no calls.
+    `pieces`: the same text, reasoning and calls in the order written, each token's score before what its text adds.
     """
 
     text: str = ""
     reasoning: str = ""
     calls: list[CallStart | CallArguments] = field(default_factory=list)
-    text_first: int | None = None
     token_ids: list[int] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
+    pieces: list[Piece | ScoredToken] = field(default_factory=list)
     finish: FinishReason | None = None
 
     def extend(self, other: Part) -> None:
-        if other.text_first is not None:
-            self.text_first = len(self.text) + other.text_first
+        """Adds another part, but not its `pieces`: a whole reply that needs them reads them part by part."""
         self.text += other.text
         self.reasoning += other.reasoning
         self.calls += other.calls
@@ -151,6 +150,7 @@ class AnswerView:
         for number, token in enumerate(delta.token_ids):
             part.token_ids.append(token)
             hidden, offset = self.hides, self._base + (0 if text is None else text.length)
+            before = len(part.pieces)
             if number < len(delta.logprobs):
                 self.logprob_sum += delta.logprobs[number].logprob
             ends_here = number == last and delta.finish is FinishReason.STOP and token in self._ends
@@ -159,6 +159,7 @@ class AnswerView:
             if self.scored and not (hidden or self.hides):
                 logprob = delta.logprobs[number] if number < len(delta.logprobs) else None
                 part.scored.append(ScoredToken(token, offset, logprob))
+                part.pieces.insert(before, part.scored[-1])
             if text is not None and text.stopped:
                 self.finish = FinishReason.STOP
                 self._end(part)
@@ -184,6 +185,7 @@ class AnswerView:
         """Adds the text of one token (or the rest of an answer) to the part."""
         if self._parser is None:
             part.text += text
+            part.pieces += [Content(text)] if text else []
             return
         thinks = self._parser.reasoning
         pieces = self._parser.feed(text)
@@ -199,13 +201,19 @@ class AnswerView:
 
     def _add(self, part: Part, pieces: list[Piece]) -> None:
         assert self._reading is not None
-        for piece in pieces:
-            if isinstance(piece, Content) or (isinstance(piece, Reasoning) and not self._reading.separate_reasoning):
+        shown: Iterable[Piece] = pieces
+        if not self._reading.separate_reasoning:
+            shown = (Content(piece.text) if isinstance(piece, Reasoning) else piece for piece in pieces)
+        elif not self._reading.include_reasoning:
+            shown = (piece for piece in pieces if not isinstance(piece, Reasoning))
+        for piece in shown:
+            part.pieces.append(piece)
+            if isinstance(piece, Content):
                 part.text += piece.text
             elif isinstance(piece, Reasoning):
-                part.reasoning += piece.text if self._reading.include_reasoning else ""
+                part.reasoning += piece.text
             else:
-                self.called, part.text_first = True, len(part.text)
+                self.called = True
                 if isinstance(piece, CallStart):
                     self._arguments = []
                 else:

@@ -80,7 +80,7 @@ class ChatReply(Reply):
     def frames(self, deltas: Iterable[Delta]) -> list[bytes]:
         return [event(one) for chunk in self.chunks(deltas) for one in _one_call_each(chunk)]
 
-    def opening_chunk(self, view: AnswerView) -> dict[str, Any]:
+    def opening_chunk(self, view: AnswerView) -> dict[str, Any] | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": view.answer.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
@@ -90,13 +90,14 @@ class ChatReply(Reply):
         return isinstance(self.request, ChatRequest) and self.request.older
 
     def _choice(self, view: AnswerView, part: Part, name: str, content: dict[str, Any]) -> dict[str, Any]:
-        logprobs = (
-            {"content": [self._logprob(entry) for entry in part.scored], "refusal": None} if view.scored else None
-        )
-        finish = None if part.finish is None else part.finish.value
-        if part.finish is FinishReason.STOP and view.calls_whole:
-            finish = "function_call" if self._older else "tool_calls"
+        logprobs = {"content": [self.logprob(entry) for entry in part.scored], "refusal": None} if view.scored else None
+        finish = self.finish_reason(view, part)
         return {"index": view.answer.index, name: content, "logprobs": logprobs, "finish_reason": finish}
+
+    def finish_reason(self, view: AnswerView, part: Part) -> str | None:
+        if part.finish is FinishReason.STOP and view.calls_whole:
+            return "function_call" if self._older else "tool_calls"
+        return None if part.finish is None else part.finish.value
 
     def _usage(self) -> dict[str, Any]:
         usage = super()._usage()
@@ -106,7 +107,7 @@ class ChatReply(Reply):
             usage["completion_tokens_details"] = {"reasoning_tokens": thought}
         return usage
 
-    def _logprob(self, entry: ScoredToken) -> dict[str, Any]:
+    def logprob(self, entry: ScoredToken) -> dict[str, Any]:
         top = () if entry.logprob is None else entry.logprob.top
         chosen = 0.0 if entry.logprob is None else entry.logprob.logprob
         return {

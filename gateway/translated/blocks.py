@@ -1,12 +1,16 @@
-"""An answer as blocks, from the deltas of a chat completion: reasoning, text and tool calls, in the order written."""
+"""An answer as blocks, from its pieces: reasoning, text and tool calls, in the order written.
+
+The blocks do not depend on how the pieces were divided among the answer's parts.
+"""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-TEXT_FIRST = "text_first"  # of a choice: so many characters of its text come before its last call
+from alignedserve.gateway.dialects.pieces import CallArguments, CallStart, Piece, Reasoning
 
 
 class Kind(enum.Enum):
@@ -44,37 +48,37 @@ class Step:
 
 
 class Blocks:
-    """One block is open at a time; a delta of another kind, or of another call, closes it."""
+    """One block is open at a time; a piece of another kind, or of another call, closes it."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
         self.finish: str | None = None  # chat's finish_reason
         self._open: Block | None = None
-        self._call: int | None = None  # index of the open call in chat's tool_calls
         self._unplaced: list[dict[str, Any]] = []  # log-probabilities of tokens that have no text yet
 
-    def take(self, choice: dict[str, Any]) -> list[Step]:
-        """The steps of one choice of a chunk."""
-        delta, steps = choice["delta"], list[Step]()
-        self._unplaced += (choice.get("logprobs") or {}).get("content") or ()
-        calls = list(delta.get("tool_calls") or ())
-        if calls and calls[0]["index"] == self._call:  # the rest of the open call comes before other text
-            self._add_call(steps, calls.pop(0))
-        if reasoning := delta.get("reasoning_content"):
-            self._add(steps, Kind.REASONING, reasoning)
-        text, first = delta.get("content") or "", choice.get(TEXT_FIRST)
-        if text[:first]:
-            self._add(steps, Kind.TEXT, text[:first])
-        for call in calls:
-            self._add_call(steps, call)
-        if first is not None and text[first:]:
-            self._add(steps, Kind.TEXT, text[first:])
-        if choice["finish_reason"] is not None:
-            self.finish = choice["finish_reason"]
+    def take(self, pieces: Iterable[Piece | dict[str, Any]], finish: str | None) -> list[Step]:
+        """The steps of one part of the answer. A dict is a token's log-probability; it goes to the next piece's block.
+
+        Pieces that add to one block in a row are one step.
+        """
+        steps: list[Step] = []
+        for piece in pieces:
+            if isinstance(piece, dict):
+                self._unplaced.append(piece)
+            elif isinstance(piece, CallStart):
+                self._begin(steps, Kind.CALL, piece.id, piece.name)
+            elif isinstance(piece, CallArguments):
+                self._add(steps, Kind.CALL, piece.text)
+            else:
+                self._add(steps, Kind.REASONING if isinstance(piece, Reasoning) else Kind.TEXT, piece.text)
+        if finish is not None:
+            self.finish = finish
             self._end(steps)
         return steps
 
     def _add(self, steps: list[Step], kind: Kind, piece: str) -> None:
+        if not piece:
+            return
         if self._open is None or self._open.kind is not kind:
             self._begin(steps, kind)
         block = self._open
@@ -82,15 +86,11 @@ class Blocks:
         block.text += piece
         added, self._unplaced = tuple(self._unplaced), []
         block.logprobs += added
-        steps.append(Step(Op.ADD, block, piece, added))
-
-    def _add_call(self, steps: list[Step], call: dict[str, Any]) -> None:
-        about = call.get("function", {})
-        if call["index"] != self._call:
-            self._begin(steps, Kind.CALL, call.get("id", ""), about.get("name", ""))
-            self._call = call["index"]
-        if arguments := about.get("arguments"):
-            self._add(steps, Kind.CALL, arguments)
+        last = steps[-1] if steps else None
+        if last is not None and last.op is Op.ADD:  # of this block: another's would have been closed since
+            steps[-1] = Step(Op.ADD, block, last.piece + piece, last.logprobs + added)
+        else:
+            steps.append(Step(Op.ADD, block, piece, added))
 
     def _begin(self, steps: list[Step], kind: Kind, call_id: str = "", name: str = "") -> None:
         self._end(steps)
@@ -101,4 +101,4 @@ class Blocks:
     def _end(self, steps: list[Step]) -> None:
         if self._open is not None:
             steps.append(Step(Op.CLOSE, self._open))
-        self._open = self._call = None
+        self._open = None

@@ -1,4 +1,4 @@
-"""The reply of /v1/messages, Anthropic's API, made of a chat completion's deltas."""
+"""The reply of /v1/messages, Anthropic's API, made of the blocks of an answer."""
 
 from __future__ import annotations
 

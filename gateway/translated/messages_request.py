@@ -60,6 +60,11 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TEXT = ("text",)
 _BILLING = "x-anthropic-billing-header:"
 _OF_A_TOOL = ("type", "name", "description", "input_schema", "strict")
+_OF_THINKING = ("enable_thinking", "reasoning_effort", "thinking_token_budget")  # chat's own fields
+# Calls that Anthropic's servers made in an earlier part of the conversation, and their results.
+_LEFT_OUT = ("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result",
+             "bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result",
+             "advisor_tool_result", "mcp_tool_use", "mcp_tool_result")  # fmt: skip
 
 
 class MessagesChat(ChatRequest):
@@ -71,10 +76,13 @@ class MessagesChat(ChatRequest):
 
     _unread: list[str] = PrivateAttr(default_factory=list)
     _edits: ContextEdits = PrivateAttr(default_factory=ContextEdits)
+    _says_thinking: bool = PrivateAttr(default=True)
 
     @property
     def ignored(self) -> list[str]:
-        return [*(_NAMES.get(name, name) for name in super().ignored), *self._unread]
+        """A default that the template does not follow is no field of the client's."""
+        sent = (name for name in super().ignored if name != "enable_thinking" or self._says_thinking)
+        return [*(_NAMES.get(name, name) for name in sent), *self._unread]
 
 
 def parse_messages(body: Any) -> MessagesChat:
@@ -96,7 +104,7 @@ def _parsed(body: Any) -> MessagesChat:
     chat["continue_final_message"] = last.get("role") == "assistant" and "tool_calls" not in last
     with renamed(_NAMES, _SCHEMA):
         request = checked(MessagesChat, chat)
-    request._edits = edits
+    request._edits, request._says_thinking = edits, _says_thinking(fields)
     request._unread = [
         *unread(fields.object("metadata"), "user_id"),
         *unread(fields.object("thinking"), "type", "budget_tokens"),
@@ -142,6 +150,8 @@ def _for_model(model: ServedModel, request: MessagesChat) -> MessagesChat:
         if wanted is not None and wanted != thinks:
             request._unread.append("thinking.type")
         request.enable_thinking = None
+    elif not request._says_thinking:
+        request.enable_thinking = False  # as Anthropic's API has it
     if request.thinking_token_budget is not None and not thinks:
         request.thinking_token_budget = None
         request._unread.append("thinking.budget_tokens")
@@ -168,6 +178,13 @@ def _chat_body(fields: Fields, left_out: list[str]) -> dict[str, Any]:
     if config is not None and config.raw("effort") is not None:
         body["reasoning_effort"] = config.raw("effort")
     return {**body, **_thinking(fields), **_tools(fields)}
+
+
+def _says_thinking(fields: Fields) -> bool:
+    """Whether the body says if the model thinks, in Anthropic's words or in chat's."""
+    variables = fields.raw("chat_template_kwargs")
+    switched = isinstance(variables, dict) and any(name in variables for name in SWITCHES)
+    return switched or any(fields.raw(name) is not None for name in ("thinking", *_OF_THINKING))
 
 
 def _thinking(fields: Fields) -> dict[str, Any]:
@@ -236,7 +253,7 @@ def _messages(fields: Fields, left_out: list[str]) -> list[dict[str, Any]]:
             raise wrong_type(message.place("content"), "text or an array of blocks", content)
         else:
             _note_calls(message, calls)
-            messages += _of_user(message, left_out) if role == "user" else _OF_ROLE[role](message)
+            messages += _OF_ROLE[role](message, left_out)
     return messages
 
 
@@ -260,7 +277,7 @@ def _note_calls(message: Fields, calls: EarlierCalls) -> None:
             calls.check(block.text("tool_use_id"), block.place("tool_use_id"))
 
 
-def _of_system(message: Fields) -> list[dict[str, Any]]:
+def _of_system(message: Fields, left_out: list[str]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text_of(message, "content", _TEXT)}]
 
 
@@ -274,7 +291,7 @@ def _of_user(message: Fields, left_out: list[str]) -> list[dict[str, Any]]:
                 content = f"Error: {content}" if content else "Error"  # templates have no field for it
             results.append({"role": "tool", "tool_call_id": block.text("tool_use_id"), "content": content})
         else:
-            text.append(_document(block) if block.text("type") == "document" else part_text(block, _TEXT))
+            text.append(_text(block, left_out))
     return [*results, {"role": "user", "content": "\n".join(text)}] if text or not results else results
 
 
@@ -291,24 +308,53 @@ def _result(block: Fields, left_out: list[str]) -> str:
         elif kind == "tool_reference":
             texts.append(f"The tool {part.text('tool_name')} can be used now.")
         else:
-            texts.append(_document(part) if kind == "document" else part_text(part, _TEXT))
+            texts.append(_text(part, left_out))
     return "\n".join(texts)
+
+
+def _text(block: Fields, left_out: list[str]) -> str:
+    """A text, a document or the result of a search as text. Raises UnsupportedFeatureError for another block."""
+    kind = block.text("type")
+    citations = block.object("citations") if kind in ("document", "search_result") else None
+    if citations is not None and citations.flag("enabled"):
+        left_out.append(citations.where)  # answers have none
+    if kind == "document":
+        return _document(block)
+    if kind == "search_result":
+        return "\n\n".join(filter(None, (block.text("title"), block.text("source"), _lines(block))))
+    return part_text(block, _TEXT)
 
 
 def _document(block: Fields) -> str:
     """The text of a document that is one. Raises UnsupportedFeatureError for another."""
     source = block.object("source")
-    if source is None or source.text("type") != "text":
-        raise unsupported(block, "source", f"{block.place('source')} must be text: this server reads text only")
-    return "\n\n".join(filter(None, (block.optional_text("title"), source.text("data"))))
+    kind = None if source is None else source.text("type")
+    if source is None or kind not in ("text", "content"):
+        message = f"{block.place('source')} must be of type text or content: this server reads text only"
+        raise unsupported(block, "source", message)
+    text = source.text("data") if kind == "text" else _lines(source)
+    return "\n\n".join(filter(None, (block.optional_text("title"), block.optional_text("context"), text)))
 
 
-def _of_assistant(message: Fields) -> list[dict[str, Any]]:
+def _lines(owner: Fields) -> str:
+    """Content that is a string, or an array of texts: each is a line of its own."""
+    value = owner.required("content")
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise wrong_type(owner.place("content"), "text or an array of blocks", value)
+    return "\n".join(part_text(part, _TEXT) for part in owner.objects("content"))
+
+
+def _of_assistant(message: Fields, left_out: list[str]) -> list[dict[str, Any]]:
+    """No turn if nothing is left of it."""
     turn: dict[str, Any] = {"role": "assistant", "content": ""}
-    reasoning = ""
+    reasoning, left = "", len(left_out)
     for block in message.objects("content"):
         kind = block.text("type")
-        if kind == "tool_use":
+        if kind in _LEFT_OUT:
+            left_out.append(block.where)
+        elif kind == "tool_use":
             block.required("input")
             given = block.get("input", dict, "an object")
             check_depth(given, block.place("input"))
@@ -321,7 +367,7 @@ def _of_assistant(message: Fields) -> list[dict[str, Any]]:
             turn["content"] += part_text(block, _TEXT)
     if reasoning:
         turn["reasoning_content"] = reasoning
-    return [turn]
+    return [] if len(left_out) > left and turn == {"role": "assistant", "content": ""} else [turn]
 
 
-_OF_ROLE = {"assistant": _of_assistant, "system": _of_system}
+_OF_ROLE = {"user": _of_user, "assistant": _of_assistant, "system": _of_system}

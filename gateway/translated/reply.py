@@ -1,4 +1,4 @@
-"""What the replies of translated APIs have in common: blocks from chat's chunks, and events made of blocks."""
+"""What the replies of translated APIs have in common: blocks from an answer's parts, and events made of blocks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from alignedserve.errors import AlignedServeError
 from alignedserve.gateway.body.planning import ServedModel
 from alignedserve.gateway.body.requests import GenerationRequest
 from alignedserve.gateway.ledger.calls import Answer, Call, Delta
-from alignedserve.gateway.reply.answers import AnswerView, Part
+from alignedserve.gateway.reply.answers import AnswerView, Part, ScoredToken
 from alignedserve.gateway.reply.openai_replies import ChatReply
 from alignedserve.gateway.reply.replies import event
-from alignedserve.gateway.translated.blocks import TEXT_FIRST, Blocks, Step
+from alignedserve.gateway.translated.blocks import Blocks, Step
 
 
 class TranslatedReply(ChatReply):
@@ -67,12 +67,20 @@ class TranslatedReply(ChatReply):
     def collect(self, deltas: Iterable[Delta]) -> None:
         self._steps(deltas)
 
+    def opening_chunk(self, view: AnswerView) -> None:
+        """None: a block opens with its first piece."""
+
     def choice_chunk(self, view: AnswerView, part: Part) -> dict[str, Any]:
-        return {**super().choice_chunk(view, part), TEXT_FIRST: part.text_first}
+        """The pieces in the order written, which a delta of chat has not, with log-probabilities where they belong."""
+        pieces = [self.logprob(piece) if isinstance(piece, ScoredToken) else piece for piece in part.pieces]
+        return {"index": view.answer.index, "pieces": pieces, "finish_reason": self.finish_reason(view, part)}
 
     def _steps(self, deltas: Iterable[Delta]) -> list[Step]:
         return [
-            step for chunk in self.chunks(deltas) for choice in chunk["choices"] for step in self.blocks.take(choice)
+            step
+            for chunk in self.chunks(deltas)
+            for choice in chunk["choices"]
+            for step in self.blocks.take(choice["pieces"], choice["finish_reason"])
         ]
 
 

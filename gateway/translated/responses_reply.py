@@ -1,4 +1,4 @@
-"""The reply of /v1/responses: a response object, or its events, made of a chat completion's deltas."""
+"""The reply of /v1/responses: a response object, or its events, made of the blocks of an answer."""
 
 from __future__ import annotations
 

@@ -42,7 +42,6 @@ _REFUSED = refusals(
     ("conversation", "conversations are not stored; send the earlier items in input, or previous_response_id"),
     ("background", "a response is written while its client waits; see /v1/batches for work without hurry"),
     ("prompt", "there are no prompt templates; send the prompt as input"),
-    ("max_tool_calls", "the client calls the tools, so it limits them"),
     ("context_management", "input is never shortened"),
     ("moderation", "there is no moderation"),
     # Fields of a chat request that this endpoint has under another name, or not at all
@@ -155,6 +154,7 @@ def _chat_body(
         check_depth(fields.raw(name), name, MOST_REPEATED_DEPTH)
     fields.flag("store")
     fields.optional_text("previous_response_id")
+    fields.get("max_tool_calls", int, "an integer")  # of OpenAI's own tools, which are not here: it has no effect
     refuse(fields, _REFUSED if stores else {**_REFUSED, **_UNSTORED})
     extra = {name: value for name, value in given.items() if name not in _OWN and name not in _REFUSED}
     body = {**extra, **{name: given[name] for name in _SAME if name in given}}

@@ -159,7 +159,7 @@ SAMPLES = (
            "commentary json<|message|>{}<|call|>", (NOW,), "I look."),
     Sample("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Four.", (),
            "Four.", "Hm."),
-    Sample("harmony", "Four <|channel|> five.", (), "Four <|channel|> five."),
+    Sample("harmony", "Four <|channel|> five.", (), "Four  five."),
     Sample("gemma4", '<|tool_call>call:get_weather{city:<|"|>Bern<|"|>,days:2}<tool_call|>', (BERN,)),
     Sample("gemma4", '<|channel>thought\nHm.\n<channel|>I look.<|tool_call>call:get{a:[1,<|"|>b"<|"|>,{c:true}],'
            'd:{}}<tool_call|><|tool_call>call:now{}<tool_call|>', (("get", {"a": [1, 'b"', {"c": True}], "d": {}}),
@@ -171,3 +171,80 @@ SAMPLES = (
            (("get", {"a": [1, [2, None]], "b": {"x": "a, (b)"}, "c": -1.5, "d": "it's"}),)),
     Sample("pythonic", "[1, 2] is a list", (), "[1, 2] is a list"),
 )  # fmt: skip
+
+_CITY = "<function=get_weather>\n<parameter=city>\nBern"
+_CITY_DAYS = f"{_CITY}\n</parameter>\n<parameter=days>\n2\n</parameter>"
+_GLM = "<tool_call>get_weather<arg_key>city</arg_key><arg_value>"
+_CODER_END, _PARAMETER_END = "\n</function>\n</tool_call>", "\n</parameter>"
+_AGAIN = "\n<parameter=city>\nBasel\n</parameter>"
+_TAG_IN_CODE = 'print("</parameter> and </function>")\nx = "</tool_call></parameter></function>"\n</function>\nx=1'
+_TAG_IN_LINES = "\n<parameter=example>\n</parameter>\n.\n"
+_TAG_IN_GLM = 'print("</arg_value> and </tool_call>")\n<arg_key>none</arg_key>'
+_WEATHER = "get_weather", '{"city": "Bern", "days": 2}'
+_HEAD, _TO = "<|start|>assistant<|channel|>", "<|channel|>commentary to=functions."
+_HM = "<|channel|>analysis<|message|>Hm.<|end|>"
+
+ODD_SAMPLES = (
+    # A value without its tag
+    Sample("qwen3_coder", f"I look.\n<tool_call>\n{_CITY}\n<parameter=days>\n2\n</parameter>{_CODER_END}", (BERN,),
+           "I look."),
+    Sample("qwen3_coder", f'{_CITY}{_PARAMETER_END}\n<parameter=tags>\n["x"]{_CODER_END}',
+           (("get_weather", {"city": "Bern", "tags": ["x"]}),)),
+    Sample("qwen3_coder", f"{_CITY}{_CODER_END}\n<tool_call>\n<function=get>\n<parameter=a>\nb\n</tool_call>\n"
+           f"<tool_call>\n<function=now>{_CODER_END}", (("get_weather", {"city": "Bern"}), ("get", {"a": "b"}), NOW)),
+    Sample("qwen3_coder", "<function=get_weather><parameter=city>Bern<parameter=days>2</function></tool_call>",
+           (BERN,)),
+    Sample("qwen3_coder", f"{_CITY}</parameter>\n<parameter=days>\n2</parameter>{_CODER_END}", (BERN,)),
+    Sample("glm47", f"{_GLM}Bern<arg_key>days</arg_key><arg_value>2</tool_call><tool_call>now</tool_call>",
+           (BERN, NOW)),
+    Sample("glm45", f"{_GLM}Bern\n<arg_key>days</arg_key>\n<arg_value>2\n</tool_call>", (BERN,)),
+    # A value with tags in it
+    Sample("qwen3_coder", f"<function=get>\n<parameter=code>\n{_TAG_IN_CODE}{_PARAMETER_END}{_CODER_END}",
+           (("get", {"code": _TAG_IN_CODE}),)),
+    Sample("qwen3_coder", f"<function=get_weather>\n<parameter=city>\n{_TAG_IN_LINES}{_PARAMETER_END}{_CODER_END}",
+           (("get_weather", {"city": _TAG_IN_LINES}),)),
+    Sample("qwen3_coder", "<function=get>\n<parameter=a>\n</parameter>\n<parameter=b>\n\n</parameter></function>",
+           (("get", {"a": "", "b": ""}),)),
+    Sample("glm47", f"{_GLM}{_TAG_IN_GLM}</arg_value></tool_call>", (("get_weather", {"city": _TAG_IN_GLM}),)),
+    # Other mistakes: the call is whole, and what is no part of it is content
+    Sample("qwen3_coder", f"{_CITY_DAYS}{_AGAIN}{_CODER_END}", (BERN,), _AGAIN),
+    Sample("qwen3_coder", f"{_CITY}{_PARAMETER_END}{_AGAIN}\n<parameter=days>\n2{_PARAMETER_END}{_CODER_END}", (BERN,),
+           _AGAIN),
+    Sample("glm47", f"{_GLM}Bern</arg_value><arg_key>days</arg_key><arg_value>2</arg_value>"
+           "<arg_key>city</arg_key><arg_value>Basel</arg_value></tool_call>", (BERN,),
+           "<arg_key>city</arg_key><arg_value>Basel</arg_value>"),
+    Sample("qwen3_coder", f"{_CITY_DAYS}\n<parameter=>\n2", (BERN,), "\n<parameter=>\n2"),
+    Sample("glm45", f"{_GLM}1</arg_value>\n<arg_key></arg_key>\n2", (("get_weather", {"city": "1"}),),
+           "\n<arg_key></arg_key>\n2"),
+    # gpt-oss: headers off the pattern
+    *(Sample("harmony", f"{head}<|message|>{_WEATHER[1]}<|call|>", (BERN,)) for head in (
+        f"{_HEAD}commentary to=functions.get_weather<|channel|>commentary <|constrain|>json",
+        f"{_TO}get_weather <|constrain|>application/json",
+        f"{_TO}get_weather<|constrain|> JSON",
+        f"{_TO}get_weather JSON",
+    )),
+    Sample("harmony", f"<|channel|>commentary to=assistant{_HM}{_HEAD}final<|message|>Four.<|return|>", (), "Four.",
+           "Hm."),
+    Sample("harmony", f"{_HM}{_HEAD}commentary to=python <|constrain|>code<|message|>print(1)<|call|>", (), "print(1)",
+           "Hm."),
+    Sample("harmony", "<|channel|>analysis to=python code<|message|>print(1)<|call|>", (), "", "print(1)"),
+    Sample("harmony", f"{_HM}{_HEAD}nothing?<|message|>Four.<|end|>{_HEAD}final<|message|> Five.", (),
+           "assistantnothing?Four. Five.", "Hm."),
+    Sample("harmony", "<|channel|>analysis<|message|>So <|channel|> hm<|channel|>final<|message|>Four.", (), "Four.",
+           "So  hm"),
+    Sample("harmony", f"{_TO}get json<|message|> [1]<|call|>", (), " [1]"),
+    Sample("harmony", f"{_TO}unknown json<|message|>{{}}<|call|>", (), "{}"),
+    Sample("harmony", f"{_TO}get_weather json<|message|>", (), ""),
+    # Llama 3: the tag after text
+    Sample("llama3_json", 'Let me check. <|python_tag|>{"name": "get_weather", "parameters": {"city": "Bern", '
+           '"days": 2}}; {"name": "now", "arguments": {}}', (BERN, NOW), "Let me check."),
+    # Arguments that are no object, but mean one
+    Sample("llama3_json", '{"name": "now", "parameters": null}', (NOW,)),
+    Sample("hermes", '<tool_call>{"name": "now", "arguments": null, "id": "1"}</tool_call>', (NOW,)),
+    Sample("hermes", '<tool_call>{"arguments": null, "name": "now"}</tool_call>', (NOW,)),
+    Sample("hermes", r'<tool_call>{"name": "get_weather", "arguments": "{\"city\": \"Bern\",\n \"days\": 2}"}'
+           "</tool_call>", (BERN,)),
+    Sample("mistral", r'[TOOL_CALLS][{"arguments": "{\"a\": \"\u00e9 \\\" \\n\"}", "name": "get"}, '
+           '{"name": "now", "arguments": "{}"}]', (("get", {"a": 'é " \n'}), NOW)),
+)  # fmt: skip
+"""Answers with mistakes that models make."""

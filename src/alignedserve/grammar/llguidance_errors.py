@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 
 from alignedserve.grammar import schema as rules
+from alignedserve.grammar.places import Parts
 
-_SEARCHED = 200  # parts of a schema that are tried for the place of an error
 _PATTERN = re.compile(r"regex parse error:\n {4}(?P<pattern>.*)\n {4}(?P<before> *)\^+\nerror: (?P<reason>.*)")
 _AROUND = re.compile(r'invalid regex ".*?" \(in regex\): ', re.DOTALL)
 _SOURCE = re.compile(r"\n +\d+ \| .*", re.DOTALL)  # lines of the grammar, with a caret
@@ -40,21 +39,13 @@ def of_schema(schema: Any, error: str, error_of: Callable[[Any], str]) -> str:
 
     `error_of`: the error of a part; "" if it has none. What nothing satisfies has the cause in the part that is needed.
     """
-    parts = dict(part for _, part in zip(range(_SEARCHED), rules.reachable(schema), strict=False))
-    shared = {name: schema[name] for name in ("$defs", "definitions") if isinstance(schema, dict) and name in schema}
-
-    @cache
-    def error_at(place: str) -> str:
-        return error_of({**shared, **parts[place]})
-
+    parts = Parts(schema, error_of)
     if error.startswith(_NOTHING):
-        place, error = _cause(parts, error, error_at)
+        place, error = _cause(parts.parts, error, parts.error_at)
         error, _, referred = error.partition(_REFERRED)
         return f"{error} (at {referred or place or '/'})"
-    for place in sorted(parts, key=lambda found: -found.count("/")):
-        if not place or error_at(place) == error:
-            return f"{_own_words(error)} (at {place or '/'})"
-    return _own_words(error)
+    found = parts.place_of(error)
+    return _own_words(error) if found is None else f"{_own_words(error)} (at {found or '/'})"
 
 
 def _cause(places: Iterable[str], error: str, error_at: Callable[[str], str]) -> tuple[str, str]:

@@ -244,6 +244,8 @@ def _checked(node: Any, place: str, depth: int) -> str:
 
 
 def _require_tag(node: Any, place: str, depth: int) -> None:
+    if isinstance(node, dict):
+        node.setdefault("type", "tag")  # xgrammar's own reader takes tags without it, so its clients leave it out
     if _checked(node, place, depth) != "tag":
         raise GrammarError(f"structural_tag: {place} must be a tag")
 

@@ -97,7 +97,9 @@ def _meant(keyword: str) -> str:
 @lru_cache(maxsize=8192)
 def _nearest(keyword: str) -> str:
     plain = keyword.replace("_", "").replace("-", "").lower()
-    return next((known for known in sorted(_ASSERTING) if plain == known.lower() or _one_slip(keyword, known)), "")
+    return next(
+        (known for known in sorted(_ASSERTING) if plain == known.lower() or _one_slip(plain, known.lower())), ""
+    )
 
 
 def _one_slip(keyword: str, known: str) -> bool:
@@ -221,17 +223,17 @@ def _remove_idle(node: Node) -> None:
 def _limit_numbers(node: Node, place: str) -> None:
     """Cut wide bounds to the exact integers of JSON (I-JSON, RFC 7493). Raises GrammarError for numbers beyond them."""
     for keyword in ("maximum", "exclusiveMaximum"):
-        if _is_number(bound := node.get(keyword)):
+        if is_number(bound := node.get(keyword)):
             node[keyword] = min(bound, MOST_NUMBER)
     for keyword in ("minimum", "exclusiveMinimum"):
-        if _is_number(bound := node.get(keyword)):
+        if is_number(bound := node.get(keyword)):
             node[keyword] = max(bound, -MOST_NUMBER)
     for keyword in ("maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum", "const", "enum"):
         if any(abs(number) > MOST_NUMBER for number in _numbers(node.get(keyword))):
             raise GrammarError(f"{keyword} at {place or '/'}: numbers beyond ±{MOST_NUMBER} are not written exactly")
 
 
-def _is_number(value: Any) -> TypeGuard[int | float]:
+def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -368,7 +370,7 @@ def copies_trouble(pattern: str, most: int) -> str | None:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    if _is_number(value):
+    if is_number(value):
         yield value
     elif isinstance(value, list):
         for item in value:

@@ -7,10 +7,11 @@ known to be checked is refused. It can neither be interrupted nor bounded while 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import xgrammar
@@ -19,6 +20,7 @@ from alignedserve.errors import GrammarError
 from alignedserve.grammar import schema as rules
 from alignedserve.grammar.base import Bits, Grammar, GrammarLibrary, Matcher, require_pieces
 from alignedserve.grammar.client_grammars import is_gbnf
+from alignedserve.grammar.places import Parts
 from alignedserve.grammar.tags import Format, check_triggers, format_of
 from alignedserve.grammar.xgrammar_composed import composed_lark
 from alignedserve.request import GrammarKind, GrammarSpec
@@ -29,6 +31,8 @@ _NO_TEXT = b"\xff"  # begins special tokens, so that no text is like them: witho
 _NAMED = re.compile(r"<\[([0-9]+)\]>")
 MOST_CHARACTERS = 1 << 16  # of a spec: time to compile grows with the square, and nothing ends it
 MOST_COPIES = 1 << 16  # of an element, by nested counts such as {1,200}
+_ERRORS = (RuntimeError, ValueError, TypeError)  # of the library
+_Made = TypeVar("_Made")
 
 
 class XgrammarMatcher(Matcher):
@@ -76,7 +80,7 @@ class XgrammarLibrary(GrammarLibrary):
         except GrammarError as error:
             kind = f"{spec.kind}: "
             raise GrammarError(error.message if error.message.startswith(kind) else kind + error.message) from None
-        except (RuntimeError, ValueError, TypeError) as error:
+        except _ERRORS as error:
             raise GrammarError(f"{spec.kind}: {_line(str(error))}") from error
 
     def _begun(self, grammar: Grammar) -> Grammar:
@@ -149,10 +153,10 @@ def _compiled(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> xgrammar
         schema = checked_schema(rules.parsed_schema(spec.text, spec.kind))
         if spec.whitespace not in (None, ""):
             raise GrammarError(f"whitespace_pattern: {NAME} has only its default and the empty one")
+        options: dict[str, Any] = {"max_whitespace_cnt": 1}
         if spec.whitespace == "":
-            separators = (",", ":")
-            return compiler.compile_json_schema(schema, any_whitespace=False, separators=separators, strict_mode=False)
-        return compiler.compile_json_schema(schema, max_whitespace_cnt=1, strict_mode=False)
+            options = {"any_whitespace": False, "separators": (",", ":")}
+        return _of_schema(lambda part: compiler.compile_json_schema(part, **options, strict_mode=False), schema)
     if spec.kind is GrammarKind.REGEX:
         return compiler.compile_regex(_checked_regex(spec.text))
     if spec.kind is GrammarKind.CHOICE:
@@ -190,7 +194,29 @@ def _inner_grammar(spec: GrammarSpec) -> xgrammar.Grammar:
 
 
 def _json_grammar(schema: Any) -> xgrammar.Grammar:
-    return xgrammar.Grammar.from_json_schema(checked_schema(schema), max_whitespace_cnt=1, strict_mode=False)
+    return _of_schema(_plain_grammar, checked_schema(schema))
+
+
+def _plain_grammar(schema: dict[str, Any]) -> xgrammar.Grammar:
+    return xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=1, strict_mode=False)
+
+
+def _of_schema(make: Callable[[dict[str, Any]], _Made], schema: dict[str, Any]) -> _Made:
+    """What `make` makes of a schema. Raises GrammarError with the place of what xgrammar refuses."""
+    try:
+        return make(schema)
+    except _ERRORS as error:
+        message = _line(str(error))
+        place = Parts(schema, _error_of).place_of(message)
+        raise GrammarError(message if place is None else f"{message} (at {place or '/'})") from error
+
+
+def _error_of(schema: dict[str, Any]) -> str:
+    try:
+        _plain_grammar(schema)
+    except _ERRORS as error:
+        return _line(str(error))
+    return ""
 
 
 def _of_grammar(compiler: xgrammar.GrammarCompiler, text: str) -> xgrammar.CompiledGrammar:
@@ -292,6 +318,32 @@ def _length(node: rules.Node) -> str | None:
     return None
 
 
+def _bounds(
+    inclusive: str, exclusive: str, whole: Callable[[float], int], beyond: Callable[[float], int]
+) -> rules.Rule:
+    """The bounds on one side, as numbers; of an integer as whole ones, which is all that xgrammar reads.
+
+    `whole`, `beyond`: round to the last integer that is within, and to the first that is not.
+    """
+
+    def rule(node: rules.Node) -> str | None:
+        flag = node.get(exclusive)
+        if isinstance(flag, bool):  # in draft 4 it says whether the other bound is exclusive
+            del node[exclusive]
+            if flag and inclusive in node:
+                node[exclusive] = node.pop(inclusive)
+        for keyword, rounded in ((inclusive, whole), (exclusive, beyond)):
+            if keyword not in node:
+                continue
+            if not rules.is_number(node[keyword]) or math.isnan(node[keyword]):
+                return f"{keyword} must be a number"
+            if node["type"] == "integer":
+                node[keyword] = rounded(node[keyword])
+        return None
+
+    return rule
+
+
 def _keys(node: rules.Node) -> str | None:
     """`properties`: a free key may be one of them, so there is none; an answer without free keys is valid, too."""
     if isinstance(node.get("additionalProperties"), dict) and node["additionalProperties"] and node["properties"]:
@@ -308,9 +360,13 @@ def _required(node: rules.Node) -> str | None:
     return None
 
 
+_LOWER = _bounds("minimum", "exclusiveMinimum", math.ceil, math.floor)
+_UPPER = _bounds("maximum", "exclusiveMaximum", math.floor, math.ceil)
 _KEYWORDS: Mapping[str, rules.Rule] = {
     **{keyword: _typed(keyword) for keyword in _ASSERTIONS - {*_WHOLE, "type"}},
     **{keyword: _alone(keyword) for keyword in _WHOLE},
+    **{keyword: _all(_typed(keyword), _LOWER) for keyword in ("minimum", "exclusiveMinimum")},
+    **{keyword: _all(_typed(keyword), _UPPER) for keyword in ("maximum", "exclusiveMaximum")},
     "pattern": _all(_typed("pattern"), _pattern),
     "minLength": _all(_typed("minLength"), _length),
     "maxLength": _all(_typed("maxLength"), _length),

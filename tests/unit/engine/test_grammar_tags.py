@@ -72,6 +72,21 @@ def test_every_format_has_the_same_answers_in_both_libraries(
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
+def test_a_tag_within_tags_needs_no_type(library: str) -> None:
+    bare = [{key: value for key, value in tag.items() if key != "type"} for tag in (TAG, OTHER)]
+    for form in (triggered(at_least_one=True), separated(at_least_one=True)):
+        for answer, right in ((A, True), (B, True), ("", False), ("<f=a>2</f>", False)):
+            assert allows(tiny_grammars(library), spec({**form, "tags": bare}), answer) is right, answer
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("kind", ["any_text", None, 3])
+def test_what_is_no_tag_within_tags_is_refused(library: str, kind: Any) -> None:
+    with pytest.raises(GrammarError, match="structural_tag: "):
+        tiny_grammars(library).compile(spec({**separated(), "tags": [{**TAG, "type": kind}]}), (0,))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_both_forms_are_the_same(library: str) -> None:
     grammars = tiny_grammars(library)
     older = {"structures": [{"begin": "<f=a>", "schema": {"const": 1}, "end": "</f>"}], "triggers": ["<f="]}

@@ -7,14 +7,17 @@ from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from alignedserve.gateway.dialects.families import REASONING, TOOLS
 from alignedserve.gateway.dialects.machine import Tool
 from alignedserve.gateway.dialects.model_dialects import ModelDialects, Reading
-from alignedserve.gateway.dialects.pieces import Content
+from alignedserve.gateway.dialects.pieces import Bound, Content, Parser
 from alignedserve.gateway.dialects.response_template import TemplateParser
 from alignedserve.gateway.dialects.schema_types import parameter_types
 from support.dialect_samples import TOOL_LIST, Read, make_parser, parse, read_pieces
+from support.machines import FACTOR
 
 COLOURS = {"$defs": {"Colour": {"type": "string", "enum": ["red", "7"]}}}
 LOOSE = {
@@ -143,10 +146,21 @@ def test_a_tool_may_be_called_like_the_type_that_deepseek_v3_writes() -> None:
 
 ALIKE = [
     ("hermes", '<tool_call>{"name": "get", "arguments": [1]}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "get", "arguments": null}</tool_call>'),
     ("hermes", '<tool_call>{"name": "get", "arguments": {a: 1}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "get", "colour": "red"}</tool_call>'),
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "get", "colour": "red"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": nil}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null null}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "none"}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": "none", "name": "now"}</tool_call>'),
+    ("hermes", r'<tool_call>{"name": "get", "arguments": "{\"a\": x}"}</tool_call>'),
+    ("hermes", r'<tool_call>{"arguments": "{\"a\": x}", "name": "get"}</tool_call>'),
+    ("hermes", r'<tool_call>{"name": "get", "arguments": "{\"a\": 1"}</tool_call>'),
+    ("hermes", r'<tool_call>{"name": "get", "arguments": "{\"a\": 1}}"}</tool_call>'),
+    ("hermes", r'<tool_call>{"name": "get", "arguments": "{\"a\": \"\ud800\"}"}</tool_call>'),
+    ("hermes", r'<tool_call>{"name": "get", "arguments": "{\"a\": 1'),
+    ("hermes", '<tool_call>{"name": "get", "arguments": "{}" "id"}</tool_call>'),
+    ("llama3_json", 'Write <|python_tag|>print(1) or ; {"name": "now"}'),
     ("mistral", "[TOOL_CALLS]get[ARGS]{...}"),
     ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get<｜tool▁sep｜>{x}<｜tool▁call▁end｜>"),
     ("kimi_k2", "<|tool_call_begin|>functions.get:0<|tool_call_argument_begin|>[]<|tool_call_end|>"),
@@ -156,8 +170,6 @@ ALIKE = [
     ("pythonic", "[get(...)] is how"),
     ("gemma4", "<|tool_call>call:get{...}"),
     ("functiongemma", "<start_function_call>call:get{1, 2}"),
-    ("harmony", "<|channel|>commentary to=functions.get json<|message|>[1]<|call|>"),
-    ("harmony", "<|channel|>commentary to=functions.get_weather json<|message|>"),
 ]
 
 
@@ -180,6 +192,64 @@ def test_white_space_after_a_call_is_kept_where_text_follows() -> None:
     assert read_pieces(parse(make_parser("hermes"), text)).content == "\n\nSo."
     text = "<function=now>\n</function>\n\n So."
     assert read_pieces(parse(make_parser("qwen3_coder"), text)).content == "\n\n So."
+
+
+def test_text_of_a_grammar_is_no_call_even_if_it_has_llamas_tag() -> None:
+    text = 'Write <|python_tag|>{"name": "now"}'
+    dialects = ModelDialects(TOOLS["llama3_json"])
+    found = read_pieces(parse(Reading(dialects, "", TOOL_LIST, begins=("{", "<|python_tag|>")).parser("a"), text))
+    assert (found.content, found.calls) == (text, ())
+    free = read_pieces(parse(Reading(dialects, "", TOOL_LIST).parser("a"), text))
+    assert (free.content, free.arguments) == ("Write", [("now", {})])
+
+
+# ---- calls that the model ends too early
+
+_CODER = "<tool_call>\n<function=get_weather>\n<parameter=city>\nBern"
+_GLM = "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Bern"
+EARLY = [
+    ("qwen3_coder", _CODER, "{", '"city": "Bern'),
+    ("qwen3_coder", f"{_CODER}\n</parameter>\n", "{", '"city": "Bern"'),
+    ("qwen3_coder", f"{_CODER}\n</parameter>\n<parameter=days>\n2", "{", '"city": "Bern", "days": 2'),
+    ("glm45", _GLM, "{", '"city": "Bern'),
+    ("glm45", f"{_GLM}</arg_value>\n", "{", '"city": "Bern"'),
+]
+
+
+@pytest.mark.parametrize(("dialect", "text", "brace", "written"), EARLY)
+@pytest.mark.parametrize("within", ["", "chain", "bound"])
+def test_a_call_that_the_model_ended_is_whole_and_one_that_was_cut_is_not(
+    dialect: str, text: str, brace: str, written: str, within: str
+) -> None:
+    def parser() -> Parser:
+        found = make_parser(dialect, "qwen3" if within == "chain" else "")
+        return Bound(found, ("<tool_call>",), forced=False, first=False) if within == "bound" else found
+
+    cut = read_pieces(parse(parser(), text))
+    assert [call[1] for call in cut.calls] == [brace + written]
+    ended = parser()
+    whole = read_pieces([*ended.feed(text), *ended.end_whole()])
+    ((_, arguments),) = whole.arguments
+    assert whole.content == ""
+    assert arguments["city"] == "Bern"
+
+
+# ---- values with tags in them
+
+_TAGS = ["</parameter>", "</function>", "<parameter=a>", "</tool_call>x", "</arg_value>x", " ", "x", "\nx", '"']
+
+
+@settings(max_examples=int(60 * FACTOR), deadline=None)
+@given(values=st.lists(st.lists(st.sampled_from(_TAGS), max_size=6).map(lambda bits: f"x{''.join(bits)}x"), max_size=3))
+def test_values_may_contain_the_tags_of_their_format(values: list[str]) -> None:
+    named = {f"k{number}": value for number, value in enumerate(values)}
+    coder = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in named.items())
+    glm = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in named.items())
+    for dialect, text in (
+        ("qwen3_coder", f"<tool_call>\n<function=get>\n{coder}</function>\n</tool_call>"),
+        ("glm47", f"<tool_call>get{glm}</tool_call>"),
+    ):
+        assert read_pieces(parse(make_parser(dialect), text)).arguments == [("get", named)]
 
 
 # ---- text that JSON, or UTF-8, cannot hold

@@ -17,12 +17,12 @@ from alignedserve.gateway.dialects.detection import reasoning_dialect_of, tool_d
 from alignedserve.gateway.dialects.families import REASONING, TOOLS
 from alignedserve.gateway.dialects.machine import Machine, Reading, Tool
 from alignedserve.gateway.dialects.model_dialects import ModelDialects, choose_dialects
-from alignedserve.gateway.dialects.pieces import CallStart
+from alignedserve.gateway.dialects.pieces import CallStart, Piece, joined
 from alignedserve.gateway.dialects.response_template import TemplateParser, check_template, markers_of
 from alignedserve.gateway.dialects.thinking import ThinkingParser
 from alignedserve.model import resolve_model
 from alignedserve.text import Tokenizer
-from support.dialect_samples import SAMPLES, TOOL_LIST, Sample, make_parser, parse, read_pieces
+from support.dialect_samples import ODD_SAMPLES, SAMPLES, TOOL_LIST, Sample, make_parser, parse, read_pieces
 from support.machines import FACTOR
 
 EXAMPLES = int(40 * FACTOR)
@@ -33,7 +33,9 @@ def parser_of(sample: Sample):  # type: ignore[no-untyped-def]
     return make_parser(sample.dialect, sample.reasoning, sample.prompt)
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: f"{sample.dialect}-{sample.text[:12]!r}")
+@pytest.mark.parametrize(
+    "sample", [*SAMPLES, *ODD_SAMPLES], ids=lambda sample: f"{sample.dialect}-{sample.text[:12]!r}"
+)
 def test_a_recorded_answer_means_what_it_says_however_it_is_cut(sample: Sample) -> None:
     pieces = parse(parser_of(sample), sample.text)
     found = read_pieces(pieces)
@@ -45,7 +47,9 @@ def test_a_recorded_answer_means_what_it_says_however_it_is_cut(sample: Sample) 
     assert parse(parser_of(sample), *sample.text) == pieces
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: f"{sample.dialect}-{sample.text[:12]!r}")
+@pytest.mark.parametrize(
+    "sample", [*SAMPLES, *ODD_SAMPLES], ids=lambda sample: f"{sample.dialect}-{sample.text[:12]!r}"
+)
 def test_an_answer_that_ends_early_loses_nothing_that_it_said(sample: Sample) -> None:
     whole = read_pieces(parse(parser_of(sample), sample.text))
     for cut in range(len(sample.text)):
@@ -116,6 +120,38 @@ def test_no_text_raises_or_is_lost_and_cuts_change_nothing(
     assert kept.count(_SENTINEL) == text.count(_SENTINEL)
     if not found.calls and not found.reasoning and dialect not in ("harmony", "") and not reasoning:
         assert found.content == text
+
+
+_TAGS = [
+    "<tool_call>", "<function=get>", "<parameter=a>", "<parameter=b>", "</parameter>", "</function>", "get", "\n",
+    "</tool_call>", "<arg_key>a</arg_key>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", ["qwen3_coder", "glm45", "glm47"])
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(bits=st.lists(st.one_of(st.sampled_from(_TAGS), st.text(max_size=3), st.just(_SENTINEL)), max_size=20),
+       cuts=st.lists(st.integers(0, 200), max_size=6))  # fmt: skip
+def test_arguments_between_tags_are_an_object_whatever_the_model_writes(
+    dialect: str, bits: list[str], cuts: list[int]
+) -> None:
+    begin = (
+        "<tool_call><function=get><parameter=a>" if dialect == "qwen3_coder" else "<tool_call>get<arg_key>a</arg_key>"
+    )
+    text = f"{begin}{'' if dialect == 'qwen3_coder' else '<arg_value>'}{''.join(bits)}"
+
+    def read(*parts: str) -> list[Piece]:
+        parser = make_parser(dialect)
+        return joined([*(piece for part in parts for piece in parser.feed(part)), *parser.end_whole()])
+
+    at = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    pieces = read(text)
+    assert read(*(text[begin:end] for begin, end in itertools.pairwise(at))) == read(*text) == pieces
+    found = read_pieces(pieces)
+    assert found.calls
+    assert all(isinstance(arguments, dict) for _, arguments in found.arguments)
+    kept = found.content + "".join(arguments for _, arguments, _ in found.calls)
+    assert kept.count(_SENTINEL) == text.count(_SENTINEL)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

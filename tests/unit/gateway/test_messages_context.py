@@ -1,4 +1,4 @@
-"""What /v1/messages makes of edits of a conversation, of later instructions, and of long names of tools."""
+"""What /v1/messages makes of edits of a conversation, later instructions, thinking, and long names of tools."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body.planning import ServedModel
-from alignedserve.gateway.dialects.model_dialects import ModelDialects
-from alignedserve.gateway.translated.messages_request import _for_model, parse_messages
+from alignedserve.gateway.dialects.model_dialects import ModelDialects, choose_dialects
+from alignedserve.gateway.translated.messages_request import _for_model, parse_messages, plan_message
 from alignedserve.gateway.translated.responses_request import parse_responses
-from alignedserve.text import ChatTemplate
+from alignedserve.model import resolve_model
+from alignedserve.text import ChatTemplate, Tokenizer
 from support.fake_cluster import FakeCluster, fake_model_info, playing
 
 CLEAR, THINK = "clear_tool_uses_20250919", "clear_thinking_20251015"
@@ -98,3 +99,45 @@ def test_thinking_is_switched_by_whichever_variable_the_template_has(switch: str
     body = {"model": "m", "max_tokens": 5, "messages": [USER], "thinking": {"type": "disabled"}}
     request = _for_model(model, parse_messages(body))
     assert request.enable_thinking is (False if switched else None)
+
+
+SWITCHED = (
+    "{{ messages[-1].content }}{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+ALWAYS = "{{ messages[-1].content }}{{ enable_thinking }}<think>"
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "begins"),
+    [
+        (SWITCHED, {}, "hi<think></think>"),
+        (SWITCHED, {"thinking": {"type": "disabled"}}, "hi<think></think>"),
+        (SWITCHED, {"thinking": None, "output_config": {"effort": "high"}}, "hi<think></think>"),
+        (SWITCHED, {"thinking": {"type": "adaptive"}}, "hi"),
+        (SWITCHED, {"chat_template_kwargs": {"enable_thinking": True}}, "hi"),
+        (SWITCHED, {"enable_thinking": True}, "hi"),
+        (SWITCHED, {"thinking_token_budget": 5}, "hi"),
+        (ALWAYS, {}, "hiFalse<think>"),
+        ("{{ messages[-1].content }}<think>", {}, "hi<think>"),
+    ],
+)
+async def test_thinking_is_off_unless_it_is_asked_for(source: str, fields: dict[str, Any], begins: str) -> None:
+    """Where the template cannot turn it off nothing is refused, and a field that was not sent is not named."""
+    tokenizer = Tokenizer.from_folder(resolve_model("tiny"))
+    dialects = choose_dialects("none", "qwen3", chat_template="", tokenizer=tokenizer)
+    model = ServedModel("m", tokenizer, ChatTemplate(source, {}), fake_model_info(), dialects=dialects)
+    request = parse_messages({"model": "m", "max_tokens": 5, "messages": [USER], **fields})
+    plan = await plan_message(model, request)
+    assert plan.prompts[0].text == begins
+    assert plan.reading is not None
+    assert set(request.ignored) == ({"output_config.effort"} if "output_config" in fields else set())
+
+
+async def test_only_thinking_that_was_turned_off_is_named_where_the_model_always_thinks() -> None:
+    tokenizer = Tokenizer.from_folder(resolve_model("tiny"))
+    dialects = choose_dialects("none", "qwen3", chat_template="", tokenizer=tokenizer)
+    model = ServedModel("m", tokenizer, ChatTemplate(ALWAYS, {}), fake_model_info(), dialects=dialects)
+    body = {"model": "m", "max_tokens": 5, "messages": [USER], "thinking": {"type": "disabled"}}
+    request = parse_messages(body)
+    await plan_message(model, request)
+    assert request.ignored == ["thinking"]

@@ -24,10 +24,10 @@ JSON, REGEX, CHOICE, GRAMMAR, TAG, *_ = GrammarKind
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def asked(**fields: Any) -> tuple[Any, str] | None:
+def asked(*ignored: str, **fields: Any) -> tuple[Any, str] | None:
     chat, completion = parse_chat({"messages": MESSAGES, **fields}), parse_completion({"prompt": "hi", **fields})
     assert chat.grammar_spec() == completion.grammar_spec()
-    assert chat.ignored == []
+    assert chat.ignored == completion.ignored == list(ignored)
     return chat.grammar_spec()
 
 
@@ -70,15 +70,16 @@ def test_every_spelling(fields: dict[str, Any], kind: GrammarKind, text: Any) ->
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"response_format": {"type": "text"}}, {"guided_whitespace_pattern": " *"}, {"regex": None}],
+    [{}, {"response_format": {"type": "text"}}, {"regex": None}],
 )
 def test_what_asks_for_nothing(fields: dict[str, Any]) -> None:
     assert asked(**fields) is None
 
 
 def test_whitespace_is_that_of_json_alone() -> None:
-    for kind in ("json", "grammar", "structural_tag"):
-        (spec, _) = asked(structured_outputs={kind: "{}", "disable_any_whitespace": True}) or (None, "")
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {}}}
+    for kind, text in (("json", "{}"), ("grammar", "start: %json {}"), ("structural_tag", tag)):
+        (spec, _) = asked(structured_outputs={kind: text, "disable_any_whitespace": True}) or (None, "")
         assert spec is not None
         assert spec.whitespace == ""
     (spec, _) = asked(guided_json=SCHEMA, guided_whitespace_pattern=" *") or (None, "")
@@ -87,9 +88,38 @@ def test_whitespace_is_that_of_json_alone() -> None:
     (spec, _) = asked(structured_outputs={"json": SCHEMA, "whitespace_pattern": ""}) or (None, "")
     assert spec is not None
     assert spec.whitespace == ""
-    (spec, _) = asked(guided_regex="a", guided_whitespace_pattern=" *") or (None, "")
+    (spec, _) = asked("guided_whitespace_pattern", guided_regex="a", guided_whitespace_pattern=" *") or (None, "")
     assert spec is not None
     assert spec.whitespace is None
+
+
+OLDER, NEWER, NONE = (
+    "guided_whitespace_pattern", "structured_outputs.whitespace_pattern", "structured_outputs.disable_any_whitespace"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({OLDER: " *"}, [OLDER]),
+        ({OLDER: " *", "response_format": {"type": "text"}}, [OLDER]),
+        ({OLDER: " *", "response_format": {"type": "json_object"}}, []),
+        ({OLDER: " *", "guided_choice": ["a"]}, [OLDER]),
+        ({OLDER: " *", "ebnf": 'root ::= "a"'}, [OLDER]),
+        ({OLDER: " *", "guided_grammar": "start: %json {}"}, []),
+        ({OLDER: " *", "structured_outputs": {"json": SCHEMA}}, []),
+        ({OLDER: " *", "structured_outputs": {"json": SCHEMA, "whitespace_pattern": " ?"}}, [OLDER]),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": ""}}, [NEWER]),
+        ({"structured_outputs": {"choice": ["a"], "disable_any_whitespace": True}}, [NONE]),
+        ({"structured_outputs": {"choice": ["a"], "disable_any_whitespace": False}}, []),
+        ({OLDER: " *", "structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, [NONE, OLDER]),
+        ({OLDER: " *", "structural_tag": {"format": {"type": "regex", "pattern": "a"}}}, [OLDER]),
+        ({OLDER: " *", "structural_tag": {"structures": [{"begin": "a", "end": "b"}], "triggers": ["a"]}}, []),
+        ({OLDER: " *", "response_format": {"type": "structural_tag", "format": {"type": "any_text"}}}, [OLDER]),
+    ],
+)  # fmt: skip
+def test_whitespace_without_effect_is_named(fields: dict[str, Any], named: list[str]) -> None:
+    asked(*named, **fields)
 
 
 @pytest.mark.parametrize(

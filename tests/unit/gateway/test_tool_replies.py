@@ -75,6 +75,23 @@ async def test_calls_are_the_reason_of_the_end_only_if_the_last_one_is_whole(
     assert (await streamed(http, tools=[TOOL], **fields))[-1]["finish_reason"] == reason
 
 
+async def test_a_call_between_tags_is_whole_if_the_model_ended_it(cluster: FakeCluster, tmp_path: Path) -> None:
+    folder = tmp_path / "tags"
+    shutil.copytree(TINY, folder)
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + "{#- <function= -#}")
+    call = ids("<tool_call>\n<function=look>\n<parameter=place>\nBern")
+    async with running_gateway(cluster, model_path=folder) as gateway, httpx.AsyncClient(base_url=gateway.url) as http:
+        for finish, reason, written in (
+            (FinishReason.STOP, "tool_calls", '{"place": "Bern"}'),
+            (FinishReason.LENGTH, "length", '{"place": "Bern'),
+        ):
+            cluster.script = playing([*call, END] if finish is FinishReason.STOP else call, finish=finish)
+            (whole,) = (await chat(http, tools=[TOOL]))["choices"]
+            assert whole["finish_reason"] == reason
+            assert whole["message"]["tool_calls"][0]["function"]["arguments"] == written
+
+
 # ---- OpenAI's older form
 
 

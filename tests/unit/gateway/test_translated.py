@@ -217,6 +217,7 @@ def test_tools_formats_and_effort_become_chats() -> None:
         ({"max_tokens": 3}, "max_tokens"),
         ({"n": 2}, "n"),
         ({"num_return_sequences": 2}, "num_return_sequences"),
+        ({"max_tool_calls": "3"}, "max_tool_calls"),
         ({"logprobs": True}, "logprobs"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"store": "yes"}, "store"),
@@ -251,6 +252,8 @@ def test_an_input_that_fits_needs_no_truncation() -> None:
 def test_what_has_no_effect_is_named() -> None:
     body = {"input": "hi", "reasoning": {"summary": "auto", "other": 1}, "text": {"x": 1}, "unknown": 1, "n": 1}
     assert set(parse_responses(body).ignored) == {"reasoning.other", "text.x", "unknown"}
+    for tools in ([], [{"type": "function", "name": "f", "parameters": SCHEMA}]):  # it is a limit of OpenAI's own tools
+        assert parse_responses({"input": "hi", "tools": tools, "max_tool_calls": 3}).ignored == ["max_tool_calls"]
     thinking = {"type": "adaptive", "display": "omitted"}
     message = parse_messages(
         {"model": "tiny", "max_tokens": 5, "messages": [USER], "metadata": {"user_id": "u"}, "thinking": thinking}

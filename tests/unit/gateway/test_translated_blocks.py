@@ -1,30 +1,23 @@
-"""How the parts of a chat answer become the blocks of a message or a response."""
+"""How the pieces of an answer become the blocks of a message or a response."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import orjson
 import pytest
 
+from alignedserve.gateway.dialects.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from alignedserve.gateway.translated import messages_reply
 from alignedserve.gateway.translated.blocks import Block, Blocks, Kind, Op
 
 
-def delta(finish: str | None = None, **of: Any) -> dict[str, Any]:
-    return {"index": 0, "delta": of, "logprobs": None, "finish_reason": finish}
-
-
-def test_a_delta_of_another_kind_closes_the_open_block() -> None:
+def test_a_piece_of_another_kind_closes_the_open_block() -> None:
     blocks = Blocks()
-    first = {"index": 0, "id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
-    second = {"index": 1, "id": "2", "type": "function", "function": {"name": "g", "arguments": "{}"}}
-    more = [{"index": 0, "function": {"arguments": piece}} for piece in ('{"x"', ":1}")]
-    given = [delta(role="assistant", content=""), delta(reasoning_content="hm"), delta(content="a"), delta(content="b")]
-    given += [delta(tool_calls=[first]), *(delta(tool_calls=[one]) for one in more), delta(tool_calls=[second])]
-    given += [delta("tool_calls")]
-    steps = [step for one in given for step in blocks.take(one)]
+    given: list[list[Piece]] = [[], [Reasoning("hm")], [Content("a")], [Content("b")], [CallStart(0, "1", "f")],
+                                [CallArguments(0, '{"x"')], [CallArguments(0, ":1}")],
+                                [CallStart(1, "2", "g"), CallArguments(1, "{}")]]  # fmt: skip
+    steps = [step for pieces in given for step in blocks.take(pieces, None)] + blocks.take([], "tool_calls")
     assert [(block.kind, block.text, block.name, block.index) for block in blocks.all] == [
         (Kind.REASONING, "hm", "", 0),
         (Kind.TEXT, "ab", "", 1),
@@ -37,18 +30,33 @@ def test_a_delta_of_another_kind_closes_the_open_block() -> None:
     assert json.loads("".join(step.piece for step in steps if step.block.index == 2)) == {"x": 1}
 
 
-def test_text_in_the_chunk_that_ends_a_call_follows_the_call() -> None:
-    blocks = Blocks()
-    first = {"index": 0, "id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": '}}
-    second = {"index": 1, "id": "2", "type": "function", "function": {"name": "g", "arguments": "{}"}}
-    rest = {"index": 0, "function": {"arguments": "n"}}
-    for one in (delta(tool_calls=[first]), delta(content="ix", tool_calls=[rest, second]), delta("tool_calls")):
-        blocks.take(one)
+PIECES: list[Piece] = [
+    Content("A"), Reasoning("hm"), CallStart(0, "1", "f"), CallArguments(0, "{"), CallArguments(0, "}"),
+    Content(" betw"), Content("een "), CallStart(1, "2", "g"), CallStart(2, "3", "h"), CallArguments(2, "{}"),
+    Reasoning("so"), Content("after"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, len(PIECES)])
+def test_the_order_of_blocks_is_that_of_the_pieces_however_many_come_at_once(size: int) -> None:
+    blocks, scored = Blocks(), [one for piece in PIECES for one in ({"of": piece}, piece)]
+    steps = [step for start in range(0, len(scored), size) for step in blocks.take(scored[start : start + size], None)]
+    blocks.take([], "stop")
     assert [(block.kind, block.text, block.name) for block in blocks.all] == [
-        (Kind.CALL, '{"x": n', "f"),
-        (Kind.TEXT, "ix", ""),
-        (Kind.CALL, "{}", "g"),
+        (Kind.TEXT, "A", ""),
+        (Kind.REASONING, "hm", ""),
+        (Kind.CALL, "{}", "f"),
+        (Kind.TEXT, " between ", ""),
+        (Kind.CALL, "", "g"),
+        (Kind.CALL, "{}", "h"),
+        (Kind.REASONING, "so", ""),
+        (Kind.TEXT, "after", ""),
     ]
+    between = blocks.all[3]
+    assert between.logprobs == [{"of": Content(" betw")}, {"of": Content("een ")}]
+    added = [step for step in steps if step.op is Op.ADD and step.block is between]
+    assert "".join(step.piece for step in added) == between.text
+    assert [one for step in added for one in step.logprobs] == between.logprobs
 
 
 @pytest.mark.parametrize("text", ['{"a": "\\ud800"}', '{"a": 12345678901234567890123}', '{"a": 1e999}', '{ "b":[] }'])

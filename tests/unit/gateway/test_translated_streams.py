@@ -145,16 +145,52 @@ async def test_calls_of_a_streamed_message(claude: anthropic.AsyncAnthropic, clu
     )
 
 
-async def test_blocks_do_not_depend_on_how_tokens_come(claude: anthropic.AsyncAnthropic, cluster: FakeCluster) -> None:
+SPOKEN = CALLS.replace("\n<tool_call>", "\nAnd this.\n<tool_call>", 1)  # text between the calls
+HARMONY = (
+    "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.warm json<|message|>{"city": "Bern"}<|call|>'
+)
+CALL = ("tool_use", "")
+ORDERS = [
+    (f"I look.\n{CALLS}", "hermes", [("text", "I look."), CALL, CALL]),
+    (f"{CALLS}Done.", "hermes", [CALL, CALL, ("text", "Done.")]),
+    (f"I look.\n{SPOKEN}Done.", "hermes",
+     [("text", "I look."), CALL, ("text", "And this."), CALL, ("text", "Done.")]),
+    (HARMONY, "harmony", [("text", "I look."), ("thinking", "Hm."), CALL]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(("text", "dialect", "wanted"), ORDERS)
+async def test_blocks_do_not_depend_on_how_tokens_come(
+    claude: anthropic.AsyncAnthropic,
+    client: openai.AsyncOpenAI,
+    gateway: RunningGateway,
+    cluster: FakeCluster,
+    text: str,
+    dialect: str,
+    wanted: list[tuple[str, str]],
+    size: int,
+) -> None:
     assert TOKENIZER is not None
+    reasoning = "harmony" if dialect == "harmony" else "none"
+    gateway.server.model.dialects = choose_dialects(dialect, reasoning, chat_template="", tokenizer=TOKENIZER)
+    tokens = TOKENIZER.encode(text)
+    parts = (tokens[start : start + size] for start in range(0, len(tokens), size))
+    cluster.script = playing(*parts, finish=FinishReason.STOP, pause_s=0.001)
     tools: Any = [{"name": name, "input_schema": SCHEMA} for name in ("warm", "cold")]
-    for text in (f"I look.\n{CALLS}", f"{CALLS}Done.", f"I look.\n{CALLS}Done."):
-        found = []
-        for script in (piecewise(text), playing(TOKENIZER.encode(text), finish=FinishReason.STOP)):
-            cluster.script = script
-            answer = await claude.messages.create(model="tiny", max_tokens=99, messages=[USER], tools=tools)
-            found.append([(block.type, getattr(block, "text", "").strip()) for block in answer.content])
-        assert found[0] == found[1], text
+    answer = await claude.messages.create(model="tiny", max_tokens=99, messages=[USER], tools=tools)
+    found = [(block.type, getattr(block, "text", getattr(block, "thinking", "")).strip()) for block in answer.content]
+    assert found == wanted
+    functions: Any = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("warm", "cold")]
+    response = await client.responses.create(model="tiny", input="hi", tools=functions)
+    kinds = {"message": "text", "reasoning": "thinking", "function_call": "tool_use"}
+    items: Any = response.output
+    assert [(kinds[item.type], _said(item)) for item in items] == wanted
+
+
+def _said(item: Any) -> str:
+    return "".join(part.text for part in getattr(item, "content", None) or ()).strip()
 
 
 async def test_thinking_is_a_block_of_its_own(
