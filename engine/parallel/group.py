@@ -36,8 +36,8 @@ class RankGroup:
         """
         self.rank, self.size = rank, size
         self.waited_s = 0.0  # for others
-        self.idle_s = 0.0  # of it: in `counted`
-        self.all_idle_s = 0.0  # of all ranks, as of the last but one `counted`
+        self.all_idle_s = 0.0  # in which all ranks waited for the last one in `counted`, as of the one before
+        self._counted_s = 0.0  # of this rank in the last `counted`
         self._backlog = backlog
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self._sent, self._received = Counter[int](), Counter[int]()  # messages by peer
@@ -100,14 +100,18 @@ class RankGroup:
         return torch.cat(parts, dim=-1).to(tensor.device)
 
     def counted(self, sizes: torch.Tensor) -> torch.Tensor:
-        """What each rank passes (int64 `[size]`), as rows: `[size, size]`. All wait for the last one here."""
+        """What each rank passes (int64 `[size]`), as rows: `[size, size]`. All wait for the last one here.
+
+        The last one is here for as long as the exchange itself takes, which is not idle.
+        """
         begun_s = time.perf_counter()
-        own = torch.cat((sizes, torch.tensor([round(self.idle_s * 1e6)])))
+        own = torch.cat((sizes, torch.tensor([round(self._counted_s * 1e6)])))
         parts = [torch.empty_like(own) for _ in range(self.size)]
         self._wait(lambda: self._group.allgather([parts], [own]))
-        self.idle_s += time.perf_counter() - begun_s
+        self._counted_s = time.perf_counter() - begun_s
         table = torch.stack(parts)
-        self.all_idle_s = float(table[:, -1].sum()) / 1e6
+        before = table[:, -1]
+        self.all_idle_s += float((before - before.min()).sum()) / 1e6
         return table[:, :-1]
 
     def exchanged(self, rows: torch.Tensor, sizes: Sequence[int], expected: Sequence[int]) -> torch.Tensor:
