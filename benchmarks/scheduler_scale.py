@@ -13,14 +13,16 @@ import argparse
 import gc
 import json
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 from alignedserve.config import Config, DecodeConfig, KvPoolConfig, PrefillConfig, SchedulerConfig
+from alignedserve.prefix_marks import LEAST_TOKENS, MARK_BYTES, MARK_LENGTHS
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.batch_generator import BatchGenerator, BatchLimits
 from alignedserve.scheduler.core import actions, events
@@ -34,6 +36,8 @@ from alignedserve.scheduler.systems import WAITING_RULES, make_policy
 BLOCK = 16
 BATCH = 256
 FEW = 10_000
+HINT_ROUNDS = 4
+SESSIONS = 997  # that half of the prompts with hints belong to
 LIMITS = {"short": BatchLimits(60_000, BATCH, BATCH), "no range is enough": BatchLimits(1650, BATCH, BATCH)}
 
 
@@ -247,11 +251,19 @@ def measure_plan(cache_blocks: int, name: str, seed: int, clock: Callable[[], in
 class CoreLoad:
     """Plays all workers without delay: prefills, joins and finishes the core's requests, with `waiting` others.
 
-    Only the time in the core is counted.
+    Only the time in the core is counted. With `hints` half of the prompts begin like others of the pool's cache.
     """
 
     def __init__(
-        self, requests: int, waiting: int, seed: int, clock: Callable[[], int], prefills: int = 4, decodes: int = 4
+        self,
+        requests: int,
+        waiting: int,
+        seed: int,
+        clock: Callable[[], int],
+        prefills: int = 4,
+        decodes: int = 4,
+        *,
+        hints: bool = False,
     ) -> None:
         config = Config(
             kv_pool=KvPoolConfig(block_size=BLOCK),
@@ -260,7 +272,7 @@ class CoreLoad:
         )
         self.core = SchedulerCore(config, BLOCK)
         self.rng = random.Random(seed)
-        self.requests, self.waiting = requests, waiting
+        self.requests, self.waiting, self.hints = requests, waiting, hints
         self.now_s = 0.0
         self.finished = self.nanoseconds = 0
         self.clock = clock
@@ -283,7 +295,13 @@ class CoreLoad:
         tokens = min(4096, draw_length(self.rng))
         key = RequestKey(f"request-{number}")
         self.lengths[key] = tokens
-        self.handle(events.Submitted((events.RequestMeta(key, tokens, tokens + 512, f"group-{number}", "gateway"),)))
+        meta = events.RequestMeta(key, tokens, tokens + 512, f"group-{number}", "gateway")
+        if self.hints:
+            known = number % 2 and tokens > LEAST_TOKENS
+            first = number % SESSIONS if known else number
+            marks = first.to_bytes(MARK_BYTES, "little") * sum(length < tokens for length in MARK_LENGTHS)
+            meta = replace(meta, cached=(("pool", tokens * 3 // 4),) if known else (), marks=marks)
+        self.handle(events.Submitted((meta,)))
 
     def handle(self, event: events.Event) -> None:
         self.now_s += 1e-5
@@ -348,6 +366,17 @@ class CoreLoad:
         return self.finished / (self.nanoseconds / 1e9)
 
 
+def measure_hints(requests: int, waiting: int, seed: int, clock: Callable[[], int]) -> list[Figure]:
+    """By turns, since a machine's speed drifts."""
+    ratios = []
+    for number in range(HINT_ROUNDS):
+        rates = {}
+        for hints in (False, True) if number % 2 else (True, False):
+            rates[hints] = CoreLoad(requests, waiting, seed + number, clock, hints=hints).run()
+        ratios.append(rates[True] / rates[False])
+    return [Figure("core: requests a second, with prefix hints over without", statistics.median(ratios), "")]
+
+
 def measure_core(requests: int, waiting: int, seed: int, clock: Callable[[], int]) -> list[Figure]:
     load = CoreLoad(requests, waiting, seed, clock)
     gc.collect()
@@ -368,12 +397,13 @@ def main() -> int:
     parser.add_argument("--core-requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--wall", action="store_true", help="wall clock, not the thread's processor time")
-    parser.add_argument("--only", choices=("tree", "plan", "core", "rules"))
+    parser.add_argument("--only", choices=("tree", "plan", "core", "hints", "rules"))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     clock = time.perf_counter_ns if given.wall else time.thread_time_ns
     parts: dict[str, Callable[[], list[Figure]]] = {
         "core": lambda: measure_core(given.core_requests, 10_000, given.seed, clock),
+        "hints": lambda: measure_hints(given.core_requests, 10_000, given.seed, clock),
         "plan": lambda: [
             *measure_plan(40_000, "room", given.seed, clock),
             *measure_plan(19_500, "cache full", given.seed, clock),
