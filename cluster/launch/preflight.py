@@ -54,20 +54,23 @@ def check_ranks(config: Config, folder: Path) -> None:
     kind = str(shape.get("model_type"))
     planned = kind in OWN_PLANS or transformers_source.has_tensor_plan(kind) or "auto_map" in shape
     heads, layers, experts = head_counts(shape), layer_count(shape), expert_count(shape)
-    for each in degrees:
-        each.require_kind()
-        each.require_device(config.cluster.device)
+    for role, each in zip(MODEL_ROLES, degrees, strict=True):
         if each.tensor > 1 and not planned:
             raise UnsupportedModelError(
                 f"model_type {kind!r} has no plan for tensor parallel ranks; "
                 "share it by layers instead: --prefill-pp, --decode-pp"
             )
-        if experts is not None:
-            each.require_experts(config.served_model_name, experts)
-        if heads is not None:
-            require_degree(config.served_model_name, *heads, each.tensor)
-        if layers is not None:
-            each.require_layers(config.served_model_name, layers)
+        try:
+            each.require_kind()
+            each.require_device(config.cluster.device)
+            if experts is not None:
+                each.require_experts(config.served_model_name, experts)
+            if heads is not None:
+                require_degree(config.served_model_name, *heads, each.tensor)
+            if layers is not None:
+                each.require_layers(config.served_model_name, layers)
+        except ConfigError as error:
+            raise ConfigError(f"{role} instances: {error.message}") from None
 
 
 def check_model_if_here(config: Config) -> None:

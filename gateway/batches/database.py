@@ -142,13 +142,13 @@ class BatchesOffError(RequestError):
 def _prepare(folder: Path) -> None:
     """Creates the folder. Raises ConfigError if it is accessible to other users, as batches contain their requests."""
     try:
-        for path in (folder, folder / "files"):
-            path.mkdir(mode=0o700, parents=path == folder, exist_ok=True)
-        mode = folder.stat().st_mode
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_mode & OTHERS:
+            open_to_all = f"{folder} is accessible to other users of this machine"
+            raise ConfigError(f"batches.folder: {open_to_all}: chmod 700 {folder}")
+        (folder / "files").mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"batches.folder: {folder} cannot be used: {error.strerror}") from error
-    if mode & OTHERS:
-        raise ConfigError(f"batches.folder: {folder} is accessible to other users of this machine: chmod 700 {folder}")
 
 
 def file_system(path: Path) -> str:

@@ -31,6 +31,18 @@ if TYPE_CHECKING:
 CallName = tuple[bytes, str]
 MOST_NOTED = 64  # losses and moves of an answer, the newest
 
+_OF_CHAT = "chatcmpl-"
+_OF_OTHER_APIS = ("resp_", "msg_")  # responses and messages: their numbers are those of the calls
+
+
+def id_of_call(answer_id: str) -> str:
+    """The call whose answer has this id in the API that it was asked over."""
+    for begin in _OF_OTHER_APIS:
+        if answer_id.startswith(begin):
+            return _OF_CHAT + answer_id.removeprefix(begin)
+    return answer_id
+
+
 # The hash of the current request's API key; b"" if no key is required.
 caller: ContextVar[bytes] = ContextVar("caller", default=b"")
 

@@ -37,7 +37,7 @@ from alignedserve.errors import (
 )
 from alignedserve.gateway.body.planning import CallPlan
 from alignedserve.gateway.failures import RequestLostError, ShuttingDownError
-from alignedserve.gateway.ledger.calls import Answer, AnswerState, Call, CallName, caller
+from alignedserve.gateway.ledger.calls import Answer, AnswerState, Call, CallName, caller, id_of_call
 from alignedserve.gateway.ledger.submitter import SchedulerPort, Submitter
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.reply.new_tokens import EarlyEvent, NewTokens, read_event
@@ -166,7 +166,8 @@ class Ledger:
 
         `owner`: hash of the API key that the call was sent with; None cancels calls of any owner.
         """
-        names = [(owner, call_id)] if owner is not None else [name for name in self._calls if name[1] == call_id]
+        ids = {call_id, id_of_call(call_id)}
+        names = [(owner, each) for each in ids] if owner is not None else [one for one in self._calls if one[1] in ids]
         calls = [call for name in names if (call := self._calls.get(name)) is not None and call.open]
         for call in calls:
             self._fail(call, CancelledError("the request was cancelled"))
@@ -175,11 +176,12 @@ class Ledger:
     def answers_of(self, name: str, owner: bytes | None) -> list[Answer]:
         """The open answers of a call, by its id, a request's or its X-Request-Id; `owner`: as in `cancel_call`."""
         calls = [call for key, call in self._calls.items() if owner is None or key[0] == owner]
+        names = (name, id_of_call(name))
         return [
             answer
             for call in calls
             for answer in call.answers
-            if not answer.ended and name in (call.plan.id, answer.request_id, call.sent_id)
+            if not answer.ended and not {call.plan.id, answer.request_id, call.sent_id}.isdisjoint(names)
         ]
 
     def open_answers(self) -> Iterable[Answer]:

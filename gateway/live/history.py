@@ -22,7 +22,7 @@ from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from alignedserve.errors import OverloadedError
-from alignedserve.gateway.ledger.calls import caller, sent_request_id
+from alignedserve.gateway.ledger.calls import caller, id_of_call, sent_request_id
 from alignedserve.gateway.live.timeline import UNTIL_FIRST
 from alignedserve.gateway.request_log import outcome_of
 from alignedserve.request import PIN, PROBE
@@ -200,7 +200,8 @@ def requests_of(ledger: Ledger, recent: RecentRequests, query: gw.RequestsQuery)
     if query.id:
         open_ones = [_describe_open(answer) for answer in ledger.answers_of(query.id, owner)]
         names = ("id", "request_id", "x_request_id")
-        ended = (one for one in recent.of(owner, slow=True) if any(query.id == one[name] for name in names))
+        wanted = (query.id, id_of_call(query.id))
+        ended = (one for one in recent.of(owner, slow=True) if any(one[name] in wanted for name in names))
         return [*open_ones, *ended][:MOST_ASKED]
     since_s, most = query.since_unix_s, min(query.most, MOST_ASKED)
     is_open = [one for one in ledger.open_answers() if _is_shown(one) and owner in (None, one.call.name[0])]

@@ -246,6 +246,25 @@ async def test_http_cancel_by_id(cluster: FakeCluster, gateway: RunningGateway) 
     await cluster.wait_for(lambda: cluster.cancelled)
 
 
+@pytest.mark.parametrize(("path", "begin"), [("messages", "msg_"), ("responses", "resp_")])
+async def test_a_call_is_known_by_the_id_that_its_api_gives_it(
+    cluster: FakeCluster, gateway: RunningGateway, path: str, begin: str
+) -> None:
+    cluster.script = silent_script
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=10.0) as http:
+        turns = [{"role": "user", "content": "a"}]
+        body = {"model": "tiny", "max_tokens": 20, "max_output_tokens": 20, "messages": turns, "input": turns}
+        of_path = ("max_tokens", "messages") if path == "messages" else ("max_output_tokens", "input")
+        body = {key: body[key] for key in ("model", *of_path)}
+        waiting = asyncio.create_task(http.post(f"/v1/{path}", json=body))
+        await cluster.wait_for(lambda: cluster.submitted)
+        number = cluster.submitted[0].key.request_id.removeprefix("chatcmpl-").split("-")[0]
+        seen = (await http.get(f"/dashboard/requests?id={begin}{number}")).json()
+        assert [one["id"] for one in seen["requests"]] == [f"chatcmpl-{number}"]
+        assert (await http.post(f"/v1/requests/{begin}{number}/cancel")).status_code == 200
+        assert (await waiting).status_code == 499
+
+
 async def test_a_grpc_client_that_leaves_is_cancelled(
     client: AsyncClient, cluster: FakeCluster, gateway: RunningGateway
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(ConfigError, match="chmod 700"):
         Database(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_network_file_system_needs_the_shared_mode(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
