@@ -102,7 +102,7 @@ async def test_over_grpc_a_full_cluster_is_resource_exhausted(cluster: FakeClust
 async def test_as_many_as_there_is_room_for_pass_and_then_one_to_find_out(
     cluster: FakeCluster, gateway: RunningGateway, http: httpx.AsyncClient
 ) -> None:
-    cluster.publish_intake(2, again_s=0.3)
+    cluster.publish_intake(2, again_s=2.0)
     cluster.publish_capacity(4242)
     await told(gateway)
     statuses = [(await http.post(PATH, json=BODY)).status_code for _ in range(3)]
