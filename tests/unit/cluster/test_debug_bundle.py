@@ -161,7 +161,8 @@ def ray_node() -> Iterator[dict[str, int]]:
     assert node.stdout is not None
     pids = {title: int(node.stdout.readline()) for title in titles}
     deadline = time.monotonic() + 10.0
-    while any(b"ray::" not in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids.values()):
+    # Before its `exec` a child has the title of the shell, which contains all of them.
+    while not all(Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::") for pid in pids.values()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     try:
