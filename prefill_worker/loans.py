@@ -37,7 +37,7 @@ class Loans:
         self._token = token
         self._addresses: dict[str, str] = {}  # of shards, by id
         self._channels: dict[str, TokenChannel] = {}  # by address
-        self._lent: dict[RequestKey, str] = {}  # the shard that has lent, or may have, without an answer
+        self._lent: dict[RequestKey, str] = {}  # the shard that has lent to it
         self._returning: set[asyncio.Task[None]] = set()
         self.copy_s_per_token = 0.0  # mean of the copies so far; 0: there were none
         self.tokens = 0  # copied from other nodes
@@ -59,19 +59,20 @@ class Loans:
             return None
         asked = kp.Pin(key=key_to_proto(key), prefix=prefix)
         while True:
-            self._lent[key] = pool_id
             try:
                 held: kp.Holding = await one_answer(self._shard(address).Lend(asked, timeout=ANSWER_S))
             except UnavailableError as error:
                 logger.info("%s lends nothing: %s", pool_id, error.message, extra={"request_id": key.request_id})
+                self._lent[key] = pool_id  # it may be, all the same
                 self.give_back(key)
                 return None
+            if held.block_ids:
+                self._lent[key] = pool_id
             left_s = until_s - time.monotonic()
             if not held.ready_s or left_s <= 0.0:
                 break
             await asyncio.sleep(min(held.ready_s, left_s))
         if not held.block_ids:
-            del self._lent[key]
             return None
         return Base(held.kv_tokens, list(held.block_ids), list(held.checksums), pool_id, here=False, cached=True)
 

@@ -106,7 +106,7 @@ class Prefixes:
         self.waited += waits > 0
         lent = None
         if copy_from and not mine.ended.done():
-            if base is not None:
+            if base is not None:  # nothing is held while something else is waited for
                 self._pool.unpin(lead, base.tokens)
             lent = await self._borrow(copy_from, lead, prefix, base)
             if base is not None and lent is None and not mine.ended.done():

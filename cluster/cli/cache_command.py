@@ -14,7 +14,7 @@ from alignedserve.cluster.cli.status_command import table
 from alignedserve.errors import ConfigError, NotFoundError
 
 PINNED_WITHIN_S = 600.0
-DROPPED_WITHIN_S = 90.0
+DROPPED_WITHIN_S = 130.0  # two tries of the gateway
 MIB = 1 << 20
 FIELDS = ("name", "text", "messages", "tools", "chat_template_kwargs", "cache_salt")
 

@@ -90,7 +90,7 @@ class ShardedModel:
             if not empty:
                 continue
             unlike = []
-            for value in (0, 1):  # what nothing sets keeps it
+            for value in (0, 1):  # a buffer that is not set keeps the value
                 filled = {name: torch.full_like(each, value, device=device) for name, each in empty.items()}
                 module._buffers.update(filled)
                 with torch.no_grad():

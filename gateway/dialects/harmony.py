@@ -22,7 +22,7 @@ _MOST_HEADS = 3  # of a header, in which the channel may be said twice
 _FIRST = ("", "<", "a", "t")  # characters that a header may begin with
 _PREFIX = "functions."
 _ROLE = "assistant"
-_NOBODY = (None, _ROLE)  # recipients of messages for the user
+_USER = (None, _ROLE)  # recipients of messages for the user
 _TYPE = r"[\w.+/-]+"
 
 
@@ -106,7 +106,7 @@ class HarmonyParser(CallMachine):
         if found is None:
             return False
         self._thinks = False
-        recipient = found["first"] if found["second"] in _NOBODY else found["second"]
+        recipient = found["first"] if found["second"] in _USER else found["second"]
         if recipient is not None and self._knows(recipient):
             if (yield from self._arguments(recipient.removeprefix(_PREFIX))):
                 return True

@@ -87,7 +87,7 @@ class Blocks:
         added, self._unplaced = tuple(self._unplaced), []
         block.logprobs += added
         last = steps[-1] if steps else None
-        if last is not None and last.op is Op.ADD:  # of this block: another's would have been closed since
+        if last is not None and last.op is Op.ADD:  # of the open block: a step of another one is followed by a CLOSE
             steps[-1] = Step(Op.ADD, block, last.piece + piece, last.logprobs + added)
         else:
             steps.append(Step(Op.ADD, block, piece, added))

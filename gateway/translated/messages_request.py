@@ -80,7 +80,7 @@ class MessagesChat(ChatRequest):
 
     @property
     def ignored(self) -> list[str]:
-        """A default that the template does not follow is no field of the client's."""
+        """As for chat, in Anthropic's names. `enable_thinking` is among them only if the client sent it."""
         sent = (name for name in super().ignored if name != "enable_thinking" or self._says_thinking)
         return [*(_NAMES.get(name, name) for name in sent), *self._unread]
 

@@ -9,7 +9,7 @@ ATTENTION = {
     "layers.*.self_attn.sinks": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
 }
-"""What transformers' plans that share experts only lack."""
+"""For plans of transformers that share only the experts."""
 _EXPERTS = {
     "layers.*.mlp.experts": "moe_tp_experts",
     "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
