@@ -82,6 +82,8 @@ class Lender(kp_grpc.PrefixCacheServicer):
         self.asked, self.reads = 0, reads
         self.silent_from, self.pins_meanwhile = reads + 1, set[RequestKey]()
         self.instance: Instance | None = None
+        self.wait: asyncio.Event | None = None  # for this, before the first answer
+        self.has = True
         self.lent_often, self.given_back = asyncio.Event(), asyncio.Event()
 
     async def Lend(self, request: kp.Pin, context: grpc.aio.ServicerContext[Any, Any]) -> kp.Holding:
@@ -90,9 +92,11 @@ class Lender(kp_grpc.PrefixCacheServicer):
             self.lent_often.set()
         if self.instance is not None:
             self.pins_meanwhile |= self.instance.shard.pins
+        if self.wait is not None:
+            await self.wait.wait()
         if self.asked >= self.silent_from:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the answer is lost")
-        ids, ready_s = range(3 * min(self.asked, 3)), 0.01 if self.asked < self.reads else 0.0
+        ids, ready_s = range(3 * min(self.asked, 3) * self.has), 0.01 if self.asked < self.reads else 0.0
         return kp.Holding(key=request.key, kv_tokens=len(ids) * SIZE, block_ids=ids, checksums=ids, ready_s=ready_s)
 
     async def TakeBack(self, request: pb.RequestKey, context: grpc.aio.ServicerContext[Any, Any]) -> pb.Empty:
@@ -129,6 +133,24 @@ async def test_a_loan_whose_answer_is_lost_is_given_back_at_once(silent_from: in
         assert await instance.prefixes.find(RequestKey("a"), list(range(50)), b"", copy_from="kv_pool-1") is None
         await asyncio.wait_for(lender.given_back.wait(), 10)
         instance.prefixes.ended([RequestKey("a")])
+
+
+@pytest.mark.parametrize("reads", [0, 10_000])
+async def test_a_prompt_that_is_cancelled_while_a_loan_is_asked_for_gives_it_back(reads: int) -> None:
+    """With no reads the shard has nothing to lend."""
+    async with lent(reads=reads) as (instance, lender):
+        lender.wait, lender.has = asyncio.Event(), bool(reads)
+        found = instance.prefixes.find(RequestKey("a"), list(range(50)), b"", copy_from="kv_pool-1")
+        waiting = asyncio.get_running_loop().create_task(found)
+        while not lender.asked:
+            await asyncio.sleep(0.001)
+        instance.prefixes.ended([RequestKey("a")])
+        lender.reads = 0
+        lender.wait.set()
+        assert await waiting is None
+        if reads:
+            await asyncio.wait_for(lender.given_back.wait(), 10)
+    assert not instance.loans._lent
 
 
 @pytest.mark.parametrize("silent", [False, True])
