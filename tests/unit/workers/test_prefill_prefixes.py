@@ -82,12 +82,14 @@ class Lender(kp_grpc.PrefixCacheServicer):
         self.asked, self.reads = 0, reads
         self.silent_from, self.pins_meanwhile = reads + 1, set[RequestKey]()
         self.instance: Instance | None = None
+        self.came = asyncio.Event()
         self.wait: asyncio.Event | None = None  # for this, before the first answer
         self.has = True
         self.lent_often, self.given_back = asyncio.Event(), asyncio.Event()
 
     async def Lend(self, request: kp.Pin, context: grpc.aio.ServicerContext[Any, Any]) -> kp.Holding:
         self.asked += 1
+        self.came.set()
         if self.asked == 3:
             self.lent_often.set()
         if self.instance is not None:
@@ -142,8 +144,7 @@ async def test_a_prompt_that_is_cancelled_while_a_loan_is_asked_for_gives_it_bac
         lender.wait, lender.has = asyncio.Event(), bool(reads)
         found = instance.prefixes.find(RequestKey("a"), list(range(50)), b"", copy_from="kv_pool-1")
         waiting = asyncio.get_running_loop().create_task(found)
-        while not lender.asked:
-            await asyncio.sleep(0.001)
+        await asyncio.wait_for(lender.came.wait(), 10)
         instance.prefixes.ended([RequestKey("a")])
         lender.reads = 0
         lender.wait.set()
