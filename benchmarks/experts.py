@@ -4,7 +4,7 @@
 go: after each iteration a request ends with probability `--ends`, and another one takes its place. Tokens are drawn, so
 that the experts have like numbers of rows. All placements see the same requests, by turns. `idle`: the share of the
 ranks' time in which they wait for the last one of a layer. `spread`: by how much the greatest load in tokens of KV
-exceeds the mean, as a share of it.
+exceeds the mean, as a share of it. `same`: each rank has the same requests, for what the machine itself leaves idle.
 
     python benchmarks/experts.py --rounds 6 --json experts.json
 """
@@ -35,6 +35,7 @@ from alignedserve.testing.models import make_model
 
 BLOCK = 16
 RANKS = 2
+SAME = "same"
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8,
          "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 4000, "num_local_experts": 4,
          "max_position_embeddings": 8192}  # fmt: skip
@@ -76,6 +77,33 @@ def run(runner: ModelRunner, name: str, options: argparse.Namespace, seed: int) 
     }
 
 
+def run_same(runner: ModelRunner, options: argparse.Namespace, seed: int) -> dict[str, float]:
+    """Each rank has half of the requests, of the same lengths."""
+    draw = random.Random(seed)
+    per_row = -(-(options.context + options.iterations + 1) // BLOCK)
+    lengths = [length_of(draw, options) for _ in range(options.rows // RANKS)]
+    idle_s, begun_s = _idle_s(runner), time.perf_counter()
+    for turn in range(options.iterations):
+        runner.forward(
+            [
+                ForwardItem(
+                    [draw.randrange(SHAPE["vocab_size"])],
+                    lengths[row // RANKS] + turn,
+                    list(range(row * per_row, (row + 1) * per_row)),
+                    "last",
+                    row % RANKS,
+                )
+                for row in range(len(lengths) * RANKS)
+            ]
+        )
+    took_s = time.perf_counter() - begun_s
+    return {
+        "iteration_ms": 1e3 * took_s / options.iterations,
+        "idle": (_idle_s(runner) - idle_s) / (RANKS * took_s),
+        "spread": 0.0,
+    }
+
+
 def _idle_s(runner: ModelRunner) -> float:
     runner.forward([ForwardItem([7], 0, [0])])  # ranks tell each other in the layers of a pass
     return runner.barrier_idle_s
@@ -102,11 +130,13 @@ def main() -> None:
             _, cache = ranks.store("experts", info.geometry(BLOCK), blocks)
             cache.zero_()  # so that no placement is the first to touch a page
             runner = ranks.runner(loaded, cache)
-            found: dict[str, list[dict[str, float]]] = {name: [] for name in PLACEMENTS}
+            names = (*PLACEMENTS, SAME)
+            found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
             for seed in range(options.rounds + 1):
-                turn = seed % len(PLACEMENTS)
-                for name in (*PLACEMENTS[turn:], *PLACEMENTS[:turn]):
-                    measured = run(runner, name, options, seed)
+                turn = seed % len(names)
+                for name in (*names[turn:], *names[:turn]):
+                    same = name == SAME
+                    measured = run_same(runner, options, seed) if same else run(runner, name, options, seed)
                     if seed:  # the first round is slower
                         found[name].append(measured)
         finally:

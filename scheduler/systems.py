@@ -201,9 +201,10 @@ def resolve(name: str) -> System:
 
     Raises ConfigError, listing the choices, if there is none, and if the target is not a policy.
     """
-    name = _OTHER_NAMES.get(name, name)
     if name in SYSTEMS:
         return SYSTEMS[name]
+    if name in _OTHER_NAMES:
+        return replace(SYSTEMS[_OTHER_NAMES[name]], name=name)
     if ":" in name:
         return _system_of(name, name)
     registered = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}

@@ -10,9 +10,9 @@ import orjson
 
 from alignedserve.errors import AccountingError, InvalidRequestError, NotFoundError
 from alignedserve.gateway.batches.database import Database, in_list
+from alignedserve.gateway.ledger.calls import RESPONSE
 
 Item = dict[str, Any]
-PREFIX = "resp_"  # of a response's id
 OVERHEAD_BYTES = 512  # that a response counts for beside its text, so that the limit also bounds their number
 MOST_AT_ONCE = 256  # rows in one statement
 
@@ -149,12 +149,12 @@ class ResponseStore:
 
 def item_id(kind: str, response_id: str, index: int) -> str:
     """The id of an item of a response's output, which names the response, too."""
-    return f"{kind}_{response_id.removeprefix(PREFIX)}_{index}"
+    return f"{kind}_{response_id.removeprefix(RESPONSE)}_{index}"
 
 
 def response_of(item: str) -> str:
     """The id of the response that an item is of, if `item_id` made its id."""
-    return f"{PREFIX}{item.partition('_')[2].rpartition('_')[0]}"
+    return f"{RESPONSE}{item.partition('_')[2].rpartition('_')[0]}"
 
 
 def _not_found(response_id: str) -> NotFoundError:

@@ -32,12 +32,17 @@ CallName = tuple[bytes, str]
 MOST_NOTED = 64  # losses and moves of an answer, the newest
 
 _OF_CHAT = "chatcmpl-"
-_OF_OTHER_APIS = ("resp_", "msg_")  # responses and messages: their numbers are those of the calls
+RESPONSE, MESSAGE = "resp_", "msg_"  # begin the ids of other APIs' answers
+
+
+def id_of_answer(call_id: str, begin: str) -> str:
+    """The id that the answer of a call has in the API whose ids begin like this."""
+    return begin + call_id.removeprefix(_OF_CHAT)
 
 
 def id_of_call(answer_id: str) -> str:
-    """The call whose answer has this id in the API that it was asked over."""
-    for begin in _OF_OTHER_APIS:
+    """The call whose answer has this id in its API."""
+    for begin in (RESPONSE, MESSAGE):
         if answer_id.startswith(begin):
             return _OF_CHAT + answer_id.removeprefix(begin)
     return answer_id

@@ -9,6 +9,7 @@ import orjson
 
 from alignedserve.errors import AlignedServeError
 from alignedserve.gateway.failures import ContextLengthError, error_object
+from alignedserve.gateway.ledger.calls import MESSAGE, id_of_answer
 from alignedserve.gateway.translated.blocks import Block, Kind, Op, Step
 from alignedserve.gateway.translated.messages_request import MessagesChat
 from alignedserve.gateway.translated.reply import TranslatedReply
@@ -73,7 +74,7 @@ class MessagesReply(TranslatedReply):
 
     def _message(self) -> dict[str, Any]:
         return {
-            "id": f"msg_{self.call.plan.id.removeprefix('chatcmpl-')}",
+            "id": id_of_answer(self.call.plan.id, MESSAGE),
             "type": "message",
             "role": "assistant",
             "model": self._head["model"],

@@ -8,11 +8,11 @@ from typing import Any
 from uuid import uuid4
 
 from alignedserve.errors import AlignedServeError
-from alignedserve.gateway.batches.responses import PREFIX, item_id
+from alignedserve.gateway.batches.responses import item_id
 from alignedserve.gateway.body.planning import ServedModel
 from alignedserve.gateway.body.requests import GenerationRequest
 from alignedserve.gateway.failures import error_object
-from alignedserve.gateway.ledger.calls import Answer, Call
+from alignedserve.gateway.ledger.calls import RESPONSE, Answer, Call, id_of_answer
 from alignedserve.gateway.translated.blocks import Block, Kind, Op, Step
 from alignedserve.gateway.translated.reply import TranslatedReply, named
 from alignedserve.gateway.translated.responses_request import ResponsesChat
@@ -177,8 +177,7 @@ class ResponsesReply(TranslatedReply):
         return "incomplete" if last and self.blocks.finish == "length" else "completed"
 
     def _id(self, block: Block | None = None) -> str:
-        number = self.call.plan.id.removeprefix("chatcmpl-")
-        whole = f"{PREFIX}{number}"
+        whole = id_of_answer(self.call.plan.id, RESPONSE)
         return whole if block is None else item_id(_ITEM[block.kind], whole, block.index)
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
@@ -206,7 +205,7 @@ class ResponsesReply(TranslatedReply):
 def failed_at_once(error: AlignedServeError, model: str) -> bytes:
     """The events of a response that could not begin."""
     response = {
-        "id": f"{PREFIX}{uuid4().hex}",
+        "id": f"{RESPONSE}{uuid4().hex}",
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",

@@ -98,6 +98,14 @@ def test_the_objective_for_tpot_reaches_the_policy_that_keeps_to_it(capsys: pyte
     assert found == {"aligned-cost": 0.1, "aligned": 0.2}
 
 
+def test_memserve_is_the_last_of_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    trace = "chats:conversations=3,turns=2"
+    arguments = ("--trace", trace, "--rate", "1", "--policy", "memserve,memserve-3", "--json")
+    summary, _ = simulate(capsys, *arguments, "--set", "memserve.scheduler.max_wait_s=100")
+    assert summary["memserve"] == summary["memserve-3"]
+    assert summary["memserve"]["completed"] == 6
+
+
 def test_the_configuration_that_ran_is_the_one_recorded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("scheduler: {policy: fcfs, refuse_for_load: true, max_queue: 2}\ncluster: {prefill: 7}\n")

@@ -113,10 +113,10 @@ def serve(found: SimulatedPrefixes, one: Arrival) -> None:
 
 
 @settings(max_examples=30)
-@given(st.integers(0, 2**32), st.sampled_from(["lru", "value"]))
-def test_books_are_right_whatever_happens(seed: int, policy: str) -> None:
+@given(st.integers(0, 2**32), st.sampled_from(["lru", "value"]), st.sampled_from([0, 24]))
+def test_books_are_right_whatever_happens(seed: int, policy: str, disk_blocks: int) -> None:
     draw = random.Random(seed)
-    found, held = prefixes(48, policy), {}
+    found, held = prefixes(48, policy, disk_blocks=disk_blocks), {}
     for number in range(60):
         if held and draw.random() < 0.5:
             found.release(held.pop(draw.choice(sorted(held))))
@@ -129,7 +129,10 @@ def test_books_are_right_whatever_happens(seed: int, policy: str) -> None:
             if draw.random() < 0.8:
                 found.commit(key, one, one.input_tokens)
             held[str(number)] = key
-        found.trim(draw.randrange(49))
+            if draw.random() < 0.3:
+                found.keep(arrival(f"{number}-kept", *chain, 999 - number), (len(chain) + 1) * BLOCK)
+        if draw.random() < 0.5:  # else memory may stay full
+            found.trim(draw.randrange(49))
         found.check_integrity()
 
 
