@@ -1,6 +1,6 @@
 """Arguments that a family writes one by one, as text: converted to JSON by the tool's schema, and back to a grammar.
 
-Where they stand between tags, a value ends whatever the model leaves out or repeats.
+Between tags, a value ends even where the model leaves out its end tag.
 """
 
 from __future__ import annotations
