@@ -33,7 +33,6 @@ pytestmark = [
 LENGTHS = (60, 33, 140, 17)
 NEW_TOKENS = 400
 ADDRESSES = ("127.0.0.1", "10.77.0.1", "10.77.0.2", "10.77.0.3", "10.77.0.4")
-FIRST, SECOND = 1, 2  # the machines of the decode instance
 
 
 @pytest.fixture(scope="module")
