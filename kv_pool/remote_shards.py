@@ -24,7 +24,7 @@ from alignedserve.transfer.paired.channel import PairedChannel
 from alignedserve.transfer.paired.client import PairClient
 from alignedserve.transfer.paired.remote import RemoteBlockStore
 from alignedserve.transfer.paired.transport import ASKING_RANK, Wiring
-from alignedserve.transfer.parted import connected
+from alignedserve.transfer.ranged import connected
 from alignedserve.transfer.topology import GLOO
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from alignedserve.transfer.copier import Copier, Route
 from alignedserve.transfer.handles import StoreHandle
 from alignedserve.transfer.host_channel import HostChannel
 from alignedserve.transfer.links import connect
-from alignedserve.transfer.parted import PartedChannel, PartedStore, opened
+from alignedserve.transfer.parted import PartedChannel, PartedStore
+from alignedserve.transfer.ranged import opened
 
 GEOMETRY = KvGeometry("random", "bfloat16", layers=4, kv_heads=6, head_dim=8, block_size=16)
 BLOCKS = 9
