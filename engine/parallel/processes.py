@@ -128,10 +128,13 @@ def bytes_of(loaded: LoadedModel) -> int:
     return sum(parameter.nbytes for parameter in loaded.model.parameters())
 
 
-def runner_of(loaded: LoadedModel, cache: torch.Tensor, place: RankPlace, groups: Groups, backend: str) -> DrivenRunner:
-    """The passes of the rank at `place`."""
-    kind = ExpertRunner if place.degrees.experts > 1 else RankRunner
-    return kind(loaded, cache, place, groups, backend)
+def runner_of(
+    loaded: LoadedModel, cache: torch.Tensor, place: RankPlace, groups: Groups, backend: str, *, own: bool
+) -> DrivenRunner:
+    """The passes of the rank at `place`. `own`: `cache` is the rank's own store, not one of all ranks."""
+    if place.degrees.experts > 1:
+        return ExpertRunner(loaded, cache, place, groups, backend, own=own)
+    return RankRunner(loaded, cache, place, groups, backend)
 
 
 class RankProcesses:
@@ -151,8 +154,8 @@ class RankProcesses:
         own_stores: bool = False,
         devices: Sequence[str] = ("cpu",),
     ) -> None:
-        """`threads`: of each rank. `own_stores`: each has the memory of its own part, as on GPUs, unless ranks share
-        experts. `devices`: of the ranks, by turns.
+        """`threads`: of each rank. `own_stores`: each has a store of its own, as on GPUs. `devices`: of the ranks, by
+        turns.
 
         Raises ConfigError if so many ranks cannot share the model.
         """
@@ -168,7 +171,9 @@ class RankProcesses:
         self._groups: Groups | None = None
         self._devices = [devices[rank % len(devices)] for rank in range(degrees.ranks)]
         self._on_gpus = devices[0] != "cpu"
-        self._own_stores = (own_stores or self._on_gpus) and degrees.experts == 1
+        self._own_stores = own_stores or self._on_gpus
+        self.ranges = degrees.experts if self._own_stores else 1
+        """Equal ranges of the cache's blocks, one for each rank that holds all KV of its own requests."""
         self._held: list[StoreSlice] = []  # by each rank; known from `load` on
         self._weight_bytes: list[int] = []  # of each rank; known from `load` on
         written = info.to_json()
@@ -238,14 +243,21 @@ class RankProcesses:
     def store(
         self, store_id: str, geometry: KvGeometry, blocks: int, node_id: str = ""
     ) -> tuple[BlockStore, torch.Tensor]:
-        """The instance's cache, and as a tensor what rank 0 has of it. The others follow its passes from then on."""
+        """The instance's cache, and as a tensor what rank 0 has of it. The others follow its passes from then on.
+
+        Where ranks have ranges of it, it has the greatest multiple of their number that `blocks` allows. Raises
+        ConfigError if that is none.
+        """
+        ranges, each = self.ranges, blocks // self.ranges
+        if not each:
+            raise ConfigError(f"a decode cache of {blocks} blocks cannot be shared by {ranges} ranks: each needs one")
         if self._on_gpus:
-            made = device_parts(store_id, geometry, blocks, node_id, self._held, self._devices)
+            made = device_parts(store_id, geometry, each, node_id, self._held, self._devices, ranged=ranges > 1)
         elif self._own_stores:
-            made = host_parts(store_id, geometry, blocks, node_id, self._held)
+            made = host_parts(store_id, geometry, each, node_id, self._held, ranged=ranges > 1)
         else:
             made = shared_store(store_id, geometry, blocks, node_id, len(self._orders))
-        order = StoreOrder(blocks, geometry.block_size, self._own_stores)
+        order = StoreOrder(each, geometry.block_size, self._own_stores)
         try:
             for rank, channel in enumerate(self._channels, 1):
                 if made.handles:
@@ -270,10 +282,10 @@ class RankProcesses:
         return max(found.values())
 
     def runner(self, loaded: LoadedModel, cache: torch.Tensor) -> DrivenRunner:
-        """Rank 0's passes over the shared store."""
+        """Rank 0's passes over the store."""
         assert self._groups is not None
         own = self._orders[0]
-        return runner_of(loaded, cache, own.place, self._groups, own.backend)
+        return runner_of(loaded, cache, own.place, self._groups, own.backend, own=self._own_stores)
 
     @property
     def pids(self) -> list[int]:

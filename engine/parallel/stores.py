@@ -1,4 +1,6 @@
-"""The memory of an instance of several ranks: one store that all share, or one for each rank's layers and KV heads.
+"""The memory of an instance of several ranks: one store that all share, or one for each rank.
+
+A rank's own store has the KV of its layers and heads, or, where ranks share experts, all KV of its own requests.
 
 The process of rank 0 makes all of it, so that it can copy to and from all parts. The other ranks open their own: on a
 CPU by the descriptor of its memory, on a GPU by a CUDA IPC handle.
@@ -18,6 +20,7 @@ from alignedserve.transfer.block_store import BlockStore, HostBlockStore
 from alignedserve.transfer.cuda_ipc import open_memory
 from alignedserve.transfer.device import DeviceBlockStore
 from alignedserve.transfer.parted import PartedStore
+from alignedserve.transfer.ranged import RangedStore
 
 
 @dataclass(slots=True)
@@ -42,11 +45,16 @@ def shared_store(store_id: str, geometry: KvGeometry, blocks: int, node_id: str,
     return RankStore(store, tensor, [descriptor] * ranks, [])
 
 
-def host_parts(store_id: str, geometry: KvGeometry, blocks: int, node_id: str, held: Sequence[StoreSlice]) -> RankStore:
-    """A store in parts for ranks on a CPU, each of which holds what is `held`."""
+def host_parts(
+    store_id: str, geometry: KvGeometry, blocks: int, node_id: str, held: Sequence[StoreSlice], *, ranged: bool = False
+) -> RankStore:
+    """A store in parts of `blocks` blocks for ranks on a CPU, each of which holds what is `held`.
+
+    `ranged`: each rank holds whole blocks of its own, a range of the store's.
+    """
     found = [_host_store(f"{store_id}/{n}", geometry, blocks, node_id, part) for n, part in enumerate(held)]
     tensor = allocate_cache(geometry, blocks, "cpu", found[0][0].as_memory(), held[0])
-    store = PartedStore(store_id, [one for one, _ in found])
+    store = _joined(store_id, [one for one, _ in found], ranged=ranged)
     return RankStore(store, tensor, [descriptor for _, descriptor in found], [])
 
 
@@ -58,9 +66,10 @@ def device_parts(
     held: Sequence[StoreSlice],
     devices: Sequence[str],
     *,
+    ranged: bool = False,
     shared: bool = False,
 ) -> RankStore:
-    """A store in parts on the ranks' devices. `shared`: other processes may open rank 0's part, too."""
+    """`host_parts` on the ranks' devices. `shared`: other processes may open rank 0's part, too."""
     places = list(zip(devices, held, strict=True))
     tensors = [allocate_cache(geometry, blocks, device, part=part) for device, part in places]
     for device in set(devices) - {"cpu"}:
@@ -78,7 +87,11 @@ def device_parts(
         for n, (tensor, part) in enumerate(zip(tensors, held, strict=True))
     ]
     handles = [part.handle().device_handle for part in parts]
-    return RankStore(PartedStore(store_id, parts), tensors[0], [], handles)
+    return RankStore(_joined(store_id, parts, ranged=ranged), tensors[0], [], handles)
+
+
+def _joined(store_id: str, stores: Sequence[BlockStore], *, ranged: bool) -> BlockStore:
+    return RangedStore(store_id, stores) if ranged else PartedStore(store_id, stores)
 
 
 def opened_part(geometry: KvGeometry, blocks: int, part: StoreSlice, handle: bytes) -> torch.Tensor:
