@@ -200,7 +200,7 @@ class BlockAllocator:
 
     def check_integrity(self) -> None:
         """Recount everything, O(capacity). Raises AccountingError if the counts do not match."""
-        places: list[tuple[str, Collection[int]]] = [("free", self._free)]
+        places: list[tuple[str, Collection[int]]] = [("free", self._unused())]
         places += [(f"leased to {writer}", blocks) for writer, blocks in self._leases.items()]
         places += [(f"in quarantine for {writer}", blocks) for writer, blocks in self._quarantine.items()]
         places += [("owned", self._with_sole_holder()), ("shared", self._shared), ("cached", list(self._kept()))]
@@ -225,6 +225,10 @@ class BlockAllocator:
                     return AccountingError(f"{self.store_id}: block {block} is both {known[block]} and {where}")
                 known[block] = where
         return AccountingError(f"{self.store_id}: its blocks cannot be counted")
+
+    def _unused(self) -> Collection[int]:
+        """The free blocks that are not leased."""
+        return self._free
 
     def _kept(self) -> Iterable[int]:
         """The cached blocks."""

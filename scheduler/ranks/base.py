@@ -118,6 +118,18 @@ class Placement(ABC):
         """Which of the requests that wait here join which rank now, after `moves`. Changes the counters accordingly."""
         return []
 
+    def choose(self, request: Ready, ranks: Sequence[Rank]) -> int:
+        """The rank that a request joins now: one that takes it, of which there must be one. Changes the counters.
+
+        For a caller that keeps the waiting requests itself, and does not `add` them.
+        """
+        number = self.add(request, [rank for rank in ranks if rank.takes(request)])
+        if number is None:
+            (place,) = self.refill(ranks)
+            return place.rank
+        ranks[number].take(request)
+        return number
+
     def moves(self, ranks: Sequence[Rank], members: Members) -> list[Move]:
         """Running requests to give to other ranks. Changes the counters of `ranks` accordingly."""
         return []

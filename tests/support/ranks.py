@@ -162,16 +162,16 @@ def _blocks_of(requests: int, ranks: int) -> list[list[int]]:
     return found
 
 
-def _generate(runner: DrivenRunner, prompts: list[list[int]], count: int, experts: int, own: bool) -> list[list[int]]:
+def _generate(runner: DrivenRunner, prompts: list[list[int]], count: int, experts: int, apart: bool) -> list[list[int]]:
     """Prompts in chunks, then rows of one token together, in blocks out of order.
 
     Where ranks share experts and one store, a request goes from one to the next with each pass. In a prompt's passes
     the others have no work.
     """
-    blocks = _blocks_of(len(prompts), experts if own else 1)
+    blocks = _blocks_of(len(prompts), experts if apart else 1)
 
     def rank_of(number: int, step: int) -> int:
-        return (number if own else number + step) % experts
+        return (number if apart else number + step) % experts
 
     answers: list[list[int]] = []
     for prompt, own in zip(prompts, blocks, strict=True):
