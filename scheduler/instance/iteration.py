@@ -186,8 +186,7 @@ class IterationScheduler:
             return False
         if not member.to_pool:
             grown = replace(member.candidate, kv_tokens=member.kv_tokens, batch_id=member.batch_id, due_s=math.inf)
-            evictions = member.candidate.evictions + 1
-            self._waiting.add(replace(grown, buffer=BufferKind.REQUESTS, evictions=evictions))
+            self._waiting.add(replace(grown, buffer=BufferKind.REQUESTS, evictions=grown.evictions + 1))
             self._deadlines.set(key, self._due_s(member.candidate, member.left_s))
             self._sweep |= member.batch_id != self._batch_id
         return True
@@ -203,7 +202,8 @@ class IterationScheduler:
         if member.phase is Phase.ENTERING or member.cancelled:
             self._batch.remove(member)
             return False
-        member.iterations = 0  # it must run before it is evicted again
+        if len(member.block_ids) * self._batch.block_size > member.kv_tokens:  # else it cannot run before
+            member.iterations = 0  # it must run before it is evicted again
         self._batch.move(member, Phase.RUNNING)
         return True
 

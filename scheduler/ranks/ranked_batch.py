@@ -27,6 +27,7 @@ class Departure:
     key: RequestKey
     block_ids: list[int]
     resident: Resident | None
+    iterations: int  # since it joined there
 
     @property
     def holder(self) -> tuple[str, RequestKey]:
@@ -135,7 +136,7 @@ class RankedBatch(RunningBatch):
     def relocate(self, member: RunningRequest, seat: Seat) -> Relocate:
         """The running member goes to another rank, where there is room for it."""
         key, kv_tokens = member.key, member.kv_tokens
-        departure = Departure(key, member.block_ids, member.resident)
+        departure = Departure(key, member.block_ids, member.resident, member.iterations)
         self.allocator.retain(departure.block_ids, departure.holder)
         self.allocator.release(departure.block_ids, key)
         member.block_ids = self._allocate(key, kv_tokens, seat)
@@ -166,6 +167,7 @@ class RankedBatch(RunningBatch):
         self.allocator.retain(departure.block_ids, member.key)
         self.allocator.release_all(departure.holder)
         member.block_ids, member.resident = departure.block_ids, departure.resident
+        member.iterations = departure.iterations  # it may lack the block to run before it moves, or is evicted, again
         self.move(member, Phase.RUNNING)
 
     def _residents(self, members: Iterable[RunningRequest]) -> Iterator[Resident]:
