@@ -72,6 +72,15 @@ class BlockAllocator:
         """Blocks that only a prefix cache keeps."""
         return 0
 
+    @property
+    def request_blocks(self) -> int:
+        """The most blocks that one request can have."""
+        return self.capacity
+
+    def available_beside(self, block: int) -> int:
+        """Blocks that can be handed out now where `block` is."""
+        return self.available_blocks
+
     def allocate(self, count: int, holder: Holder) -> list[int] | None:
         """`count` free blocks for `holder`, or None (and nothing changes) if fewer are available."""
         if count > len(self._free):

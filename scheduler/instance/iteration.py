@@ -107,7 +107,7 @@ class IterationScheduler:
         if self._batch.get(key) is not None or key in self._giving_back:
             return
         needed = self._batch.blocks_for(max(candidate.max_total_tokens, candidate.kv_tokens + 1))
-        if needed > self._batch.most_blocks or self._draining:
+        if needed > self._allocator.request_blocks or self._draining:
             self.withdraw(key)
             self._giving_back[key] = None
             return

@@ -31,6 +31,14 @@ class RangedAllocator(BlockAllocator):
         """Blocks of the range that can be handed out now."""
         return len(self._free_in[number])
 
+    def available_beside(self, block: int) -> int:
+        """In the range of `block`."""
+        return self.available_in(block // self.each)
+
+    @property
+    def request_blocks(self) -> int:
+        return self.each
+
     @property
     def free_blocks(self) -> int:
         return sum(map(len, self._free_in))

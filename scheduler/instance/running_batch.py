@@ -192,11 +192,6 @@ class RunningBatch:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    @property
-    def most_blocks(self) -> int:
-        """Of one request."""
-        return self.allocator.capacity
-
     def seats(self, candidate: Candidate) -> list[Seat]:
         """Where the candidate may join. Nowhere while what it begins with is being copied in: it waits to share it."""
         resident = [] if candidate.chain is None else self._prefixes.find(candidate.chain)

@@ -89,10 +89,6 @@ class RankedBatch(RunningBatch):
     def ranks(self) -> int:
         return self.allocator.ranges
 
-    @property
-    def most_blocks(self) -> int:
-        return self.allocator.each
-
     def rank_of(self, member: RunningRequest) -> int:
         return self.allocator.range_of(member.block_ids[0])
 

@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 LENGTHS = (24, 9, 60, 31, 12, 90)
 
 
-def config(folder: Path, prefill: Degrees, decode: Degrees) -> Config:
+def config(folder: Path, prefill: Degrees, decode: Degrees, cache_blocks: int = 80) -> Config:
     tree = {
         "model": {"path": str(folder)},
         "cluster": {"device": "cpu", "threads": 2},
@@ -44,7 +44,7 @@ def config(folder: Path, prefill: Degrees, decode: Degrees) -> Config:
             "tensor_parallel": decode.tensor,
             "pipeline_parallel": decode.stages,
             "expert_parallel": decode.experts,
-            "cache_blocks": 80,
+            "cache_blocks": cache_blocks,
         },
         "supervisor": {"heartbeat_s": 0.2},
     }
@@ -116,10 +116,29 @@ async def test_ranks_that_share_experts_give_the_same_tokens(mixture: Path, pref
     await check_tokens(mixture, prefill, Degrees(experts=2))
 
 
-async def check_tokens(folder: Path, prefill: Degrees, decode: Degrees) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("mixtral", 2),
+        *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in ("qwen3_moe", "gpt_oss")),
+        *(pytest.param(kind, 4, marks=pytest.mark.slow) for kind in ("mixtral", "qwen3_moe", "gpt_oss")),
+    ],
+)
+async def test_ranks_that_share_experts_and_have_a_cache_each_give_the_same_tokens(
+    kind: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(OWN_STORES_VARIABLE, "1")
+    folder = make_model(kind, tmp_path / kind, seed=25, vocab_size=VOCAB_SIZE)
+    await check_tokens(folder, TWO if ranks == 2 else ONE, Degrees(experts=ranks), cache_blocks=60 * ranks)
+    said = capfd.readouterr().err
+    assert all(f"kv_pool-0 to decode-0/cache/{rank}: channel" in said for rank in range(ranks))
+    assert "decode-0/cache/0 to decode-0/cache/1: channel" in said
+
+
+async def check_tokens(folder: Path, prefill: Degrees, decode: Degrees, cache_blocks: int = 80) -> None:
     """Every answer is that of `transformers`, twice, and no rank is left in the end."""
     prompts, reference = random_prompts(LENGTHS, VOCAB_SIZE, seed=22), load_reference(folder)
-    async with LocalCluster(config(folder, prefill, decode)) as cluster:
+    async with LocalCluster(config(folder, prefill, decode, cache_blocks)) as cluster:
         await cluster.wait_ready()
         pids = cluster.pids
         others = [pid for role in ("prefill-0", "decode-0") for pid in ranks_of(pids[role])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -97,7 +98,7 @@ class IterationMachine(RuleBasedStateMachine):
         config = DecodeConfig(max_running=max_running, watermark_blocks=watermark, join_iterations=join_iterations)
         self.objective_s = objective_s
         pace = None if objective_s is None else Pace(objective_s, sum)
-        waits = {"starvation_after_s": starvation_after_s, "join_window": join_window, "pace": pace}
+        waits: dict[str, Any] = {"starvation_after_s": starvation_after_s, "join_window": join_window, "pace": pace}
         if ranks == 1:
             self.allocator = BlockAllocator(capacity, "decode-0")
             self.scheduler = IterationScheduler(config, self.allocator, block_size, **waits)
