@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
+from alignedserve.control.samples import value
 from alignedserve.engine.parallel.processes import OWN_STORES_VARIABLE
 from alignedserve.proc_stat import is_alive
 from alignedserve.ranks.degrees import Degrees
@@ -135,6 +137,30 @@ async def test_ranks_that_share_experts_and_have_a_cache_each_give_the_same_toke
     assert "decode-0/cache/0 to decode-0/cache/1: channel" in said
 
 
+async def test_requests_that_move_between_ranks_give_the_same_tokens(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long and short answers by turns: when the short ones of a rank have ended, the other gives it some of its own."""
+    monkeypatch.setenv(OWN_STORES_VARIABLE, "1")
+    reference, prompts = load_reference(mixture), random_prompts((24,) * 12, VOCAB_SIZE, seed=27)
+    counts = [(4, 70)[number % 2] for number in range(len(prompts))]
+    async with LocalCluster(config(mixture, ONE, Degrees(experts=2), 400)) as cluster:
+        await cluster.wait_ready()
+        async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
+            for _ in range(3):
+                answers = [
+                    driver.submit(prompt, replace(GREEDY, max_tokens=count))[0]
+                    for prompt, count in zip(prompts, counts, strict=True)
+                ]
+                await driver.wait(answers, 120)
+                for prompt, count, answer in zip(prompts, counts, answers, strict=True):
+                    assert answer.tokens == greedy(reference, prompt, count, answer.tokens)
+            metrics = await wait_nothing_held(cluster)
+    assert value(metrics, "alignedserve_decode_moves_total") > 0
+    assert value(metrics, "alignedserve_decode_moved_blocks_total") > 0
+    assert value(metrics, "alignedserve_kv_checksum_mismatches_total") == 0
+
+
 async def check_tokens(folder: Path, prefill: Degrees, decode: Degrees, cache_blocks: int = 80) -> None:
     """Every answer is that of `transformers`, twice, and no rank is left in the end."""
     prompts, reference = random_prompts(LENGTHS, VOCAB_SIZE, seed=22), load_reference(folder)
@@ -167,8 +193,12 @@ async def test_the_death_of_a_rank_is_that_of_its_instance_and_costs_no_token(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_the_death_of_a_rank_that_has_experts_costs_no_token(mixture: Path, number: int) -> None:
+@pytest.mark.parametrize(("number", "own"), [(signal.SIGKILL, "0"), (signal.SIGKILL, "1"), (signal.SIGSTOP, "0")])
+async def test_the_death_of_a_rank_that_has_experts_costs_no_token(
+    mixture: Path, number: int, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over one store, or a store for each rank."""
+    monkeypatch.setenv(OWN_STORES_VARIABLE, own)
     await check_death(mixture, ONE, Degrees(experts=2), "decode-0", number)
 
 
