@@ -32,10 +32,9 @@ class Moves:
         self._moves = self._blocks = 0  # since the start
 
     def show_metrics(self, page: Page) -> None:
-        if self._copy is not None:
-            meaning = "where ranks have a cache each: requests that went from one to another"
-            page.counter("decode_moves_total", meaning, self._moves)
-            page.counter("decode_moved_blocks_total", "blocks that were copied for them", self._blocks)
+        meaning = "where ranks have a cache each: requests that went from one to another"
+        page.counter("decode_moves_total", meaning, self._moves)
+        page.counter("decode_moved_blocks_total", "blocks that were copied for them", self._blocks)
 
     def begin(self, move: Relocate) -> None:
         """Start to copy the request. It runs on when the copy has ended, here or, if it fails, where it was."""
