@@ -107,7 +107,9 @@ class GroupScheduler(IterationScheduler):
     def _relieve(self, now_s: float) -> list[Evict]:
         """Of each rank on its own, as if the others were not there: move what another has room for, evict the rest."""
         evictions: list[Evict] = []
-        if len(self._batch.running) <= 1:
+        size = self._batch.size
+        plenty = size + max(size, self._config.watermark_blocks)  # each needs at most one block now and one later
+        if min(self._batch.available()) >= plenty and len(self._batch.running) <= self._max_running:
             return evictions
         for share in self._batch.shares():
             self._move_away(share)

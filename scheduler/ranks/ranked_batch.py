@@ -89,6 +89,10 @@ class RankedBatch(RunningBatch):
     def ranks(self) -> int:
         return self.allocator.ranges
 
+    def available(self) -> list[int]:
+        """Blocks of each rank that can be handed out now."""
+        return [self.allocator.available_in(rank) for rank in range(self.ranks)]
+
     def rank_of(self, member: RunningRequest) -> int:
         return self.allocator.range_of(member.block_ids[0])
 
