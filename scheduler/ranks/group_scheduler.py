@@ -83,7 +83,7 @@ class GroupScheduler(IterationScheduler):
     def plan(self, now_s: float) -> IterationPlan:
         self._moves = []
         plan = super().plan(now_s)
-        if not self._draining:
+        if not self._draining and self._waiting.first_due_s() == math.inf:  # an overdue candidate waits for room
             self._even_out()
         if not self._moves:
             return plan
