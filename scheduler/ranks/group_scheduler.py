@@ -122,10 +122,10 @@ class GroupScheduler(IterationScheduler):
     def _move_away(self, share: Share) -> None:
         """Until the rank's free blocks, with those on their way out, reach the watermark, or no other rank has room.
 
-        The first to move is the one that would be evicted first.
+        The first to move is the one that would be evicted first. One request always stays: alone it has room.
         """
         watermark = self._config.watermark_blocks
-        if self._placement.STICKY or Shortfall(share, watermark).blocks() <= 0:
+        if self._placement.STICKY or len(share.running) <= 1 or Shortfall(share, watermark).blocks() <= 0:
             return
         room, others = self._room(), [rank for rank in range(self._batch.ranks) if rank != share.rank]
         movable = [member for member in reversed(share.running.values()) if member.iterations]

@@ -14,7 +14,7 @@ from alignedserve.scheduler.ranks.names import PLACEMENTS
 from support.iteration_machine import COPYING, IterationMachine
 
 STEPS = 500
-SEEDS = range(40)
+SEEDS = range(60)
 
 
 class Walk(IterationMachine):
