@@ -132,8 +132,7 @@ class DecodeInstance:
         await asyncio.to_thread(compile_copies, self._cache_store)  # now, not when the first buffer is attached
         self.cache = books_of(self._cache_store)
         lease, weights = self._largest_request_blocks(plan), self.model.weights
-        writer = PoolWriter(self._process, settings.token, lease, self._on_pool_wait, weights)
-        self.writer = writer
+        self.writer = writer = PoolWriter(self._process, settings.token, lease, self._on_pool_wait, weights)
         cached = self._caching_writer(plan)
         pool_store = await self._pool.attach(geometry, [writer, *([cached] if cached is not None else [])])
         from_pool, to_pool = self._connect(pool_store, self._cache_store), self._connect(self._cache_store, pool_store)
