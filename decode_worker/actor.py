@@ -272,6 +272,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             process=self.process,
             cache_blocks=instance.cache.capacity,
             cache_free_blocks=instance.cache.free_blocks,
+            request_blocks=instance.cache.request_blocks,
         )
         if instance.writer is not None:
             description.pool_wait_blocks = instance.writer.waiting_blocks

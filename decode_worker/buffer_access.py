@@ -23,7 +23,7 @@ from alignedserve.transfer.paired.client import PairClient
 from alignedserve.transfer.paired.nccl import no_nccl_here
 from alignedserve.transfer.paired.remote import RemoteBlockStore
 from alignedserve.transfer.paired.transport import ASKING_RANK, Wiring
-from alignedserve.transfer.parted import opened
+from alignedserve.transfer.ranged import opened
 from alignedserve.transfer.segments import SegmentClient
 from alignedserve.transfer.topology import GLOO, Place
 

@@ -66,7 +66,7 @@ class Endings:
         room = self._most - sum(self._held.values())  # of a long answer the beginning is held
         if stored.pool_id != self._pool_id and len(lacking) > room:
             room = 0
-        if self._allocator.available_blocks < FREE_PER_REQUEST * self.running:
+        if self._allocator.available_beside(lacking[0]) < FREE_PER_REQUEST * self.running:
             room = 0
         if held := lacking[: max(0, room)]:
             self._allocator.retain(held, ("ended", key))

@@ -12,7 +12,7 @@ from alignedserve.control.convert import failure_event, token_event
 from alignedserve.decode_worker.endings import Endings
 from alignedserve.decode_worker.held import Held, Outcome
 from alignedserve.decode_worker.iteration_meter import IterationMeter
-from alignedserve.decode_worker.rank_placer import RankPlacer
+from alignedserve.decode_worker.rank_placer import Placer
 from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
 from alignedserve.engine.live import LiveRequest
 from alignedserve.engine.sampling.sampler import SampledToken
@@ -64,7 +64,7 @@ class Flights:
         held: dict[RequestKey, Held],
         meter: IterationMeter,
         endings: Endings | None = None,
-        placer: RankPlacer | None = None,
+        placer: Placer | None = None,
     ) -> None:
         """`placer`: gives requests to the ranks that share experts; None: there are none."""
         self._placer = placer

@@ -15,7 +15,9 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.instance.plan import BufferKind, Candidate
 from alignedserve.scheduler.instance.resident import BlockChain
+from alignedserve.scheduler.priorities import rank_of
 from alignedserve.transfer.completion import Completion
 
 
@@ -52,6 +54,22 @@ class Held:
             store_id=self.stored.store_id,
             wait_objective_s=spec.wait_objective_s,
             priority=spec.priority,
+        )
+
+    def candidate(self, buffer: BufferKind, batch_id: int) -> Candidate:
+        """The request as the iteration scheduler sees it while it waits in a buffer."""
+        stored = self.stored
+        spec = stored.spec
+        return Candidate(
+            key=key_from_proto(spec.key),
+            kv_tokens=stored.kv_tokens,
+            max_total_tokens=len(spec.prompt_token_ids) + spec.sampling.max_tokens,
+            chain=self.chain,
+            buffer=buffer,
+            batch_id=batch_id,
+            wait_objective_s=spec.wait_objective_s,
+            rank=rank_of(spec.priority),
+            evictions=stored.evictions,
         )
 
     def current(self) -> pb.StoredRequest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,8 @@ from alignedserve.decode_worker.handover import Handover
 from alignedserve.decode_worker.held import Outcome
 from alignedserve.decode_worker.iteration_meter import IterationMeter
 from alignedserve.decode_worker.loop import DecodeLoop
-from alignedserve.decode_worker.rank_placer import RankPlacer
+from alignedserve.decode_worker.moves import CopyWithin
+from alignedserve.decode_worker.scheduling import Scheduling, books_of
 from alignedserve.engine.decode_engine import decode_engine
 from alignedserve.engine.decoding import DecodeEngine
 from alignedserve.engine.model import host
@@ -37,15 +37,13 @@ from alignedserve.rank_host.link import open_hosts
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
-from alignedserve.scheduler.instance.iteration import IterationScheduler
-from alignedserve.scheduler.instance.pace import LearningPace
-from alignedserve.scheduler.ranks.names import placement_class
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.copier import Copier
 from alignedserve.transfer.device import compile_copies, reached_devices
 from alignedserve.transfer.links import connect
+from alignedserve.transfer.ranged import RangedStore
 from alignedserve.transfer.topology import shard_channel
 
 CACHING_BLOCKS = 256  # leased at most for answers that have ended
@@ -80,7 +78,8 @@ class DecodeInstance:
         self._reach = BufferReach(settings, config, process, self._pool.segments, self._connect)
         # All copies of KV, with their checks and time limits.
         self.copier = Copier(verify=config.kv_pool.verify, timeout_s=config.kv_pool.copy_timeout_s)
-        self._pool_channels: list[Channel] = []  # from this node's shard, and to it; empty until `load`
+        # From this node's shard, to it, and between the caches of ranks; empty until `load`.
+        self._own_channels: list[Channel] = []
         self._cache_store: BlockStore | None = None  # the memory of the cache; None until `load`
         self._linked: dict[str, pb.ProcessKey] = {}  # the processes that `handover.links` lead to, by prefill id
         self.model: ModelInfo | None = None  # None until `load` has inspected the model
@@ -135,29 +134,26 @@ class DecodeInstance:
         )
         self._cache_store = cache_store
         await asyncio.to_thread(compile_copies, cache_store)  # now, not when the first buffer is attached
-        self.cache = BlockAllocator(plan.decode_cache, cache_store.store_id)
+        self.cache = books_of(cache_store)
         lease, weights = self._largest_request_blocks(plan), self.model.weights
-        writer = PoolWriter(self._process, settings.token, lease, self._on_pool_wait, weights)
-        self.writer = writer
+        self.writer = writer = PoolWriter(self._process, settings.token, lease, self._on_pool_wait, weights)
         cached = self._caching_writer(plan)
         pool_store = await self._pool.attach(geometry, [writer, *([cached] if cached is not None else [])])
         from_pool, to_pool = self._connect(pool_store, cache_store), self._connect(cache_store, pool_store)
-        self._pool_channels = [from_pool, to_pool]
+        self._own_channels = [from_pool, to_pool]
         reader, size = self._pool.reader(from_pool), plan.block_size
         self.handover = Handover(self.copier, reader, to_pool, writer, size, cached)
         endings = None if cached is None else Endings(self.cache, size, pool_store.store_id)
         runner = await asyncio.to_thread(make_runner, tensor)
-        pace = LearningPace.configured(config)
-        # Until the scheduler says after what time requests without a wait objective are overdue, none is.
-        scheduler = IterationScheduler.configured(config, self.cache, plan.block_size, math.inf, pace)
         meter = IterationMeter(configured_cost(config.scheduler), in_lanes=runner.depth > 1)
+        scheduling = Scheduling.configured(config, self.cache, size, meter.cost)
         pull, overlap = self.handover.pull, OVERLAP[config.decode.overlap]
         self.engine = engine = decode_engine(runner, config, self.starting.of("CUDA graphs", "batch sizes"))
         grammars = await asyncio.to_thread(Grammars.of, tokenizer, loaded.info.vocab_size, config.engine)
         compute = DecodeLoop(
             settings.id,
             engine,
-            scheduler,
+            scheduling.scheduler,
             tokenizer,
             pull,
             self._post,
@@ -166,7 +162,8 @@ class DecodeInstance:
             grammars=grammars,
             endings=endings,
             chain_of=partial(chain_of, block_size=size, caches=cached is not None),
-            placer=self._placer(meter),
+            placer=scheduling.placer,
+            copy_within=self._copy_within(self._cache_store),
         )
         await asyncio.to_thread(compute.warm_up)
         self.memory.note_graphs(engine.graph_memory_bytes)
@@ -174,15 +171,13 @@ class DecodeInstance:
         self.compute.start()
         await self._follow_pairs()
 
-    def _placer(self, meter: IterationMeter) -> RankPlacer | None:
-        """What gives requests to ranks that share experts; None without such ranks."""
-        ranks = self._config.degrees("decode").experts
-        if ranks == 1:
+    def _copy_within(self, cache: BlockStore) -> CopyWithin | None:
+        """How requests go to the cache of another rank; None if ranks have none of their own."""
+        if not isinstance(cache, RangedStore):
             return None
-        placement = placement_class(self._config.decode.placement)(ranks)
-        if meter.cost is not None:
-            placement.use_cost(meter.cost)
-        return RankPlacer(placement)
+        channel = self._connect(cache, cache)
+        self._own_channels.append(channel)
+        return partial(self.copier.copy_anew, channel)
 
     async def read(self, pool_id: str, keys: Collection[RequestKey]) -> dict[RequestKey, pb.StoredRequest]:
         """The stored requests of these keys in the shard that can be decoded here."""
@@ -195,7 +190,7 @@ class DecodeInstance:
         """The size of a standing lease: room to evict the largest request, but at most a share of the shard."""
         assert self.model is not None
         largest = -(-self.model.max_positions // plan.block_size)
-        return max(1, min(largest, plan.decode_cache, plan.pool // 16))
+        return max(1, min(largest, self.cache.request_blocks, plan.pool // 16))
 
     def _caching_writer(self, plan: StorePlan) -> PoolWriter | None:
         """Leases blocks for answers that have ended, never of the growth reserve; None without kv_pool.prefix_cache."""
@@ -263,7 +258,7 @@ class DecodeInstance:
         """All channels that this instance copies over."""
         links = self.handover.links.values() if self.handover is not None else ()
         of_buffers = (channel for link in links for channel in link.channels)
-        return [*self._pool_channels, *self._pool.others.channels, *of_buffers]
+        return [*self._own_channels, *self._pool.others.channels, *of_buffers]
 
     def refresh_lease(self) -> None:
         if self.handover is not None and self.compute is not None:
@@ -290,7 +285,7 @@ class DecodeInstance:
         if self.handover is not None:
             for link in list(self.handover.links.values()):
                 await link.close()
-        for channel in self._pool_channels:
+        for channel in self._own_channels:
             await asyncio.to_thread(channel.close)
         self.copier.close()
         await self._pool.close()

@@ -21,7 +21,8 @@ from alignedserve.decode_worker.endings import Endings
 from alignedserve.decode_worker.flights import Flight, Flights
 from alignedserve.decode_worker.held import EvictionOrder, Held, Outcome, Pull
 from alignedserve.decode_worker.iteration_meter import IterationMeter, show_status
-from alignedserve.decode_worker.rank_placer import RankPlacer
+from alignedserve.decode_worker.moves import CopyWithin, Moves
+from alignedserve.decode_worker.rank_placer import Placer
 from alignedserve.decode_worker.under_way import UnderWay
 from alignedserve.engine.decoding import DecodeEngine
 from alignedserve.engine.live import LiveRequest
@@ -36,7 +37,6 @@ from alignedserve.scheduler.instance.lanes import Lanes
 from alignedserve.scheduler.instance.plan import (
     BufferKind,
     CancelOutcome,
-    Candidate,
     Evict,
     IterationPlan,
     IterationStatus,
@@ -44,7 +44,6 @@ from alignedserve.scheduler.instance.plan import (
     RunItem,
 )
 from alignedserve.scheduler.instance.resident import BlockChain
-from alignedserve.scheduler.priorities import rank_of
 from alignedserve.text import Tokenizer
 from alignedserve.transfer.completion import Completion
 
@@ -77,15 +76,18 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         grammars: Grammars | None = None,
         endings: Endings | None = None,
         chain_of: Callable[[pb.StoredRequest], BlockChain | None] = lambda stored: None,
-        placer: RankPlacer | None = None,
+        placer: Placer | None = None,
+        copy_within: CopyWithin | None = None,
     ) -> None:
-        """`chain_of`: the blocks of a candidate that requests share in the cache."""
+        """`chain_of`: the blocks of a candidate that requests share in the cache. `copy_within`: for moves between the
+        caches of ranks; then no iteration is launched before the tokens of the last are known.
+        """
         super().__init__("decode")
         self._chain_of = chain_of
         self._shared_blocks = 0  # that joining requests found in the cache
         self._endings = endings
         self._engine = engine
-        self._overlap = overlap
+        self._overlap = overlap if copy_within is None else False
         self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._grammars = grammars
@@ -101,6 +103,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         self._passes_since_s: float | None = None  # None: nothing runs
         self.iterations = iterations if iterations is not None else IterationMeter(None)
         self._flights = Flights(decode_id, engine, scheduler, self._held, self.iterations, endings, placer)
+        self._moves = Moves(scheduler, self._held, copy_within, self.tell)
         self._under_way = UnderWay()
         self._lanes = Lanes(engine.depth, self.iterations.cost_of)
 
@@ -127,6 +130,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         meaning = "blocks of joining requests that the cache had already, as another request's"
         page.counter("decode_shared_blocks_total", meaning, self._shared_blocks)
         self.iterations.show_metrics(page)
+        self._moves.show_metrics(page)
         if self._endings is not None:
             self._endings.show_metrics(page)
         if self._grammars is not None:
@@ -315,22 +319,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
             if key in self._held:
                 continue  # announced twice
             self._held[key] = held
-            spec = stored.spec
-            prompt = len(spec.prompt_token_ids)
-            self._scheduler.offer(
-                Candidate(
-                    key=key,
-                    kv_tokens=stored.kv_tokens,
-                    max_total_tokens=prompt + spec.sampling.max_tokens,
-                    chain=held.chain,
-                    buffer=buffer,
-                    batch_id=batch_id,
-                    wait_objective_s=spec.wait_objective_s,
-                    rank=rank_of(spec.priority),
-                    evictions=stored.evictions,
-                ),
-                now_s,
-            )
+            self._scheduler.offer(held.candidate(buffer, batch_id), now_s)
             if stored.store_id in self._leaving:
                 self._scheduler.recall([key])
 
@@ -387,6 +376,8 @@ class DecodeLoop(ComputeThread[[Outcome]]):
                 self._under_way.evict_later(evict, self._held[evict.key].live)
             else:
                 self._evict(evict, outcome)
+        for move in plan.moves:
+            self._moves.begin(move)
         now_ns, ordered = time.time_ns(), self._engine.depth == 1  # then the device runs copies after its iterations
         for join in plan.joins:
             if ordered or not self._under_way.delays(join):

@@ -1,7 +1,8 @@
 """Which rank computes a running request, where ranks share a mixture's experts and wait for each other in each layer.
 
 A placement (`scheduler/ranks/`) decides, as in the simulator. Ranks on CPUs share one cache, so that a request can go
-to another rank from one iteration to the next without a copy.
+to another rank from one iteration to the next without a copy. Where each has a cache of its own, the iteration
+scheduler has asked the placement before the request joined (`scheduler/ranks/group_scheduler.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import count
+from typing import Protocol
 
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.plan import RunItem
@@ -16,6 +18,22 @@ from alignedserve.scheduler.ranks.base import Members, Placement, Rank, Ready
 
 _ROOM = 1 << 40  # blocks: the cache is everyone's
 _REMEMBERED = 4096  # requests that do not run now: some pause for an iteration
+
+
+class Placer(Protocol):
+    def place(self, run: Sequence[RunItem]) -> list[int]:
+        """The rank of each request of an iteration."""
+        ...
+
+
+class RankOfBlocks:
+    """Where each rank has a cache of its own, with `each` blocks: the rank that has the request's blocks."""
+
+    def __init__(self, each: int) -> None:
+        self._each = each
+
+    def place(self, run: Sequence[RunItem]) -> list[int]:
+        return [item.block_ids[0] // self._each for item in run]
 
 
 class RankPlacer(Members):
@@ -32,7 +50,6 @@ class RankPlacer(Members):
         return [one for key, one in self._running.items() if key in self._rank_of and self._rank_of[key][0] == rank]
 
     def place(self, run: Sequence[RunItem]) -> list[int]:
-        """The rank of each request of an iteration."""
         before, self._running = self._running, {}
         new = []
         for item in run:

@@ -79,6 +79,32 @@ class Copier:
         self._begin(job, 0)
         return job.completion
 
+    def copy_anew(
+        self, channel: Channel, source_ids: Sequence[int], destination_ids: Sequence[int], label: str
+    ) -> Completion:
+        """`copy` of blocks whose checksums are not known: with `verify` they are computed first. Never blocks.
+
+        Nothing may write to the source until the end.
+        """
+        if not self.verify:
+            return self.copy([Route(channel, source_ids)] * 2, destination_ids, label)
+        completion = Completion(label)
+
+        def begin() -> None:
+            try:
+                route = Route(channel, source_ids, channel.source.checksums(source_ids))
+            except Exception as error:  # on any error the completion must end
+                completion.finish(TransferError(f"{label}: blocks could not be read: {error!r}"))
+            else:
+                copy = self.copy([route, route], destination_ids, label)
+                copy.add_callback(lambda ended: completion.finish(ended.error))
+
+        try:
+            self._hasher.submit(begin)
+        except RuntimeError:  # shut down: the worker is ending
+            completion.finish(TransferError(f"{label}: no longer copied"))
+        return completion
+
     def begin_part(
         self,
         channel: Channel,

@@ -27,6 +27,7 @@ from alignedserve.transfer.handles import CUDA, HOST, StoreHandle
 from alignedserve.transfer.parted import PartedStore
 from alignedserve.transfer.pieces import Pieces, pieces_of
 from alignedserve.transfer.pinning import PinnedStore, Pinning
+from alignedserve.transfer.ranged import RangedStore
 from alignedserve.transfer.runs import Cut, common_part, paired_cuts
 from alignedserve.transfer.topology import CUDA_IPC
 
@@ -283,8 +284,8 @@ def on_stream(stream: Any) -> Iterator[None]:
 
 def compile_copies(store: BlockStore) -> None:
     """Compile the copies between `store` and others on its GPU: takes seconds the first time. No effect on a CPU."""
-    if isinstance(store, PartedStore):
-        for part in store.parts:
+    if isinstance(store, PartedStore | RangedStore):
+        for part in store.parts if isinstance(store, PartedStore) else store.ranges:
             compile_copies(part)
     if isinstance(store, DeviceBlockStore) and store.device != "cpu":
         DeviceChannel(store, store, CUDA_IPC).close()

@@ -15,7 +15,7 @@ from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.handles import CUDA, HOST, StoreHandle
 from alignedserve.transfer.host_channel import HostChannel
 from alignedserve.transfer.paired.remote import RemoteBlockStore
-from alignedserve.transfer.parted import PartedChannel, PartedStore
+from alignedserve.transfer.ranged import connected
 from alignedserve.transfer.topology import (
     CUDA_IPC,
     CUDA_STAGED,
@@ -72,16 +72,19 @@ def choose_channel(
 
 
 def connect(source: BlockStore, destination: BlockStore, *, allow_slow: bool = False, computed: bool = True) -> Channel:
-    """A channel between two stores, each pair of their parts by its places. A store of another process that takes part
-    in copies is reached by its own pair.
+    """A channel between two stores, each pair of their parts and ranges by its places. A store of another process that
+    takes part in copies is reached by its own pair.
 
     Raises the errors of `choose_channel`.
 
     `computed`: whether computation of this process on a GPU touches either store, so that copies must wait for it.
     Tests wrap every channel of a process through `WRAPPER_VARIABLE` in its environment.
     """
-    if isinstance(source, PartedStore) or isinstance(destination, PartedStore):
-        return PartedChannel(source, destination, functools.partial(connect, allow_slow=allow_slow, computed=computed))
+    return connected(source, destination, functools.partial(_connect_whole, allow_slow=allow_slow, computed=computed))
+
+
+def _connect_whole(source: BlockStore, destination: BlockStore, *, allow_slow: bool, computed: bool) -> Channel:
+    """A channel between two stores that are in neither parts nor ranges."""
     if isinstance(source, RemoteBlockStore) or isinstance(destination, RemoteBlockStore):
         from alignedserve.transfer.paired.channel import paired_channel  # imports torch
 

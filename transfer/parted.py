@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -94,20 +95,11 @@ class PartedStore(BlockStore):
             part.close()
 
 
-class PartedChannel(Channel):
-    """A channel for each pair of parts that have something in common. A copy is done when it is on all of them."""
+class JoinedChannel(Channel):
+    """A copy is one on each of several channels, and done when it is on all of them."""
 
-    def __init__(self, source: BlockStore, destination: BlockStore, connect: Connect) -> None:
-        """`connect` opens the channel of a pair."""
-        self._source, self._destination = source, destination
-        pairs = [
-            (one, other, common)
-            for one in (source.once if isinstance(source, PartedStore) else (source,))
-            for other in (destination.parts if isinstance(destination, PartedStore) else (destination,))
-            if (common := one.slice.intersect(other.slice)) is not None
-        ]
-        self._layers = [(common.layer_begin, common.layer_end) for _, _, common in pairs]
-        self._channels = [connect(one, other) for one, other, _ in pairs]
+    def __init__(self, source: BlockStore, destination: BlockStore, channels: Sequence[Channel]) -> None:
+        self._source, self._destination, self._channels = source, destination, channels
         self._lock = threading.Lock()
         self._pending = self._copies = self._failed = self._blocks = 0
 
@@ -123,44 +115,27 @@ class PartedChannel(Channel):
     def destination(self) -> BlockStore:
         return self._destination
 
-    def copy(
-        self,
-        source_ids: Sequence[int],
-        destination_ids: Sequence[int],
-        *,
-        layers: tuple[int, int] | None = None,
-        settled: bool = False,
-    ) -> Completion:
-        check_ids(source_ids, self._source, distinct=False)
-        check_ids(destination_ids, self._destination, distinct=True)
+    def begin(self, copies: Sequence[Callable[[], Completion]], blocks: int) -> Completion:
+        """Begin all `copies`, which together copy `blocks` blocks. Raises the TransferError of the first.
+
+        If a later one cannot begin, those before it are cancelled, and the completion has its error.
+        """
         label = f"{self._source.store_id} to {self._destination.store_id}"
-        copies: list[Completion] = []
+        begun: list[Completion] = []
         error: TransferError | None = None
-        for channel, part in zip(self._channels, self._parts_of(layers), strict=True):
-            if part is None:
-                continue
+        for copy in copies:
             try:
-                copies.append(channel.copy(source_ids, destination_ids, layers=part, settled=settled))
+                begun.append(copy())
             except TransferError as refused:
-                if not copies:
+                if not begun:
                     raise
                 error = refused
                 break
         with self._lock:
             self._pending += 1
-        joined = _Joined(label, copies, error, lambda ended: self._count(ended, len(source_ids)))
+        joined = _Joined(label, begun, error, lambda ended: self._count(ended, blocks))
         joined.begin()
         return joined
-
-    def _parts_of(self, layers: tuple[int, int] | None) -> list[tuple[int, int] | None]:
-        """Which of these layers each channel copies; None: none of them. Raises TransferError for no layers."""
-        if layers is None:
-            return list(self._layers)
-        begin, end = layers
-        if not 0 <= begin < end <= self._source.geometry.layers:
-            raise TransferError(f"layers {begin} to {end} are not in both stores")
-        cut = [(max(begin, first), min(end, last)) for first, last in self._layers]
-        return [(first, last) if first < last else None for first, last in cut]
 
     def _count(self, error: TransferError | None, blocks: int) -> None:
         with self._lock:
@@ -176,7 +151,7 @@ class PartedChannel(Channel):
             self._failed,
             self._blocks,
             bytes=sum(one.bytes for one in found),
-            busy_s=max(one.busy_s for one in found),
+            busy_s=max((one.busy_s for one in found), default=0.0),
         )
 
     @property
@@ -198,6 +173,48 @@ class PartedChannel(Channel):
     def close(self, timeout_s: float = 10.0) -> None:
         for channel in self._channels:
             channel.close(timeout_s)
+
+
+class PartedChannel(JoinedChannel):
+    """A channel for each pair of parts that have something in common."""
+
+    def __init__(self, source: BlockStore, destination: BlockStore, connect: Connect) -> None:
+        """`connect` opens the channel of a pair."""
+        pairs = [
+            (one, other, common)
+            for one in (source.once if isinstance(source, PartedStore) else (source,))
+            for other in (destination.parts if isinstance(destination, PartedStore) else (destination,))
+            if (common := one.slice.intersect(other.slice)) is not None
+        ]
+        super().__init__(source, destination, [connect(one, other) for one, other, _ in pairs])
+        self._layers = [(common.layer_begin, common.layer_end) for _, _, common in pairs]
+
+    def copy(
+        self,
+        source_ids: Sequence[int],
+        destination_ids: Sequence[int],
+        *,
+        layers: tuple[int, int] | None = None,
+        settled: bool = False,
+    ) -> Completion:
+        check_ids(source_ids, self._source, distinct=False)
+        check_ids(destination_ids, self._destination, distinct=True)
+        copies = [
+            partial(channel.copy, source_ids, destination_ids, layers=part, settled=settled)
+            for channel, part in zip(self._channels, self._parts_of(layers), strict=True)
+            if part is not None
+        ]
+        return self.begin(copies, len(source_ids))
+
+    def _parts_of(self, layers: tuple[int, int] | None) -> list[tuple[int, int] | None]:
+        """Which of these layers each channel copies; None: none of them. Raises TransferError for no layers."""
+        if layers is None:
+            return list(self._layers)
+        begin, end = layers
+        if not 0 <= begin < end <= self._source.geometry.layers:
+            raise TransferError(f"layers {begin} to {end} are not in both stores")
+        cut = [(max(begin, first), min(end, last)) for first, last in self._layers]
+        return [(first, last) if first < last else None for first, last in cut]
 
 
 class _Joined(Completion):
@@ -224,6 +241,9 @@ class _Joined(Completion):
             self.cancel()
         for copy in self._copies:
             copy.add_callback(self._one_ended)
+        if not self._copies:
+            self._count(None)
+            self.finish(None)
 
     def cancel(self) -> None:
         super().cancel()
@@ -244,18 +264,3 @@ def parts_by_id(stores: Iterable[BlockStore]) -> dict[str, BlockStore]:
     """The stores, or their parts, by id."""
     found = (part for store in stores for part in (store.parts if isinstance(store, PartedStore) else (store,)))
     return {part.store_id: part for part in found}
-
-
-def opened(handle: StoreHandle, attach: Callable[[StoreHandle], BlockStore]) -> BlockStore:
-    """The store of a handle. `attach` opens one that is not in parts."""
-    if not handle.parts:
-        return attach(handle)
-    parts: list[BlockStore] = []
-    try:
-        for part in handle.parts:
-            parts.append(attach(part))  # noqa: PERF401  (those before one that fails are closed)
-    except BaseException:
-        for store in parts:
-            store.close()
-        raise
-    return PartedStore(handle.store_id, parts)

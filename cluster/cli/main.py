@@ -77,7 +77,7 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "--decode-ep": (
         "decode.expert_parallel",
-        {"type": int, "metavar": "N", "help": "ranks of decode instances that share a mixture's experts (CPUs only)"},
+        {"type": int, "metavar": "N", "help": "ranks of decode instances that share a mixture's experts"},
     ),
     "--spares": ("supervisor.spares", {"type": int, "metavar": "N", "help": "warm spare processes"}),
     "--chat-template": (

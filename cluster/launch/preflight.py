@@ -62,7 +62,6 @@ def check_ranks(config: Config, folder: Path) -> None:
             )
         try:
             each.require_kind()
-            each.require_device(config.cluster.device)
             if experts is not None:
                 each.require_experts(config.served_model_name, experts)
             if heads is not None:

@@ -79,25 +79,15 @@ def resolve_device(config: Config, gpus: int) -> str:
     return "cuda" if gpus else "cpu"
 
 
-def check_ranks(config: Config) -> None:
-    """For instances on GPUs. Raises ConfigError for ranks that cannot use them."""
-    for role in MODEL_ROLES:
-        config.degrees(role).require_device("cuda")
-
-
 def gpus_of(config: Config, shape: Shape) -> int:
     """GPUs of instances that share none: one for each rank."""
     return shape.prefill * config.degrees("prefill").ranks + shape.decode * config.degrees("decode").ranks
 
 
 def check_gpus(config: Config, gpus: int, shape: Shape | None = None) -> None:
-    """Raises ResourceError if the instances need more GPUs than there are, ConfigError if their ranks cannot use them.
-
-    `shape` is by default the configured one.
-    """
+    """Raises ResourceError if the instances need more GPUs than there are. `shape`: by default the configured one."""
     if resolve_device(config, gpus) == "cpu":
         return
-    check_ranks(config)
     shape = shape or Shape.configured(config)
     needed, asked = gpus_of(config, shape), str(shape)
     if needed > shape.instances:

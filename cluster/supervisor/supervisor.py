@@ -28,7 +28,7 @@ from alignedserve.cluster.supervisor.fencer import Fencer
 from alignedserve.cluster.supervisor.integrity import check_cluster
 from alignedserve.cluster.supervisor.managed_process import Phase, Slot
 from alignedserve.cluster.supervisor.placing import FRESH_S, Placing
-from alignedserve.cluster.supervisor.plan import Node, Shape, check_gpus, check_ranks, plan_processes
+from alignedserve.cluster.supervisor.plan import Node, Shape, check_gpus, plan_processes
 from alignedserve.cluster.supervisor.recent_events import RecentEvents
 from alignedserve.cluster.supervisor.redeploy import NO_CHANGE, Change, follow
 from alignedserve.cluster.supervisor.role_settings import Identity, device_of, role_settings
@@ -127,8 +127,6 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self.core.rolling.adopt(told, now)
         if not self._launcher.elastic:
             check_gpus(self.config, sum(node.gpus for node in nodes), shape)
-        elif device == "cuda":
-            check_ranks(self.config)
         await self._placing.settle(now)
         self.core.expect(handover.known_processes(found, told), now)  # node agents have their slots now
         self._server = RpcServer(self.identity.token, nodes[0].host)

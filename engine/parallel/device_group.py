@@ -5,7 +5,7 @@ Not yet run on GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ _dist: Any = dist  # its process groups are untyped
 
 
 class DeviceGroup(RankGroup):
-    """Tensors on the GPU are summed and gathered in the order of the device's work, without waiting for it.
+    """Tensors on the GPU are summed, gathered and exchanged in the order of the device's work, without waiting for it.
 
     If a rank is lost, the others' devices wait for it. Their instance notices (`RankProcesses.trouble`), and ends.
     """
@@ -65,6 +65,14 @@ class DeviceGroup(RankGroup):
         parts = [torch.empty_like(own) for _ in range(self.size)]
         self._by_nccl(lambda: self._nccl.allgather([parts], [own]))
         return torch.cat(parts, dim=-1)
+
+    def exchanged(self, rows: torch.Tensor, sizes: Sequence[int], expected: Sequence[int]) -> torch.Tensor:
+        if not rows.is_cuda or self.size == 1:
+            return super().exchanged(rows, sizes, expected)
+        given, taken = rows.contiguous(), rows.new_empty((sum(expected), *rows.shape[1:]))
+        options = _dist.AllToAllOptions()
+        self._by_nccl(lambda: self._nccl.alltoall_base(taken, given, list(expected), list(sizes), options))
+        return taken
 
     def _by_nccl(self, begin: Callable[[], Any]) -> None:
         """In the order of the device's work. Other errors than NCCL's are not about other ranks."""

@@ -42,7 +42,8 @@ class ExpertShare:
         """Let the experts compute for all ranks of the group from now on. `width`: of a token's states."""
         for module in self._modules.values():
             module.num_experts //= self.size
-            module.forward = Exchange(group, module.forward, module.num_experts, torch.empty((0, width), dtype=dtype))
+            nothing = torch.empty((0, width), dtype=dtype, device=next(module.parameters()).device)
+            module.forward = Exchange(group, module.forward, module.num_experts, nothing)
 
 
 def _has_experts(module: Any) -> bool:
@@ -68,7 +69,7 @@ class Exchange:
         owner = chosen // self._experts
         order = owner.argsort(stable=True)
         tokens = order // max(1, index.shape[-1])
-        sizes = torch.bincount(owner, minlength=self._group.size)
+        sizes = torch.bincount(owner, minlength=self._group.size).cpu()
         which, weight = chosen[order] % self._experts, weights.reshape(-1)[order]
         what = torch.stack((which.to(torch.float32), weight.to(torch.float32)), dim=1)
         results = self._over_ranks(states.index_select(0, tokens), what, sizes)
@@ -78,10 +79,13 @@ class Exchange:
     def step_along(self) -> None:
         """The pass of a rank without tokens."""
         sizes = torch.zeros(self._group.size, dtype=torch.int64)
-        self._over_ranks(self._nothing, torch.empty((0, 2)), sizes)
+        self._over_ranks(self._nothing, self._nothing.new_empty((0, 2), dtype=torch.float32), sizes)
 
     def _over_ranks(self, states: torch.Tensor, what: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """Results of rows in the order of their owners. `what`: the number of the owner's expert, and the weight."""
+        """Results of rows in the order of their owners. `what`: the number of the owner's expert, and the weight.
+
+        `sizes`: rows for each rank, int64 `[ranks]` in host memory.
+        """
         group = self._group
         table = group.counted(sizes)
         here, sent = table[:, group.rank].tolist(), sizes.tolist()

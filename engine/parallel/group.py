@@ -130,7 +130,7 @@ class RankGroup:
         return torch.cat(parts, dim=-1).to(tensor.device)
 
     def counted(self, sizes: torch.Tensor) -> torch.Tensor:
-        """What each rank passes (int64 `[size]`), as rows: `[size, size]`. All wait for the last one here.
+        """What each rank passes (int64 `[size]`, in host memory), as rows: `[size, size]`. All wait for the last one.
 
         The last one is here for as long as the exchange itself takes, which is not idle.
         """
@@ -149,8 +149,9 @@ class RankGroup:
 
         `expected`: how many rows each gives.
         """
-        given = rows.contiguous().split(list(sizes))
-        taken = rows.new_empty((sum(expected), *rows.shape[1:]))
+        host = _in_host_memory(rows).contiguous()
+        given = host.split(list(sizes))
+        taken = host.new_empty((sum(expected), *rows.shape[1:]))
         slots = taken.split(list(expected))
         others = [rank for rank in range(self.size) if rank != self.rank]
         coming = [self.receiving(slots[rank], rank) for rank in others if expected[rank]]
@@ -160,7 +161,7 @@ class RankGroup:
         slots[self.rank].copy_(given[self.rank])
         for wait in coming:
             wait()
-        return taken
+        return taken.to(rows.device)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Begin to send a contiguous tensor, which must not change, to a rank that receives it."""
@@ -249,8 +250,13 @@ class Groups:
         if not several:
             return cls(waits, sums, None)
         long_s, most = max(silent_s, PIPE_SILENT_S), max(BACKLOG, degrees.stages + 1)
-        pipe = RankGroup(GroupStore(shared, "pipe", within_s), rank, degrees.ranks, long_s, most, host)
-        return cls(waits, sums, pipe)
+        of_pipe = GroupStore(shared, "pipe", within_s)
+        if own_device is None or degrees.experts == 1:
+            return cls(waits, sums, RankGroup(of_pipe, rank, degrees.ranks, long_s, most, host))
+        from alignedserve.engine.parallel.device_group import DeviceGroup
+
+        nccl = _dist.PrefixStore("nccl-pipe", values.store)  # ranks that share experts are on one node
+        return cls(waits, sums, DeviceGroup(of_pipe, nccl, rank, degrees.ranks, silent_s, own_device))
 
     @property
     def waited_s(self) -> float:

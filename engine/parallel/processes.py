@@ -31,6 +31,7 @@ from alignedserve.ranks.degrees import Degrees, RankPlace, Spread
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.paired.rendezvous import Rendezvous
 from alignedserve.transfer.parted import PartedStore
+from alignedserve.transfer.ranged import RangedStore
 
 OWN_STORES_VARIABLE = "ALIGNEDSERVE_TEST_RANK_STORES"
 """For tests: "1" gives each rank on a CPU a store of its own, as on devices."""
@@ -134,10 +135,13 @@ def bytes_of(loaded: LoadedModel) -> int:
     return sum(parameter.nbytes for parameter in loaded.model.parameters())
 
 
-def runner_of(loaded: LoadedModel, cache: torch.Tensor, place: RankPlace, groups: Groups, backend: str) -> DrivenRunner:
-    """The passes of the rank at `place`."""
-    kind = ExpertRunner if place.degrees.experts > 1 else RankRunner
-    return kind(loaded, cache, place, groups, backend)
+def runner_of(
+    loaded: LoadedModel, cache: torch.Tensor, place: RankPlace, groups: Groups, backend: str, *, own: bool
+) -> DrivenRunner:
+    """The passes of the rank at `place`. `own`: `cache` is the rank's own store, not one of all ranks."""
+    if place.degrees.experts > 1:
+        return ExpertRunner(loaded, cache, place, groups, backend, own=own)
+    return RankRunner(loaded, cache, place, groups, backend)
 
 
 class RankProcesses:
@@ -160,9 +164,9 @@ class RankProcesses:
         address: str = LOOPBACK,
         connect_s: float = SILENT_S,
     ) -> None:
-        """`threads`: of each rank. `own_stores`: each has the memory of its own part, as on GPUs and on several nodes,
-        unless ranks share experts. `devices`: of this node's ranks, by turns. `hosts`, `address`: as in `start_ranks`.
-        `connect_s`: how long ranks may take until they connect.
+        """`threads`: of each rank. `own_stores`: each has a store of its own, as on GPUs and on several nodes.
+        `devices`: of this node's ranks, by turns. `hosts`, `address`: as in `start_ranks`. `connect_s`: how long ranks
+        may take until they connect.
 
         Raises ConfigError if so many ranks cannot share the model.
         """
@@ -176,7 +180,9 @@ class RankProcesses:
         own = self._spread.ranks(0)
         self._devices = devices_by_turns(devices, len(own))  # of the ranks of this node
         self._on_gpus = devices[0] != "cpu"
-        self._own_stores = (own_stores or self._on_gpus or bool(hosts)) and degrees.experts == 1
+        self._own_stores = own_stores or self._on_gpus or bool(hosts)
+        self.ranges = degrees.experts if self._own_stores else 1
+        """Equal ranges of the cache's blocks, one for each rank that holds all KV of its own requests."""
         self._held: list[StoreSlice] = []  # by each rank; known from `load` on
         self._weight_bytes: list[int] = []  # of each rank; known from `load` on
         self._info = info
@@ -244,20 +250,25 @@ class RankProcesses:
     ) -> tuple[BlockStore, torch.Tensor]:
         """The instance's cache, and as a tensor what rank 0 has of it. The others follow its passes from then on.
 
-        Blocks. Raises RankLostError, TransferError.
+        Where ranks have ranges of it, it has the greatest multiple of their number that `blocks` allows. Blocks. Raises
+        ConfigError if that is none; RankLostError, TransferError.
         """
-        held = self._held[: len(self._devices)]
+        ranges, each, held = self.ranges, blocks // self.ranges, self._held[: len(self._devices)]
+        if not each:
+            raise ConfigError(f"a decode cache of {blocks} blocks cannot be shared by {ranges} ranks: each needs one")
         if self._on_gpus:
-            made = device_parts(store_id, geometry, blocks, node_id, held, self._devices)
+            made = device_parts(store_id, geometry, each, node_id, held, self._devices)
         elif self._own_stores:
-            made = host_parts(store_id, geometry, blocks, node_id, held)
+            made = host_parts(store_id, geometry, each, node_id, held)
         else:
             made = shared_store(store_id, geometry, blocks, node_id, len(held))
-        self._children.give(made, geometry, blocks, own=self._own_stores, first=1)
+        self._children.give(made, geometry, each, own=self._own_stores, first=1)
         parts = [*made.parts]
         for host in self._hosts:
             parts += host.store(store_id, geometry, blocks)
-        return (PartedStore(store_id, parts) if self._own_stores else parts[0]), made.own
+        if not self._own_stores:
+            return parts[0], made.own
+        return (RangedStore if ranges > 1 else PartedStore)(store_id, parts), made.own
 
     def device_buffer(self, store_id: str, geometry: KvGeometry, blocks: int, node_id: str) -> BlockStore:
         """A candidate buffer in the GPUs of this node's ranks, which other processes of the node can open."""
@@ -281,9 +292,9 @@ class RankProcesses:
         return max(found.values())
 
     def runner(self, loaded: LoadedModel, cache: torch.Tensor) -> DrivenRunner:
-        """Rank 0's passes over the shared store."""
+        """Rank 0's passes over the store."""
         assert self._groups is not None
-        runner = runner_of(loaded, cache, self._own.place, self._groups, self._own.backend)
+        runner = runner_of(loaded, cache, self._own.place, self._groups, self._own.backend, own=self._own_stores)
         if self._hosts:
             runner.lost_elsewhere = lambda: next((lost for host in self._hosts if (lost := host.trouble())), None)
         return runner

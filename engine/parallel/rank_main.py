@@ -53,7 +53,7 @@ def compute(channel: socket.socket) -> None:
         memory = memoryview(mmap.mmap(descriptors[0], 0))
         cache = allocate_cache(geometry, shape.blocks, "cpu", memory, held if shape.own else None)
     try:
-        runner_of(loaded, cache, order.place, groups, order.backend).follow()
+        runner_of(loaded, cache, order.place, groups, order.backend, own=shape.own).follow()
     except RankLostError as error:
         print(f"rank {order.rank} ends: {error.message}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -1,4 +1,6 @@
-"""The memory of an instance of several ranks: one store that all share, or one for each rank's layers and KV heads.
+"""The memory of an instance of several ranks: one store that all share, or one for each rank.
+
+A rank's own store has the KV of its layers and heads, or, where ranks share experts, all KV of its own requests.
 
 The process of rank 0 makes all of it, so that it can copy to and from all parts. The other ranks open their own: on a
 CPU by the descriptor of its memory, on a GPU by a CUDA IPC handle.

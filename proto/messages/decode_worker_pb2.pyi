@@ -79,7 +79,7 @@ class HeldRequest(_message.Message):
     def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prefix_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., group_id: _Optional[str] = ..., gateway_id: _Optional[str] = ..., running: bool = ..., kv_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., store_id: _Optional[str] = ..., wait_objective_s: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class DecodeDescription(_message.Message):
-    __slots__ = ("process", "cache_blocks", "cache_free_blocks", "running", "shortest_tokens", "longest_tokens", "batch_id", "batch_buffer_requests", "requests_buffer_requests", "iterations", "switch_iterations", "evictions", "pool_wait_blocks", "batch_shortest_tokens", "batch_longest_tokens", "max_running", "measured")
+    __slots__ = ("process", "cache_blocks", "cache_free_blocks", "running", "shortest_tokens", "longest_tokens", "batch_id", "batch_buffer_requests", "requests_buffer_requests", "iterations", "switch_iterations", "evictions", "pool_wait_blocks", "batch_shortest_tokens", "batch_longest_tokens", "max_running", "request_blocks", "measured")
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     CACHE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHE_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +96,7 @@ class DecodeDescription(_message.Message):
     BATCH_SHORTEST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BATCH_LONGEST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
     process: _common_pb2.ProcessKey
     cache_blocks: int
@@ -113,5 +114,6 @@ class DecodeDescription(_message.Message):
     batch_shortest_tokens: int
     batch_longest_tokens: int
     max_running: int
+    request_blocks: int
     measured: _common_pb2.Passes
-    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., cache_blocks: _Optional[int] = ..., cache_free_blocks: _Optional[int] = ..., running: _Optional[int] = ..., shortest_tokens: _Optional[int] = ..., longest_tokens: _Optional[int] = ..., batch_id: _Optional[int] = ..., batch_buffer_requests: _Optional[int] = ..., requests_buffer_requests: _Optional[int] = ..., iterations: _Optional[int] = ..., switch_iterations: _Optional[int] = ..., evictions: _Optional[int] = ..., pool_wait_blocks: _Optional[int] = ..., batch_shortest_tokens: _Optional[int] = ..., batch_longest_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., measured: _Optional[_Union[_common_pb2.Passes, _Mapping]] = ...) -> None: ...
+    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., cache_blocks: _Optional[int] = ..., cache_free_blocks: _Optional[int] = ..., running: _Optional[int] = ..., shortest_tokens: _Optional[int] = ..., longest_tokens: _Optional[int] = ..., batch_id: _Optional[int] = ..., batch_buffer_requests: _Optional[int] = ..., requests_buffer_requests: _Optional[int] = ..., iterations: _Optional[int] = ..., switch_iterations: _Optional[int] = ..., evictions: _Optional[int] = ..., pool_wait_blocks: _Optional[int] = ..., batch_shortest_tokens: _Optional[int] = ..., batch_longest_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., request_blocks: _Optional[int] = ..., measured: _Optional[_Union[_common_pb2.Passes, _Mapping]] = ...) -> None: ...

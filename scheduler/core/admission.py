@@ -50,7 +50,7 @@ class Admission:
         self._max_request_tokens = None
 
     def _find_max_request_tokens(self) -> int:
-        decode = max((view.cache_blocks for view in self._instances.decode.values()), default=0)
+        decode = max((view.request_blocks for view in self._instances.decode.values()), default=0)
         self._decode_cache_blocks = decode = decode or self._decode_cache_blocks
         prefill = max((view.load.cache_tokens for view in self._instances.prefill.values()), default=0)
         pool = min((shard.capacity for shard in self._ledger.shards if shard.up), default=0)

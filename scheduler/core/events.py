@@ -146,7 +146,7 @@ class DecodeReported:
 
     `measured`: iterations since its last report of them. `batch_shortest_tokens`, `batch_longest_tokens`: prefix
     lengths of the requests that its running batch was formed from; 0 if none of them are left. `max_running`: as in
-    `IterationStatus`; 0: as configured.
+    `IterationStatus`; 0: as configured. `request_blocks`: the most of one request; 0: `cache_blocks`.
     """
 
     decode_id: str
@@ -163,6 +163,7 @@ class DecodeReported:
     batch_shortest_tokens: int = 0
     batch_longest_tokens: int = 0
     max_running: int = 0
+    request_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

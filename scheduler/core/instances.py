@@ -137,6 +137,11 @@ class DecodeView:
     def cache_blocks(self) -> int:
         return 0 if self.report is None else self.report.cache_blocks
 
+    @property
+    def request_blocks(self) -> int:
+        """The most blocks of one request: of a rank, where ranks have a cache each."""
+        return 0 if self.report is None else self.report.request_blocks or self.report.cache_blocks
+
     def max_running(self, config: Config) -> int:
         """The most requests that it runs, as it reports them."""
         reported = 0 if self.report is None else self.report.max_running

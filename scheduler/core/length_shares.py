@@ -216,7 +216,7 @@ class LengthShares(Sharing):
 
     def _all_can_hold_it(self) -> bool:
         """Whether each instance's cache can hold the longest request that has waited."""
-        return all(view.cache_blocks * self._block_size >= self._longest_tokens for view in self._members)
+        return all(view.request_blocks * self._block_size >= self._longest_tokens for view in self._members)
 
     def _line_up(self) -> None:
         """The instances that have a range, by the mean length that they hold; shares of others end when empty."""

@@ -72,6 +72,15 @@ class BlockAllocator:
         """Blocks that only a prefix cache keeps."""
         return 0
 
+    @property
+    def request_blocks(self) -> int:
+        """The most blocks that one request can have."""
+        return self.capacity
+
+    def available_beside(self, block: int) -> int:
+        """Blocks that can be handed out now where `block` is."""
+        return self.available_blocks
+
     def allocate(self, count: int, holder: Holder) -> list[int] | None:
         """`count` free blocks for `holder`, or None (and nothing changes) if fewer are available."""
         if count > len(self._free):
@@ -200,7 +209,7 @@ class BlockAllocator:
 
     def check_integrity(self) -> None:
         """Recount everything, O(capacity). Raises AccountingError if the counts do not match."""
-        places: list[tuple[str, Collection[int]]] = [("free", self._free)]
+        places: list[tuple[str, Collection[int]]] = [("free", self._unused())]
         places += [(f"leased to {writer}", blocks) for writer, blocks in self._leases.items()]
         places += [(f"in quarantine for {writer}", blocks) for writer, blocks in self._quarantine.items()]
         places += [("owned", self._with_sole_holder()), ("shared", self._shared), ("cached", list(self._kept()))]
@@ -225,6 +234,10 @@ class BlockAllocator:
                     return AccountingError(f"{self.store_id}: block {block} is both {known[block]} and {where}")
                 known[block] = where
         return AccountingError(f"{self.store_id}: its blocks cannot be counted")
+
+    def _unused(self) -> Collection[int]:
+        """The free blocks that are not leased."""
+        return self._free
 
     def _kept(self) -> Iterable[int]:
         """The cached blocks."""

@@ -16,7 +16,7 @@ from itertools import chain
 from alignedserve.config import DecodeConfig
 from alignedserve.scheduler.instance.pace import Pace
 from alignedserve.scheduler.instance.plan import Candidate
-from alignedserve.scheduler.instance.running_batch import Leaving, RunningBatch, RunningRequest
+from alignedserve.scheduler.instance.running_batch import Leaving, Occupancy, RunningRequest, Seat
 
 
 class Shortfall:
@@ -25,7 +25,7 @@ class Shortfall:
     Computed once over all running requests; leaving members are subtracted.
     """
 
-    def __init__(self, batch: RunningBatch, watermark_blocks: int) -> None:
+    def __init__(self, batch: Occupancy, watermark_blocks: int) -> None:
         self._batch = batch
         self._block_size = batch.block_size
         self._watermark_blocks = watermark_blocks
@@ -63,7 +63,7 @@ class Shortfall:
         self._needed, self._growing = needed, growing
 
 
-def to_relieve(batch: RunningBatch, config: DecodeConfig, most: int, batch_id: int) -> Iterator[RunningRequest]:
+def to_relieve(batch: Occupancy, config: DecodeConfig, most: int, batch_id: int) -> Iterator[RunningRequest]:
     """Members to evict, by `eviction_rank`, until the free blocks, with those on their way out, reach the watermark.
 
     `most`: requests that may run; more can after a failed copy out. Of equals the last to join is evicted. One request
@@ -91,7 +91,7 @@ def to_relieve(batch: RunningBatch, config: DecodeConfig, most: int, batch_id: i
 class CacheRoom:
     """The room left for joins in one plan. If there is plenty, it is found without looking at every request."""
 
-    def __init__(self, batch: RunningBatch, config: DecodeConfig, max_running: int, pace: Pace | None) -> None:
+    def __init__(self, batch: Occupancy, config: DecodeConfig, max_running: int, pace: Pace | None) -> None:
         self.held = False  # a candidate with room for it was kept from joining by the pace
         self._pace = pace
         # Lengths of present members, grown: of all, for candidates that only take what others leave, and of the others
@@ -109,20 +109,27 @@ class CacheRoom:
         self._growth = 0  # blocks that the batch needs within `join_iterations`
         self._growing = 0  # requests that can still grow after those
 
-    def take(self, candidate: Candidate, resident_blocks: int) -> bool:
-        """Account for the candidate as joined. Returns False, unchanged, if there is no room for it."""
-        if self.slots <= 0 or self._missing(candidate, resident_blocks) > 0:
-            return False
-        if self._pace is not None and not self._keeps_pace(self._pace, candidate):
-            self.held = True
-            return False
+    def take(self, candidate: Candidate, seats: Sequence[Seat]) -> Seat | None:
+        """Account for the candidate as joined in one of `seats`. Returns None, unchanged, if there is no room."""
+        seat = seats[0]
+        if self.slots <= 0 or self.missing(candidate, len(seat.resident)) > 0 or not self.keeps_pace(candidate):
+            return None
+        self.fill(candidate, seat)
+        return seat
+
+    def keeps_pace(self, candidate: Candidate) -> bool:
+        """Whether the objective, if any, is met with the candidate, which then counts as a member."""
+        self.held |= not (kept := self._pace is None or self._keeps_pace(self._pace, candidate))
+        return kept
+
+    def fill(self, candidate: Candidate, seat: Seat) -> None:
+        """The candidate, which has room, takes the seat."""
         need = self._blocks_for(candidate.kv_tokens + 1)
-        self._available -= need - resident_blocks
+        self._available -= need - len(seat.resident)
         if self._measured:
             self._grow(candidate.kv_tokens, need, candidate.max_total_tokens, 1)
         self.slots -= 1
         self._size += 1
-        return True
 
     def yielding(self, candidate: Candidate, batch_id: int) -> list[RunningRequest]:
         """Members that only take what others leave, to evict for the candidate; none if too few, or if it has room."""
@@ -130,17 +137,27 @@ class CacheRoom:
         if not victims or self.never_enough(candidate, victims):
             return []
         victims.sort(key=lambda member: member.eviction_rank(batch_id), reverse=True)
-        return victims[: self.victims_needed(candidate, victims)]
+        return self.chosen(candidate, victims)
 
     def never_enough(self, candidate: Candidate, victims: Sequence[RunningRequest]) -> bool:
         """Whether the candidate would not fit even without all `victims`; then they need not be sorted."""
         freed = Leaving(self._batch.allocator, chain(self._batch.leaving.values(), victims))
         return self._blocks_for(candidate.kv_tokens + 1) > self._available + freed.blocks
 
-    def victims_needed(self, candidate: Candidate, victims: Sequence[RunningRequest]) -> int:
-        """How many of `victims`, from the front, must go to make room for the candidate; 0 if all are too few."""
+    def chosen(self, candidate: Candidate, victims: Sequence[RunningRequest]) -> list[RunningRequest]:
+        """Which of `victims` must go to make room for the candidate: the first ones; none if all are too few.
+
+        Nothing joins afterwards.
+        """
+        return list(victims[: self.victims_needed(candidate, victims, self.victims_for_pace(candidate, victims)) or 0])
+
+    def victims_for_pace(self, candidate: Candidate, victims: Sequence[RunningRequest]) -> int:
+        """How many of `victims`, from the front, must go for the objective; more than all if none help."""
+        return 0 if self._pace is None else self._victims_of(self._pace, candidate, victims)
+
+    def victims_needed(self, candidate: Candidate, victims: Sequence[RunningRequest], least: int) -> int | None:
+        """How many of `victims`, from the front and at least `least`, must go; None if all are too few."""
         self._measure()
-        least = 0 if self._pace is None else self._victims_of(self._pace, candidate, victims)
         missing_slots = 1 - self.slots - len(self._batch.leaving)
         freed = Leaving(self._batch.allocator, self._batch.leaving.values())
         for count in range(len(victims) + 1):
@@ -150,9 +167,9 @@ class CacheRoom:
                 missing_slots -= 1
                 self._size -= 1
                 self._grow(member.kv_tokens, len(member.block_ids), member.max_total_tokens, -1)
-            if count >= least and missing_slots <= 0 and self._missing(candidate, 0) <= freed.blocks:
+            if count >= least and missing_slots <= 0 and self.missing(candidate, 0) <= freed.blocks:
                 return count
-        return 0
+        return None
 
     def _keeps_pace(self, pace: Pace, candidate: Candidate) -> bool:
         """Whether the objective is met with the candidate, which is then counted as a member.
@@ -190,7 +207,7 @@ class CacheRoom:
 
         return bisect_left(range(len(victims) + 1), True, key=meets)
 
-    def _missing(self, candidate: Candidate, resident_blocks: int) -> int:
+    def missing(self, candidate: Candidate, resident_blocks: int) -> int:
         """Blocks that are missing for the candidate to join; 0 or less if none are."""
         need = self._blocks_for(candidate.kv_tokens + 1)
         missing = need - resident_blocks - self._available

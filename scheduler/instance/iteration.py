@@ -107,7 +107,7 @@ class IterationScheduler:
         if self._batch.get(key) is not None or key in self._giving_back:
             return
         needed = self._batch.blocks_for(max(candidate.max_total_tokens, candidate.kv_tokens + 1))
-        if needed > self._allocator.capacity or self._draining:
+        if needed > self._allocator.request_blocks or self._draining:
             self.withdraw(key)
             self._giving_back[key] = None
             return
@@ -186,8 +186,7 @@ class IterationScheduler:
             return False
         if not member.to_pool:
             grown = replace(member.candidate, kv_tokens=member.kv_tokens, batch_id=member.batch_id, due_s=math.inf)
-            evictions = member.candidate.evictions + 1
-            self._waiting.add(replace(grown, buffer=BufferKind.REQUESTS, evictions=evictions))
+            self._waiting.add(replace(grown, buffer=BufferKind.REQUESTS, evictions=grown.evictions + 1))
             self._deadlines.set(key, self._due_s(member.candidate, member.left_s))
             self._sweep |= member.batch_id != self._batch_id
         return True
@@ -203,7 +202,8 @@ class IterationScheduler:
         if member.phase is Phase.ENTERING or member.cancelled:
             self._batch.remove(member)
             return False
-        member.iterations = 0  # it must run before it is evicted again
+        if len(member.block_ids) * self._batch.block_size > member.kv_tokens:  # else it cannot run before
+            member.iterations = 0  # it must run before it is evicted again
         self._batch.move(member, Phase.RUNNING)
         return True
 
@@ -379,11 +379,10 @@ class IterationScheduler:
 
     def _join(self, now_s: float, evictions: list[Evict]) -> list[Join]:
         """Cases 1 and 2: overdue candidates, then the candidate request buffer; if that is empty, the batch buffer."""
-        joins: list[Join] = []
-        waiting = self._waiting
+        joins, waiting = list[Join](), self._waiting
         if not len(waiting):
             return joins
-        room = CacheRoom(self._batch, self._config, self._max_running, self._pace)
+        room = self._room()
         overdue_in_batch = waiting.has_overdue(BufferKind.BATCH)
         blocked = self._take(waiting.overdue(), room, joins)
         if blocked is not None:
@@ -401,6 +400,9 @@ class IterationScheduler:
                 break
         return joins
 
+    def _room(self) -> CacheRoom:
+        return CacheRoom(self._batch, self._config, self._max_running, self._pace)
+
     def _give_way_to(self, rank: int, room: CacheRoom, evictions: list[Evict], now_s: float) -> bool:
         """Evict members that only take what others leave for a candidate of this rank that lacks room.
 
@@ -417,10 +419,10 @@ class IterationScheduler:
         blocked = None
         misfits = 0
         for candidate in candidates:
-            resident = self._batch.resident_blocks(candidate)
-            if resident is None:  # what it begins with is being copied in: wait for it and share it
+            seats = self._batch.seats(candidate)
+            if not seats:  # what it begins with is being copied in: wait for it and share it
                 continue
-            if not room.take(candidate, len(resident)):
+            if (seat := room.take(candidate, seats)) is None:
                 misfits += 1
                 if candidate.overdue:
                     blocked = candidate
@@ -428,7 +430,7 @@ class IterationScheduler:
                     break
                 continue
             self._enter_batch(candidate)
-            joins.append(self._batch.join(candidate, self._batch_id, resident))
+            joins.append(self._batch.join(candidate, self._batch_id, seat))
             taken.append(candidate)
         for candidate in taken:
             self._waiting.remove(candidate.key)
@@ -471,10 +473,8 @@ class IterationScheduler:
         ]
         if room.never_enough(candidate, victims):
             return
-        current = self._batch_id
-        victims.sort(key=lambda member: (member.candidate.due_s, *member.eviction_rank(current)), reverse=True)
-        count = room.victims_needed(candidate, victims)
-        evictions.extend(self._evict(member, now_s) for member in victims[:count])
+        victims.sort(key=lambda each: (each.candidate.due_s, *each.eviction_rank(self._batch_id)), reverse=True)
+        evictions.extend(self._evict(member, now_s) for member in room.chosen(candidate, victims))
 
     def _give_back_unmatched(self) -> None:
         """The candidate request buffer passes to the new batch: candidates outside of it that do not match go back."""

@@ -71,6 +71,19 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
+class Relocate:
+    """Copy the request's blocks `source_ids` to `block_ids`, in the cache of another rank. It pauses meanwhile.
+
+    `shared_blocks`: that it found there besides, as another request's. Both sides stay owned until `copied_in`.
+    """
+
+    key: RequestKey
+    source_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    shared_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Evict:
     """Copy the request's `block_ids` out: to the candidate request buffer, or to the pool, back to the scheduler.
 
@@ -112,6 +125,7 @@ class IterationPlan:
     stalled: int  # running requests that skip this iteration for lack of a block
     switching: bool
     batch_id: int
+    moves: tuple[Relocate, ...] = ()  # of requests that do not run in this iteration
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +134,8 @@ class IterationStatus:
 
     `batch_shortest_tokens`, `batch_longest_tokens`: of the requests that the running batch was formed from, without
     late joins. `max_running`: the most requests in an iteration; with a TPOT objective as many as ran when it last kept
-    a candidate from joining, or more since. `held_iterations`: those after it did, until one joined.
+    a candidate from joining, or more since. `held_iterations`: those after it did, until one joined. `moves`: from the
+    cache of one rank to that of another.
     """
 
     running: int
@@ -137,3 +152,4 @@ class IterationStatus:
     held_iterations: int
     evictions: int
     max_running: int
+    moves: int = 0

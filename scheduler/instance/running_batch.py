@@ -15,12 +15,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from operator import eq
+from typing import NamedTuple, Protocol
 
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.plan import BufferKind, Candidate, Join, RunItem
-from alignedserve.scheduler.instance.resident import Resident, ResidentPrefixes
+from alignedserve.scheduler.instance.resident import BlockChain, Resident, ResidentPrefixes
 from alignedserve.scheduler.priorities import BACKGROUND
 
 MOST_EVICTIONS = 2  # of a request, as long as others can be evicted that had fewer
@@ -66,10 +67,49 @@ class RunningRequest(RunItem):
         return candidate.rank, self.batch_id != batch_id, candidate.evictions < MOST_EVICTIONS, self.kv_tokens
 
 
+class Seat(NamedTuple):
+    """Where a candidate may join: the rank that has a cache of its own, or 0; and leading blocks that are there."""
+
+    rank: int
+    resident: list[int]
+
+
+class HoldsBlocks(Protocol):
+    @property
+    def block_ids(self) -> list[int]: ...
+
+
+class Blocks(Protocol):
+    """What counting room needs of an allocator."""
+
+    @property
+    def available_blocks(self) -> int: ...
+
+    def holder_count(self, block: int) -> int: ...
+
+
+class Occupancy(Protocol):
+    """What counting room needs of a batch, or of the part of it that is in one rank's cache."""
+
+    block_size: int
+    running: dict[RequestKey, RunningRequest]
+    leaving: dict[RequestKey, RunningRequest]
+
+    @property
+    def allocator(self) -> Blocks: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def present(self) -> Iterator[RunningRequest]: ...
+
+    def leaving_blocks(self) -> int: ...
+
+
 class Leaving:
     """`blocks` become free when these members leave: not those that others hold, too."""
 
-    def __init__(self, allocator: BlockAllocator, members: Iterable[RunningRequest]) -> None:
+    def __init__(self, allocator: Blocks, members: Iterable[HoldsBlocks]) -> None:
         self.blocks = 0
         self._allocator = allocator
         count, shared = allocator.holder_count, []
@@ -81,7 +121,7 @@ class Leaving:
         self._leavers = Counter(chain.from_iterable(shared))  # block -> number of members that hold it
         self.blocks += sum(map(eq, self._leavers.values(), map(count, self._leavers)))
 
-    def add(self, member: RunningRequest) -> None:
+    def add(self, member: HoldsBlocks) -> None:
         count = self._allocator.holder_count
         if count(member.block_ids[0]) == 1:
             self.blocks += len(member.block_ids)
@@ -152,27 +192,38 @@ class RunningBatch:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def resident_blocks(self, candidate: Candidate) -> list[int] | None:
-        """Leading blocks of the candidate that are already in the cache; None: they are being copied in."""
-        return [] if candidate.chain is None else self._prefixes.find(candidate.chain)
+    def seats(self, candidate: Candidate) -> list[Seat]:
+        """Where the candidate may join. Nowhere while what it begins with is being copied in: it waits to share it."""
+        resident = [] if candidate.chain is None else self._prefixes.find(candidate.chain)
+        return [] if resident is None else [Seat(0, resident)]
 
-    def join(self, candidate: Candidate, batch_id: int, resident: list[int]) -> Join:
+    def join(self, candidate: Candidate, batch_id: int, seat: Seat) -> Join:
         """Allocate blocks for the candidate's KV and one more token. The caller has checked that they are available."""
-        key = candidate.key
-        own = self.allocator.allocate(self.blocks_for(candidate.kv_tokens + 1) - len(resident), key)
-        if own is None:
-            raise AccountingError(f"no room for {key} to join", request_id=key.request_id)
-        self.allocator.retain(resident, key)
-        block_ids = resident + own
-        kv_tokens = candidate.kv_tokens
+        key, kv_tokens, resident = candidate.key, candidate.kv_tokens, seat.resident
+        block_ids = self._allocate(key, kv_tokens, seat)
         most = candidate.max_total_tokens
         member = RunningRequest(key, kv_tokens, block_ids, most, candidate, batch_id, Phase.ENTERING)
         self.entering[key] = member
         self._count(member, 1)
-        if candidate.chain is not None:
-            member.resident = self._prefixes.enter(candidate.chain, block_ids)
+        if (chain := self._chain_in(candidate, seat.rank)) is not None:
+            member.resident = self._prefixes.enter(chain, block_ids)
         copied = self.blocks_for(kv_tokens)
         return Join(key, tuple(block_ids[:copied]), min(len(resident), copied))
+
+    def _allocate(self, key: RequestKey, kv_tokens: int, seat: Seat) -> list[int]:
+        """Blocks for so many tokens and one more: those that are there, and new ones."""
+        own = self._take_blocks(self.blocks_for(kv_tokens + 1) - len(seat.resident), key, seat.rank)
+        if own is None:
+            raise AccountingError(f"no room for {key} to join", request_id=key.request_id)
+        self.allocator.retain(seat.resident, key)
+        return seat.resident + own
+
+    def _take_blocks(self, count: int, key: RequestKey, rank: int) -> list[int] | None:
+        return self.allocator.allocate(count, key)
+
+    def _chain_in(self, candidate: Candidate, rank: int) -> BlockChain | None:
+        """The candidate's blocks that requests of the rank may share."""
+        return candidate.chain
 
     def cover_next_token(self, member: RunningRequest) -> bool:
         """Make sure that the member has a block for its next token. Returns False if none is available."""
@@ -233,5 +284,9 @@ class RunningBatch:
             raise AccountingError("the member counts by batch do not match a recount")
         if sum(member.background for member in self.present()) != self.background:
             raise AccountingError(f"{self.background} members only take what others leave; a recount differs")
-        self._prefixes.check_integrity([member.resident for member in members if member.resident is not None])
+        self._prefixes.check_integrity([*self._residents(members)])
         self.allocator.check_integrity()
+
+    def _residents(self, members: Iterable[RunningRequest]) -> Iterator[Resident]:
+        """All that the prefixes are of."""
+        return (member.resident for member in members if member.resident is not None)

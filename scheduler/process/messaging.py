@@ -168,6 +168,7 @@ def decode_reported(decode_id: str, message: dw.DecodeDescription) -> DecodeRepo
         message.batch_shortest_tokens,
         message.batch_longest_tokens,
         message.max_running,
+        message.request_blocks,
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.step import StepCost
 
@@ -117,6 +118,21 @@ class Placement(ABC):
     def refill(self, ranks: Sequence[Rank]) -> list[Place]:
         """Which of the requests that wait here join which rank now, after `moves`. Changes the counters accordingly."""
         return []
+
+    def choose(self, request: Ready, ranks: Sequence[Rank]) -> int:
+        """The rank that a request joins now: one that takes it, of which there must be one. Changes the counters.
+
+        For a caller that keeps the waiting requests itself, and does not `add` them. Raises AccountingError if the
+        placement places it nowhere.
+        """
+        number = self.add(request, [rank for rank in ranks if rank.takes(request)])
+        if number is None:
+            places = self.refill(ranks)
+            if [place.key for place in places] != [request.key]:
+                raise AccountingError(f"{type(self).__name__} does not place {request.key}, for which ranks have room")
+            return places[0].rank
+        ranks[number].take(request)
+        return number
 
     def moves(self, ranks: Sequence[Rank], members: Members) -> list[Move]:
         """Running requests to give to other ranks. Changes the counters of `ranks` accordingly."""

@@ -17,7 +17,8 @@ class RoundRobin(Placement):
         self._next = 0
 
     def add(self, request: Ready, ranks: Sequence[Rank]) -> int:
-        rank, self._next = self._next, (self._next + 1) % self.ranks
+        rank = min((rank.number for rank in ranks), key=lambda number: (number - self._next) % self.ranks)
+        self._next = (rank + 1) % self.ranks
         return rank
 
 

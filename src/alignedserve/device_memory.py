@@ -30,6 +30,7 @@ UNEQUAL = 0.02  # of a rank's weights: vocabularies and MLPs are filled up, and 
 RANK_EXTRA_BYTES = 8 << 20  # the same for small models
 NCCL_CHANNELS = ("auto", "nccl")  # settings of cluster.channel that may select NCCL
 STAGING_BYTES = 64 << 20  # for copies that are packed on the device
+EXCHANGED_EXPERTS = 8  # that a token chooses, at most in known mixtures
 GRAPH_LAYER_BYTES = 256 << 10  # one layer's kernels in one captured graph
 
 SAMPLED_COPIES = 8  # of a row of fp32 logits, while its token is sampled
@@ -55,14 +56,16 @@ class RanksHere:
 
     @property
     def captures(self) -> bool:
-        """Whether decode iterations are CUDA graphs."""
-        return self.degrees.stages == 1 and self.number == 1
+        """Whether decode iterations are CUDA graphs. What ranks that share experts exchange differs each time."""
+        return self.degrees.stages == self.degrees.experts == 1 and self.number == 1
 
     def weight_bytes(self, model: ModelInfo) -> int:
         """At most: what all ranks hold (norms, KV heads that are fewer than ranks), and a stage with both ends."""
         degrees, size = self.degrees, DTYPE_BYTES[model.dtype]
         if degrees.ranks == 1:
             return model.weight_bytes
+        if degrees.experts > 1:  # equal shares of these, and all else
+            return self.number * (model.weight_bytes - model.expert_bytes + model.expert_bytes // degrees.experts)
         hidden, end = _hidden(model), _end_bytes(model)
         rest = max(0, model.weight_bytes - 2 * end)
         share = self.layers(model) / model.layers / degrees.tensor
@@ -81,7 +84,9 @@ class RanksHere:
         return min(model.layers - stages + 1, int((model.layers + end / least) / stages) + 2)
 
     def block_bytes(self, model: ModelInfo, geometry: KvGeometry) -> int:
-        """At most."""
+        """At most, of a block of the instance's cache. Ranks that share experts have equal parts of the blocks."""
+        if self.degrees.experts > 1:
+            return -(-self.number * geometry.block_bytes // self.degrees.experts)
         heads = max(1, geometry.kv_heads // self.degrees.tensor)
         head_bytes = geometry.block_bytes // (geometry.layers * geometry.kv_heads)
         return self.number * head_bytes * self.layers(model) * heads
@@ -184,6 +189,14 @@ def activation_bytes(model: ModelInfo, tokens: int, rows: int) -> int:
     return tokens * token_bytes + rows * row_bytes + max(gathered, partial)
 
 
+def exchange_bytes(model: ModelInfo, tokens: int) -> int:
+    """An upper bound, in bytes, of the rows that a rank exchanges with others in a layer of experts.
+
+    All rows of all ranks may come to one: states, results, and what is sent and added up.
+    """
+    return tokens * EXCHANGED_EXPERTS * _hidden(model) * (4 * DTYPE_BYTES[model.dtype] + 4)
+
+
 def fixed_parts(config: Config, model: ModelInfo, role: str, ranks: RanksHere | None = None) -> dict[str, int]:
     """All memory of an instance on its fullest device except KV blocks: bytes by part. `ranks`: by default all there.
 
@@ -196,13 +209,15 @@ def fixed_parts(config: Config, model: ModelInfo, role: str, ranks: RanksHere | 
     else:
         tokens = rows = config.decode.max_running or LEAST
     activations = ranks.number * activation_bytes(model, tokens, rows)
+    if ranks.degrees.experts > 1:
+        activations += ranks.number * exchange_bytes(model, tokens)
     parts = {"weights": ranks.weight_bytes(model), "activations": activations}
     if role == DECODE and config.decode.graphs != "off" and ranks.captures:  # their memory is a pool of its own
         graphs = len(graph_sizes(config.decode.graph_sizes, rows))
         parts["CUDA graphs"] = activations + graphs * model.layers * GRAPH_LAYER_BYTES
     others = config.cluster.decode if role == PREFILL else config.cluster.prefill
     parts["transfer buffers"] = STAGING_BYTES + (others * PAIR_BYTES if config.cluster.channel in NCCL_CHANNELS else 0)
-    if ranks.degrees.tensor > 1 and ranks.number == 1:
+    if ranks.degrees.tensor * ranks.degrees.experts > 1 and ranks.number == 1:
         parts["transfer buffers"] += GROUP_BYTES
     first = ranks.degrees.ranks > ranks.number  # the process of rank 0 has a context on each device, too
     parts["CUDA and libraries"] = (ranks.number + first) * CONTEXT_BYTES
@@ -339,9 +354,9 @@ def _max_running(
 
 
 def _decode_blocks(config: Config, wanted: Wanted, rest: int) -> dict[str, int]:
-    """At most room for `max_running` requests of the greatest length."""
-    most = config.decode.max_running * wanted.largest
-    return {"cache": config.decode.cache_blocks or max(wanted.least, min(most, rest))}
+    """At most room for `max_running` requests of the greatest length. Ranks that share experts have equal parts."""
+    most, ranks = config.decode.max_running * wanted.largest, config.degrees("decode").experts
+    return {"cache": config.decode.cache_blocks or max(ranks * wanted.least, min(most, rest) // ranks * ranks)}
 
 
 def _prefill_blocks(config: Config, wanted: Wanted, rest: int, decode_cache: int) -> dict[str, int]:

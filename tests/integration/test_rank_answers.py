@@ -14,6 +14,7 @@ from alignedserve.cluster.local import LocalCluster
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
+from alignedserve.engine.parallel.processes import OWN_STORES_VARIABLE
 from alignedserve.ranks.degrees import Degrees
 from alignedserve.testing.models import make_model
 from support.gateway import http_to, joined_gateway
@@ -35,8 +36,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
-def config(prefill: Degrees, decode: Degrees, model: Path = TINY) -> Config:
-    """The cache holds about three of the requests."""
+def config(prefill: Degrees, decode: Degrees, model: Path, cache_blocks: int) -> Config:
     return from_tree(
         {
             "model": {"path": str(model)},
@@ -47,16 +47,18 @@ def config(prefill: Degrees, decode: Degrees, model: Path = TINY) -> Config:
             },
             "decode": {
                 "tensor_parallel": decode.tensor, "pipeline_parallel": decode.stages,
-                "expert_parallel": decode.experts, "cache_blocks": 90, "join_iterations": 1,
+                "expert_parallel": decode.experts, "cache_blocks": cache_blocks, "join_iterations": 1,
             },
             "supervisor": {"heartbeat_s": 0.2},
         }
     )  # fmt: skip
 
 
-async def answers(prefill: Degrees, decode: Degrees, model: Path = TINY) -> tuple[list[dict[str, Any]], float]:
-    """Texts, finish reasons and log-probabilities of two rounds, and the number of evictions."""
-    async with LocalCluster(config(prefill, decode, model)) as cluster:
+async def answers(
+    prefill: Degrees, decode: Degrees, model: Path = TINY, cache_blocks: int = 90
+) -> tuple[list[dict[str, Any]], str]:
+    """Texts, finish reasons and log-probabilities of two rounds, and metrics. 90 blocks hold about three requests."""
+    async with LocalCluster(config(prefill, decode, model, cache_blocks)) as cluster:
         await cluster.wait_ready()
         async with joined_gateway(cluster.join_info()) as gateway, http_to(gateway, 120.0) as http:
 
@@ -71,7 +73,7 @@ async def answers(prefill: Degrees, decode: Degrees, model: Path = TINY) -> tupl
             for _ in range(2):  # the second finds prompts in the prefix cache
                 found += await asyncio.gather(*(ask(number, way) for number, way in enumerate(WAYS)))
             metrics = await wait_nothing_held(cluster)
-    return found, value(metrics, "alignedserve_decode_evictions_total")
+    return found, metrics
 
 
 @pytest.fixture(scope="module")
@@ -89,25 +91,47 @@ def of_one() -> list[dict[str, Any]]:
     ids=["tp2-pp2", "pp2-tp2", "pp3-tp2pp2"],
 )
 async def test_answers_are_those_of_one_rank(of_one: list[dict[str, Any]], prefill: Degrees, decode: Degrees) -> None:
-    found, evictions = await answers(prefill, decode)
-    check(found, evictions, of_one)
+    found, metrics = await answers(prefill, decode)
+    check(found, metrics, of_one)
     assert all(isinstance(json.loads(found[at]["text"]), list) for at in (4, 4 + len(WAYS)))
 
 
-@pytest.mark.slow
-async def test_answers_of_ranks_that_share_experts_are_those_of_one_rank(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary = json.loads((TINY / "config.json").read_text())["vocab_size"]
-    mixture = make_model("mixtral", tmp_path / "mixture", seed=26, vocab_size=vocabulary)
+    folder = make_model("mixtral", tmp_path_factory.mktemp("mixture") / "mixture", seed=26, vocab_size=vocabulary)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TINY / name, mixture / name)
-    of_one, _ = await answers(Degrees(), Degrees(), mixture)
-    check(*await answers(Degrees(), Degrees(experts=2), mixture), of_one)
+        shutil.copy(TINY / name, folder / name)
+    return folder
 
 
-def check(found: list[dict[str, Any]], evictions: float, of_one: list[dict[str, Any]]) -> None:
+@pytest.fixture(scope="module")
+def of_one_mixture(mixture: Path) -> list[dict[str, Any]]:
+    return asyncio.run(answers(Degrees(), Degrees(), mixture))[0]
+
+
+@pytest.mark.slow
+async def test_answers_of_ranks_that_share_experts_are_those_of_one_rank(
+    mixture: Path, of_one_mixture: list[dict[str, Any]]
+) -> None:
+    check(*await answers(Degrees(), Degrees(experts=2), mixture), of_one_mixture)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+async def test_answers_of_ranks_that_have_a_cache_each_are_those_of_one_rank(
+    ranks: int, mixture: Path, of_one_mixture: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each cache holds one request and a half."""
+    monkeypatch.setenv(OWN_STORES_VARIABLE, "1")
+    found, metrics = await answers(Degrees(), Degrees(experts=ranks), mixture, 60 * ranks)
+    check(found, metrics, of_one_mixture)
+
+
+def check(found: list[dict[str, Any]], metrics: str, of_one: list[dict[str, Any]]) -> None:
     for number, (answer, expected) in enumerate(zip(found, of_one, strict=True)):
         assert (answer["text"], answer["finish"]) == (expected["text"], expected["finish"]), WAYS[number % len(WAYS)]
         if answer["logprobs"] is not None:
             pairs = zip(answer["logprobs"]["token_logprobs"], expected["logprobs"]["token_logprobs"], strict=True)
             assert all(own == pytest.approx(theirs, abs=1e-3) for own, theirs in pairs)
-    assert evictions > 0
+    assert value(metrics, "alignedserve_decode_evictions_total") > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
+from alignedserve.control.samples import value
 from alignedserve.engine.parallel.processes import OWN_STORES_VARIABLE
 from alignedserve.ranks.degrees import Degrees
 from alignedserve.request import SamplingParams
@@ -29,7 +31,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 LENGTHS = (24, 9, 60, 31, 12, 90)
 
 
-def config(folder: Path, prefill: Degrees, decode: Degrees) -> Config:
+def config(folder: Path, prefill: Degrees, decode: Degrees, cache_blocks: int = 80) -> Config:
     tree = {
         "model": {"path": str(folder)},
         "cluster": {"device": "cpu", "threads": 2},
@@ -43,7 +45,7 @@ def config(folder: Path, prefill: Degrees, decode: Degrees) -> Config:
             "tensor_parallel": decode.tensor,
             "pipeline_parallel": decode.stages,
             "expert_parallel": decode.experts,
-            "cache_blocks": 80,
+            "cache_blocks": cache_blocks,
         },
         "supervisor": {"heartbeat_s": 0.2},
     }
@@ -109,10 +111,53 @@ async def test_ranks_that_share_experts_give_the_same_tokens(mixture: Path, pref
     await check_tokens(mixture, prefill, Degrees(experts=2))
 
 
-async def check_tokens(folder: Path, prefill: Degrees, decode: Degrees) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("mixtral", 2),
+        *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in ("qwen3_moe", "gpt_oss")),
+        *(pytest.param(kind, 4, marks=pytest.mark.slow) for kind in ("mixtral", "qwen3_moe", "gpt_oss")),
+    ],
+)
+async def test_ranks_that_share_experts_and_have_a_cache_each_give_the_same_tokens(
+    kind: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(OWN_STORES_VARIABLE, "1")
+    folder = make_model(kind, tmp_path / kind, seed=25, vocab_size=VOCAB_SIZE)
+    await check_tokens(folder, TWO if ranks == 2 else ONE, Degrees(experts=ranks), cache_blocks=60 * ranks)
+    said = capfd.readouterr().err
+    assert all(f"kv_pool-0 to decode-0/cache/{rank}: channel" in said for rank in range(ranks))
+    assert "decode-0/cache/0 to decode-0/cache/1: channel" in said
+
+
+async def test_requests_that_move_between_ranks_give_the_same_tokens(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long and short answers by turns: when the short ones of a rank have ended, the other gives it some of its own."""
+    monkeypatch.setenv(OWN_STORES_VARIABLE, "1")
+    reference, prompts = load_reference(mixture), random_prompts((24,) * 12, VOCAB_SIZE, seed=27)
+    counts = [(4, 70)[number % 2] for number in range(len(prompts))]
+    async with LocalCluster(config(mixture, ONE, Degrees(experts=2), 400)) as cluster:
+        await cluster.wait_ready()
+        async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
+            for _ in range(3):
+                answers = [
+                    driver.submit(prompt, replace(GREEDY, max_tokens=count))[0]
+                    for prompt, count in zip(prompts, counts, strict=True)
+                ]
+                await driver.wait(answers, 120)
+                for prompt, count, answer in zip(prompts, counts, answers, strict=True):
+                    assert answer.tokens == greedy(reference, prompt, count, answer.tokens)
+            metrics = await wait_nothing_held(cluster)
+    assert value(metrics, "alignedserve_decode_moves_total") > 0
+    assert value(metrics, "alignedserve_decode_moved_blocks_total") > 0
+    assert value(metrics, "alignedserve_kv_checksum_mismatches_total") == 0
+
+
+async def check_tokens(folder: Path, prefill: Degrees, decode: Degrees, cache_blocks: int = 80) -> None:
     """Every answer is that of `transformers`, twice, and no rank is left in the end."""
     prompts, reference = random_prompts(LENGTHS, VOCAB_SIZE, seed=22), load_reference(folder)
-    async with LocalCluster(config(folder, prefill, decode)) as cluster:
+    async with LocalCluster(config(folder, prefill, decode, cache_blocks)) as cluster:
         await cluster.wait_ready()
         pids = cluster.pids
         others = [pid for role in ("prefill-0", "decode-0") for pid in ranks_of(pids[role])]
@@ -141,8 +186,12 @@ async def test_the_death_of_a_rank_is_that_of_its_instance_and_costs_no_token(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_the_death_of_a_rank_that_has_experts_costs_no_token(mixture: Path, number: int) -> None:
+@pytest.mark.parametrize(("number", "own"), [(signal.SIGKILL, "0"), (signal.SIGKILL, "1"), (signal.SIGSTOP, "0")])
+async def test_the_death_of_a_rank_that_has_experts_costs_no_token(
+    mixture: Path, number: int, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over one store, or a store for each rank."""
+    monkeypatch.setenv(OWN_STORES_VARIABLE, own)
     await check_death(mixture, ONE, Degrees(experts=2), "decode-0", number)
 
 

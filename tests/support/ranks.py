@@ -76,7 +76,7 @@ def _generating(
         if rank:
             runner.follow()
         else:
-            answers[folder.name] = _generate(runner, prompts, count, degrees.experts)
+            answers[folder.name] = _generate(runner, prompts, count, degrees.experts, own)
             runner.end()
     if rank == 0:
         (work / "answers.json").write_text(json.dumps(answers))
@@ -142,26 +142,41 @@ def _runner(place: RankPlace, folder: Path, work: Path, own: bool = False) -> Dr
     loaded = load_part(info, place, groups, "cpu")
     groups.waits.meet()  # the file is there
     if own:
-        cache = allocate_cache(info.geometry(BLOCK_SIZE), BLOCKS, "cpu", part=held_by(loaded, place))
-        return runner_of(loaded, cache, place, groups, "torch")
+        each = BLOCKS // place.degrees.experts
+        cache = allocate_cache(info.geometry(BLOCK_SIZE), each, "cpu", part=held_by(loaded, place))
+        return runner_of(loaded, cache, place, groups, "torch", own=True)
     memory = np.memmap(file, np.float32, "r+", shape=shape)
-    return runner_of(loaded, torch.from_numpy(memory), place, groups, "torch")
+    return runner_of(loaded, torch.from_numpy(memory), place, groups, "torch", own=False)
 
 
-def _generate(runner: DrivenRunner, prompts: list[list[int]], count: int, experts: int) -> list[list[int]]:
+def _blocks_of(requests: int, ranks: int) -> list[list[int]]:
+    """Blocks of each request, out of order. Request `i` has those of rank `i` modulo the number of ranks."""
+    each = BLOCKS // ranks
+    found = []
+    for number in range(requests):
+        rank, beside = number % ranks, -(-requests // ranks)
+        found.append(list(range(rank * each + number // ranks, (rank + 1) * each, beside))[: each // beside][::-1])
+    return found
+
+
+def _generate(runner: DrivenRunner, prompts: list[list[int]], count: int, experts: int, apart: bool) -> list[list[int]]:
     """Prompts in chunks, then rows of one token together, in blocks out of order.
 
-    Where ranks share experts, a request goes from one to the next with each pass; in a prompt's others have no work.
+    Where ranks share experts and one store, a request goes from one to the next with each pass. In a prompt's passes
+    the others have no work.
     """
-    each = BLOCKS // len(prompts)
-    blocks = [list(range(number, BLOCKS, len(prompts)))[:each][::-1] for number in range(len(prompts))]
+    blocks = _blocks_of(len(prompts), experts if apart else 1)
+
+    def rank_of(number: int, step: int) -> int:
+        return (number if apart else number + step) % experts
+
     answers: list[list[int]] = []
     for prompt, own in zip(prompts, blocks, strict=True):
         for begin in range(0, len(prompt), CHUNK):
             chunk = prompt[begin : begin + CHUNK]
             written: list[int] = []
             last = begin + len(chunk) == len(prompt)
-            rank = (len(answers) + begin // CHUNK) % experts
+            rank = rank_of(len(answers), begin // CHUNK)
             logits = runner.forward([ForwardItem(chunk, begin, own, "last" if last else "none", rank)], written.append)
             assert written == list(range(runner.loaded.info.layers))
         answers.append([int(logits[-1].argmax())])
@@ -175,7 +190,7 @@ def _generate(runner: DrivenRunner, prompts: list[list[int]], count: int, expert
                         len(prompts[at]) + len(answers[at]) - 1,
                         blocks[at],
                         "last",
-                        (at + len(answers[at])) % experts,
+                        rank_of(at, len(answers[at])),
                     )
                     for at in lane
                 ]

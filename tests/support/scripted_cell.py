@@ -17,7 +17,11 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.instance.plan import BufferKind
+from alignedserve.scheduler.instance.ranged_allocator import RangedAllocator
 from alignedserve.scheduler.instance.resident import BlockChain
+from alignedserve.scheduler.ranks.base import Members, Move, Rank
+from alignedserve.scheduler.ranks.group_scheduler import GroupScheduler
+from alignedserve.scheduler.ranks.shared_pool import SharedPool
 from alignedserve.transfer.completion import Completion
 from support.scripted_decode import Script, ScriptedDecode
 
@@ -44,9 +48,31 @@ class Pull:
 
 
 @dataclass
+class RankCopy:
+    """A request on its way from one rank's cache to another's."""
+
+    source_ids: Sequence[int]
+    block_ids: Sequence[int]
+    completion: Completion
+
+
+class RestlessPool(SharedPool):
+    """Moves a request whenever one may move and another rank has room, whatever it is worth."""
+
+    def moves(self, ranks: Sequence[Rank], members: Members) -> list[Move]:
+        for rank in ranks:
+            for one in members.of(rank.number):
+                for other in ranks:
+                    if other is not rank and other.takes(one):
+                        return [Move(one.key, rank.number, other.number)]
+        return []
+
+
+@dataclass
 class ScriptedCell:
     """A decode loop with a cache of `blocks` blocks. `overlap` is the argument of the loop.
 
+    `ranks`: that have an equal share of the blocks each; requests move between them all the time.
     `lanes`: iterations that are computed at one time, as in a pipeline.
     `caches`: requests that begin alike share blocks, and answers are cached.
     """
@@ -58,6 +84,7 @@ class ScriptedCell:
     engine_overlaps: bool = True
     caches: bool = False
     lanes: int = 1
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         self.clients: dict[RequestKey, Client] = {}
@@ -67,8 +94,13 @@ class ScriptedCell:
         self.endings: list[Ending] = []
         self.shared_blocks = self.cached_blocks = 0
         self.drained = False
+        self.copies: list[RankCopy] = []
+        self.moved = 0
         self.allocator = BlockAllocator(self.blocks, "cache")
         self.scheduler = IterationScheduler(self.config, self.allocator, self.block_size)
+        if self.ranks > 1:
+            self.allocator = books = RangedAllocator(self.ranks, self.blocks // self.ranks, "cache")
+            self.scheduler = GroupScheduler(self.config, books, self.block_size, RestlessPool(self.ranks))
         self.engine = ScriptedDecode({}, self.blocks, self.block_size, self.engine_overlaps, self.lanes)
         endings = Endings(self.allocator, self.block_size, POOL) if self.caches else None
         if endings is not None:
@@ -83,6 +115,7 @@ class ScriptedCell:
             overlap=self.overlap,
             endings=endings,
             chain_of=self._chain_of,
+            copy_within=self._copy if self.ranks > 1 else None,
         )
 
     # called by tests
@@ -114,6 +147,18 @@ class ScriptedCell:
     def end_pull(self, index: int = 0, *, fails: bool = False) -> None:
         pull = self.pulls.pop(index)
         pull.completion.finish(TransferError("as it was told to") if fails else None)
+
+    def end_move(self, index: int = 0, *, fails: bool = False) -> None:
+        """Until here the blocks on both sides are nobody else's."""
+        copy = self.copies.pop(index)
+        if fails:
+            copy.completion.finish(TransferError("as it was told to"))
+            return
+        size = self.block_size
+        kept = self.engine.read(copy.source_ids, len(copy.source_ids) * size)
+        self.engine.write(copy.block_ids, 0, [token if token is not None else -1 for token in kept])
+        self.moved += 1
+        copy.completion.finish()
 
     def end_eviction(self, index: int = 0, *, fails: bool = False) -> None:
         """Copies read their source when they end: until then no other copy or iteration may write to it."""
@@ -150,7 +195,9 @@ class ScriptedCell:
         """Run to the end: copies end, and requests that returned to the pool are offered again."""
         for _ in range(500 + 40 * len(self.clients)):  # they may run one by one
             ran = self.turn()
-            moved = bool(self.pulls or self.evictions or self.endings)
+            moved = bool(self.pulls or self.evictions or self.endings or self.copies)
+            while self.copies:
+                self.end_move()
             while self.endings:
                 self.end_caching()
             while self.pulls:
@@ -198,6 +245,11 @@ class ScriptedCell:
         self.engine.write(block_ids, shared, text[shared:])
         self.pulls.append(Pull(stored, Completion("hand-over")))
         return self.pulls[-1].completion
+
+    def _copy(self, source_ids: Sequence[int], block_ids: Sequence[int], label: str) -> Completion:
+        assert self.engine.busy_blocks().isdisjoint([*source_ids, *block_ids])
+        self.copies.append(RankCopy(source_ids, block_ids, Completion(label)))
+        return self.copies[-1].completion
 
     def _chain_of(self, stored: pb.StoredRequest) -> BlockChain | None:
         if not self.caches:

@@ -29,6 +29,7 @@ class Job:
     new_tokens: int
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    rank: int = 0
     launched: int = 0
     """Tokens of the answer that are known, or will be once the launched iterations end."""
     row: SampleRow = field(init=False)
@@ -60,12 +61,17 @@ class Offline:
         token_budget: int = 8192,
         chunk_tokens: int = 0,
         seed: int = 0,
+        ranks: int = 1,
     ) -> None:
-        """`chunk_tokens`: size of prefill chunks; 0: prompts are computed whole."""
+        """`chunk_tokens`: size of prefill chunks; 0: prompts are computed whole. `ranks`: that share experts, each with
+        a cache as large as the runner's.
+        """
         self._runner, self._engine, self._sampler = runner, engine, Sampler()
         self._max_running, self._budget, self._chunk = max_running, token_budget, chunk_tokens
-        self._free = list(range(1, runner.cache.shape[0]))  # warming up writes to block 0
-        random.Random(seed).shuffle(self._free)
+        each, draw = runner.cache.shape[0], random.Random(seed)
+        self._free = [list(range(rank * each or 1, (rank + 1) * each)) for rank in range(ranks)]
+        for free in self._free:  # of each rank; warming up writes to block 0
+            draw.shuffle(free)
         self.iterations = 0
 
     def run(self, jobs: Sequence[Job]) -> None:
@@ -91,13 +97,14 @@ class Offline:
         while waiting and running + len(joined) < self._max_running:
             job = waiting[0]
             needed = -(-(len(job.prompt) + job.new_tokens) // self._runner.block_size)
-            if needed > len(self._free):
+            rank, free = max(enumerate(self._free), key=lambda one: len(one[1]))
+            if needed > len(free):
                 if not running and not joined:
-                    raise ValueError(f"a request of {needed} blocks does not fit in a cache of {len(self._free)} free")
+                    raise ValueError(f"a request of {needed} blocks does not fit in a cache of {len(free)} free")
                 break
             if joined and tokens + len(job.prompt) > self._budget:
                 break
-            job.blocks = [self._free.pop() for _ in range(needed)]
+            job.rank, job.blocks = rank, [free.pop() for _ in range(needed)]
             tokens += len(job.prompt)
             joined.append(waiting.popleft())
         if joined:
@@ -110,10 +117,10 @@ class Offline:
                 last = (len(job.prompt) - 1) // self._chunk * self._chunk
                 for begin in range(0, last, self._chunk):
                     part = job.prompt[begin : begin + self._chunk]
-                    self._runner.forward([ForwardItem(part, begin, job.blocks, "none")])
+                    self._runner.forward([ForwardItem(part, begin, job.blocks, "none", job.rank)])
             items = [self._rest(job) for job in jobs]
         else:
-            items = [ForwardItem(job.prompt, 0, job.blocks) for job in jobs]
+            items = [ForwardItem(job.prompt, 0, job.blocks, rank=job.rank) for job in jobs]
         logits = self._runner.forward(items)
         for job, token in zip(jobs, self._sampler.sample(logits, [job.row for job in jobs]), strict=True):
             job.tokens.append(token.token_id)
@@ -122,7 +129,7 @@ class Offline:
 
     def _rest(self, job: Job) -> ForwardItem:
         begin = (len(job.prompt) - 1) // self._chunk * self._chunk
-        return ForwardItem(job.prompt[begin:], begin, job.blocks)
+        return ForwardItem(job.prompt[begin:], begin, job.blocks, rank=job.rank)
 
     def _launch(self, running: Sequence[Job], before: _Flight | None) -> _Flight | None:
         if not running:
@@ -133,7 +140,7 @@ class Offline:
             known = len(job.tokens) == job.launched
             token = job.tokens[-1] if known else None
             previous = -1 if known else place[id(job)]
-            items.append(DecodeItem(job.row, token, previous, job.cached, job.blocks, job.launched))
+            items.append(DecodeItem(job.row, token, previous, job.cached, job.blocks, job.launched, job.rank))
         for job in running:
             job.launched += 1
         self.iterations += 1
@@ -148,7 +155,7 @@ class Offline:
 
     def _release(self, job: Job) -> None:
         if len(job.tokens) == job.new_tokens:
-            self._free += job.blocks
+            self._free[job.rank] += job.blocks
 
 
 def new_runner(loaded: LoadedModel, cache: torch.Tensor, backend: str = "auto") -> ModelRunner:

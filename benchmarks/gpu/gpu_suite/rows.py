@@ -64,7 +64,8 @@ ROWS = (
     Row(
         "tokens-ranks",
         "ranks",
-        "the same of instances of two ranks that share each layer, and of two stages, with KV in parts, fp32",
+        "the same of instances of two ranks that share each layer, of two stages, and of two ranks that share experts, "
+        "each with KV of its own, fp32",
         "equal",
         (">=", 1.0),
     ),

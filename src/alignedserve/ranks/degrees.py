@@ -42,14 +42,6 @@ class Degrees:
                 f"instances so far: set decode.tensor_parallel and decode.pipeline_parallel to 1"
             )
 
-    def require_device(self, kind: str) -> None:
-        """Raises ConfigError for ranks that share experts on GPUs. `kind`: "cuda", or another."""
-        if self.experts > 1 and kind == "cuda":
-            raise ConfigError(
-                f"decode.expert_parallel {self.experts}: ranks share experts on CPUs only so far: use --device cpu, or "
-                "decode.tensor_parallel and decode.pipeline_parallel"
-            )
-
     def require_experts(self, name: str, experts: int) -> None:
         """Raises ConfigError unless so many ranks can share a model's experts; the message has the numbers that can."""
         if self.experts > 1 and not experts:

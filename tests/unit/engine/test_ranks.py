@@ -133,15 +133,19 @@ def test_ranks_read_a_checkpoint_as_one_process_does(degrees: Degrees, tmp_path:
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
 
 
-@pytest.mark.parametrize("experts", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("experts", "own"),
+    [(2, False), (2, True), *(pytest.param(4, own, marks=pytest.mark.slow) for own in (False, True))],
+)
 def test_mixtures_give_the_same_tokens_where_ranks_share_experts(
-    experts: int, folders: list[Path], tmp_path: Path
+    experts: int, own: bool, folders: list[Path], tmp_path: Path
 ) -> None:
-    own = [folder for folder in folders if folder.name in MIXTURES]
-    assert len(own) == len(MIXTURES)
+    """Over one store, or over a store of each rank's own."""
+    mixtures = [folder for folder in folders if folder.name in MIXTURES]
+    assert len(mixtures) == len(MIXTURES)
     prompts = random_prompts((19, 5, 30), VOCAB_SIZE, seed=43)
-    found = generated_by_ranks(Degrees(experts=experts), own, prompts, NEW_TOKENS, tmp_path)
-    for folder in own:
+    found = generated_by_ranks(Degrees(experts=experts), mixtures, prompts, NEW_TOKENS, tmp_path, own=own)
+    for folder in mixtures:
         reference = load_reference(folder)
         for prompt, answer in zip(prompts, found[folder.name], strict=True):
             assert answer == greedy(reference, prompt, NEW_TOKENS, answer), folder.name

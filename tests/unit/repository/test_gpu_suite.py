@@ -287,7 +287,7 @@ def test_tokens_of_two_ranks_are_compared_with_transformers(tmp_path: Path) -> N
     of = context(tmp_path)
     for name, degrees in ranks.WAYS.items():
         total = Agreement(wrong=[])
-        ranks._compare(of, "llama", degrees, ["cpu"], total)
+        ranks._compare(of, "llama" if degrees.experts == 1 else "mixtral", degrees, ["cpu"], total)
         tokens.report(of, ranks.ROW, name, total, torch.float32)
         assert figures(of)[f"{name}, answers equal (fp32)"]["met"] is True
 

@@ -387,6 +387,14 @@ def test_a_request_that_no_cache_could_hold_is_refused_at_once():
     assert only(cell.submit("b", tokens=90, most=100), StartPrefill)
 
 
+def test_where_ranks_have_a_cache_each_a_request_must_fit_in_one():
+    cell = Cell(cache=25, pool=50)
+    cell.do(ev.DecodeReported("d0", 25, 25, 0, 0, 0, 0, 0, 0, request_blocks=12))
+    assert cell.core.max_request_tokens() == 48
+    (reject, _) = cell.submit("a", tokens=40, most=49)
+    assert isinstance(reject.error, InvalidRequestError)
+
+
 def test_nothing_is_judged_before_every_role_has_reported():
     core = SchedulerCore(Config(), BLOCK)
     assert core.max_request_tokens() == 0

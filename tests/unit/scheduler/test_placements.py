@@ -293,3 +293,29 @@ def test_the_window_holds_the_oldest_by_length(lengths: list[int], size: int, rn
         window.remove(gone)
         del left[gone.number]
     assert len(window) == 0
+
+
+@pytest.mark.parametrize("with_cost", [False, True])
+@pytest.mark.parametrize("name", PLACEMENTS)
+@settings(max_examples=25, deadline=None)
+@given(
+    requests=st.lists(st.integers(1, 5000), min_size=1, max_size=20),
+    loads=st.lists(st.integers(0, 20_000), min_size=2, max_size=4),
+    draw=st.randoms(use_true_random=False),
+)
+def test_a_request_that_joins_at_once_goes_where_there_is_room(
+    name: str, with_cost: bool, requests: list[int], loads: list[int], draw: random.Random
+) -> None:
+    placement, state = PLACEMENTS[name](len(loads)), ranks(*loads)
+    if with_cost:
+        placement.use_cost(OPT)
+    for number, tokens in enumerate(requests):
+        request = ready(number, tokens)
+        fitting = draw.sample(range(len(loads)), draw.randint(1, len(loads)))
+        for rank in state:
+            rank.slots, rank.room_blocks = 3, request.blocks if rank.number in fitting else 0
+        before = [rank.requests for rank in state]
+        chosen = placement.choose(request, state)
+        assert chosen in fitting
+        assert [rank.requests for rank in state] == [count + (at == chosen) for at, count in enumerate(before)]
+        assert not placement.waiting()

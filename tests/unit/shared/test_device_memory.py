@@ -26,7 +26,7 @@ from alignedserve.device_memory import (
     fixed_parts,
     plan_devices,
 )
-from alignedserve.errors import ConfigError, ResourceError
+from alignedserve.errors import ResourceError
 from alignedserve.memory import GIB
 from alignedserve.model import ModelInfo
 from alignedserve.proto import common_pb2 as pb
@@ -319,5 +319,29 @@ def test_instances_of_ranks_are_planned_on_devices_of_their_own() -> None:
     assert [role.device for role in plan_roles(sharing, 2) if role.on_gpu] == ["cuda:0", "cuda:1,0"]
     nodes = NodeBook(own, Roster([PlannedRole("prefill", "prefill-0", "cuda:0,3")]), 4)
     assert (nodes.free_device("prefill"), nodes.free_device("decode")) == ("cuda:1,2", "cuda:1,2,0,3")
-    with pytest.raises(ConfigError, match="ranks share experts on CPUs only"):
-        plan_roles(config(cluster={"device": "cuda"}, decode={"expert_parallel": 2}), 8)
+    own = config(cluster={"device": "cuda"}, decode={"expert_parallel": 4})
+    assert [role.device for role in plan_roles(own, 5) if role.on_gpu] == ["cuda:0", "cuda:1,2,3,4"]
+    with pytest.raises(ResourceError, match="instances of 5 ranks together need 5 GPUs, but there are 4"):
+        plan_roles(own, 4)
+
+
+@pytest.mark.parametrize(("devices", "number"), [("cuda:0,1,2,3", 1), ("cuda:0,1", 2)])
+def test_ranks_that_share_experts_hold_all_else_and_blocks_of_their_own(devices: str, number: int) -> None:
+    mixture = replace(SEVEN_B, expert_bytes=SEVEN_B.weight_bytes // 2)
+    own = config(decode={"expert_parallel": 4})
+    ranks = RanksHere.of(own, "decode", devices)
+    assert ranks.number == number
+    assert ranks.weight_bytes(mixture) == pytest.approx(number * (1 / 2 + 1 / 8) * SEVEN_B.weight_bytes)
+    assert ranks.block_bytes(mixture, mixture.geometry(16)) == number * BLOCK / 4
+    parts = fixed_parts(own, mixture, "decode", ranks)
+    assert "CUDA graphs" not in parts
+    assert parts["activations"] > fixed_parts(config(), mixture, "decode")["activations"]
+    memories = [
+        ("decode", DeviceMemory("decode-0", devices, 80 * GIB, 79 * GIB)),
+        ("prefill", DeviceMemory("prefill-0", "cuda:7", 80 * GIB, 79 * GIB)),
+    ]
+    plan = plan_devices(own, mixture, memories)
+    assert plan.decode_cache % 4 == 0
+    held = plan.roles["decode"]
+    assert held.parts["cache"] == plan.decode_cache * number * BLOCK // 4
+    assert held.used <= held.budget

@@ -23,7 +23,8 @@ from alignedserve.transfer.paired.client import PairClient
 from alignedserve.transfer.paired.remote import RemoteBlockStore
 from alignedserve.transfer.paired.server import PairServer
 from alignedserve.transfer.paired.transport import ASKING_RANK, SERVING_RANK, Wiring
-from alignedserve.transfer.parted import PartedChannel, PartedStore, opened, parts_by_id
+from alignedserve.transfer.parted import PartedChannel, PartedStore, parts_by_id
+from alignedserve.transfer.ranged import opened
 from alignedserve.transfer.topology import GLOO
 
 GEOMETRY = KvGeometry("random", "bfloat16", layers=4, kv_heads=6, head_dim=8, block_size=16)

@@ -26,6 +26,7 @@ class LoopMachine(RuleBasedStateMachine):
         overlap=st.sampled_from((True, True, False)),
         caches=st.sampled_from((True, True, False)),
         lanes=st.sampled_from((1, 1, 2, 3)),
+        ranks=st.sampled_from((1, 1, 2, 3)),
     )
     def start(
         self,
@@ -35,12 +36,15 @@ class LoopMachine(RuleBasedStateMachine):
         watermark: int,
         join_iterations: int,
         lanes: int,
+        ranks: int,
         *,
         overlap: bool,
         caches: bool,
     ) -> None:
+        """`blocks`: of each rank. Several have a cache each, and no lanes."""
         config = DecodeConfig(max_running=max_running, watermark_blocks=watermark, join_iterations=join_iterations)
-        self.cell = ScriptedCell(blocks, block_size, overlap, config, caches=caches, lanes=lanes)
+        lanes = lanes if ranks == 1 else 1
+        self.cell = ScriptedCell(ranks * blocks, block_size, overlap, config, caches=caches, lanes=lanes, ranks=ranks)
         self.room = blocks * block_size
 
     def clients(self, where: str) -> list[Client]:
@@ -122,6 +126,11 @@ class LoopMachine(RuleBasedStateMachine):
     @rule(index=ANY, fails=st.sampled_from((False, False, False, True)))
     def end_pull(self, index: int, *, fails: bool) -> None:
         self.cell.end_pull(index % len(self.cell.pulls), fails=fails)
+
+    @precondition(lambda self: hasattr(self, "cell") and self.cell.copies)
+    @rule(index=ANY, fails=st.sampled_from((False, False, True)))
+    def end_move(self, index: int, *, fails: bool) -> None:
+        self.cell.end_move(index % len(self.cell.copies), fails=fails)
 
     @precondition(lambda self: hasattr(self, "cell") and self.cell.evictions)
     @rule(index=ANY, fails=st.sampled_from((False, False, True)))

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from alignedserve.errors import AccountingError, StaleError
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator, BlockState
+from alignedserve.scheduler.instance.ranged_allocator import RangedAllocator
 from support.machines import machine_settings
 
 HOLDERS = st.sampled_from("abc")
@@ -153,5 +154,46 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert self.allocator.available_blocks == self.capacity
 
 
+class RangedMachine(AllocatorMachine):
+    """An allocator with ranges: what is allocated in one is of it, and a block goes back to its own."""
+
+    @initialize(ranges=st.integers(1, 4), each=st.integers(1, 3))
+    def start(self, ranges: int, each: int) -> None:  # type: ignore[override]
+        super().start(ranges * each)
+        self.allocator = self.ranged = RangedAllocator(ranges, each, "store")
+        self.ranges, self.each = ranges, each
+
+    def free_in(self, number: int) -> set[int]:
+        return {block for block in self.free() if block // self.each == number}
+
+    @rule(count=COUNTS, holder=HOLDERS)
+    def allocate(self, count: int, holder: str) -> None:
+        most = max(len(self.free_in(number)) for number in range(self.ranges))
+        found = self.allocator.allocate(count, holder)
+        assert (found is None) == (count > most)
+        self.held.setdefault(holder, []).extend(found or ())
+
+    @rule(number=st.integers(0, 3), count=COUNTS, holder=HOLDERS)
+    def allocate_in(self, number: int, count: int, holder: str) -> None:
+        number, free = number % self.ranges, self.free_in(number % self.ranges)
+        found = self.ranged.allocate_in(number, count, holder)
+        assert (found is None) == (count > len(free))
+        assert free.issuperset(found or ())
+        self.held.setdefault(holder, []).extend(found or ())
+
+    @rule(count=COUNTS, writer=WRITERS)
+    def lease(self, count: int, writer: str) -> None:
+        with pytest.raises(AccountingError, match="no blocks of a store in ranges are leased"):
+            self.allocator.lease(count, writer)
+
+    @invariant()
+    def each_block_is_in_its_range(self) -> None:
+        if hasattr(self, "ranged"):
+            for number in range(self.ranges):
+                assert self.ranged.available_in(number) == len(self.free_in(number))
+
+
 TestAllocator = AllocatorMachine.TestCase
 TestAllocator.settings = machine_settings(60, 40)
+TestRanged = RangedMachine.TestCase
+TestRanged.settings = machine_settings(60, 40)

@@ -71,9 +71,9 @@ def test_what_is_missing_is_kept_up_as_members_leave(seed: int) -> None:
         grouped = number and rng.random() < 0.4
         chain = chain_of([f"g{number // 3}"] * tokens, block_size) if grouped else None
         candidate = Candidate(RequestKey(str(number)), tokens, most, chain, BufferKind.BATCH, 1)
-        resident = batch.resident_blocks(candidate)
-        if batch.allocator.free_blocks > 5 and resident is not None:
-            batch.join(candidate, 1, resident)
+        seats = batch.seats(candidate)
+        if batch.allocator.free_blocks > 5 and seats:
+            batch.join(candidate, 1, seats[0])
             if rng.random() < 0.5:
                 batch.entering[candidate.key].fill()
     for member in list(batch.entering.values()):
