@@ -24,6 +24,7 @@ from alignedserve.engine.model.loader import LoadedModel
 from alignedserve.engine.parallel.cuts import Ranks
 from alignedserve.engine.parallel.expert_runner import ExpertRunner
 from alignedserve.engine.parallel.group import Groups
+from alignedserve.engine.parallel.layer_times import DECODE, PREFILL, TimedPass
 from alignedserve.engine.parallel.load import load_part
 from alignedserve.engine.parallel.runner import DrivenRunner, RankRunner, held_by
 from alignedserve.engine.parallel.stores import device_parts, host_parts, shared_store
@@ -108,7 +109,14 @@ def start_ranks(config: Config, role: str, info: ModelInfo, devices: Sequence[st
     trusted, backend = config.model.trust_remote_code, config.engine.attention
     own = os.environ.get(OWN_STORES_VARIABLE) == "1"
     ranks = RankProcesses(
-        info, degrees, trust_remote_code=trusted, threads=threads, backend=backend, own_stores=own, devices=devices
+        info,
+        degrees,
+        trust_remote_code=trusted,
+        threads=threads,
+        backend=backend,
+        own_stores=own,
+        devices=devices,
+        timed=PREFILL if role == "prefill" else DECODE,
     )
     forks.release()
     return ranks
@@ -150,9 +158,10 @@ class RankProcesses:
         backend: str,
         own_stores: bool = False,
         devices: Sequence[str] = ("cpu",),
+        timed: TimedPass | None = DECODE,
     ) -> None:
         """`threads`: of each rank. `own_stores`: each has the memory of its own part, as on GPUs, unless ranks share
-        experts. `devices`: of the ranks, by turns.
+        experts. `devices`: of the ranks, by turns. `timed`: as for `load_part`.
 
         Raises ConfigError if so many ranks cannot share the model.
         """
@@ -172,7 +181,7 @@ class RankProcesses:
         self._held: list[StoreSlice] = []  # by each rank; known from `load` on
         self._weight_bytes: list[int] = []  # of each rank; known from `load` on
         written = info.to_json()
-        self._info = info
+        self._info, self._timed = info, timed
         self._orders = [
             RankOrder(
                 rank,
@@ -211,7 +220,9 @@ class RankProcesses:
         own = self._orders[0]
         try:
             self._groups = own.groups(self._rendezvous)
-            loaded = load_part(self._info, own.place, self._groups, own.device, own.trust_remote_code, progress)
+            loaded = load_part(
+                self._info, own.place, self._groups, own.device, own.trust_remote_code, progress, self._timed
+            )
             self._groups.waits.meet()
         except RankLostError as error:
             raise self._said() or error from None
