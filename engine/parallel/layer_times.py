@@ -26,12 +26,12 @@ from alignedserve.engine.batch import ForwardItem, PackedBatch, build_batch
 from alignedserve.engine.model.cpu_linear import Faster, pack_faster
 from alignedserve.engine.model.loader import before_probe
 from alignedserve.engine.parallel.division import Costs
-from alignedserve.engine.parallel.stages import Elsewhere
+from alignedserve.engine.parallel.stages import Elsewhere, said_by
 from alignedserve.geometry import DTYPE_BYTES, StoreSlice
 from alignedserve.model import ModelInfo
 
 BUDGET_S = 0.3  # of the timed passes of a kind of layer; one is timed in any case
-REPEATS = 7
+REPEATS = 5
 MOST_KV_BYTES = 256 << 20  # of the layer that is timed
 MOST_FLOP = 2e10  # of a layer on a CPU, in a pass
 COLD_BYTES = 128 << 20  # more than the caches of a processor; those of a GPU are smaller
@@ -84,11 +84,13 @@ def measured_costs(
         if (kind := _kind(layer)) in found:
             continue
         passed_on = shell_layers[number]
-        shell_layers[number] = _with_noise(layer, noise, {}, faster)
+        clock, bench = _Clock(device), _Bench(shell, info, number, heads, device, timed)
+        shell_layers[number] = _Timed(_with_noise(layer, noise, {}, faster), clock, cold)
+        clock.follow(shell, shell_layers)
         try:
-            bench = _Bench(shell, info, number, heads, device, timed)
-            samples = _samples(bench, _Clock(shell, shell_layers, number, device), cold)
+            samples = _samples(bench, clock, cold)
         finally:
+            clock.close()
             shell_layers[number] = passed_on
         found[kind] = statistics.median(sample.layer_s for sample in samples)
         found[kind] += bench.unread_s(_bytes_per_s(cold)) if device.type == "cuda" else 0.0
@@ -171,16 +173,17 @@ class _Sample:
 class _Clock:
     """The times at which a pass begins and ends its embedding, one layer, and all layers."""
 
-    def __init__(self, model: Any, layers: Sequence[nn.Module], number: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self.times: dict[str, float] = {}
+        self._hooks: list[Any] = []
+
+    def follow(self, model: Any, layers: Sequence[nn.Module]) -> None:
         embedding = model.get_input_embeddings()
         self._hooks = [
             embedding.register_forward_pre_hook(lambda *_: self.note("embed")),
             embedding.register_forward_hook(lambda *_: self.note("embedded")),
             layers[0].register_forward_pre_hook(lambda *_: self.note("first")),
-            layers[number].register_forward_pre_hook(lambda *_: self.note("begin")),
-            layers[number].register_forward_hook(lambda *_: self.note("end")),
             layers[-1].register_forward_hook(lambda *_: self.note("last")),
         ]
 
@@ -196,6 +199,26 @@ class _Clock:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+class _Timed(nn.Module):
+    """A layer that is computed twice: the first in a pass also computes what the others use again.
+
+    Between two uses of a layer the others' weights go through the caches, so they are emptied.
+    """
+
+    def __init__(self, layer: nn.Module, clock: _Clock, cold: torch.Tensor) -> None:
+        super().__init__()
+        self.__dict__.update(said_by(layer))
+        self.layer, self._clock, self._cold = layer, clock, cold
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.layer(*args, **kwargs)
+        self._cold.sum()
+        self._clock.note("begin")
+        output = self.layer(*args, **kwargs)
+        self._clock.note("end")
+        return output
 
 
 @dataclass
@@ -261,24 +284,21 @@ class _Unread(AttentionBackend):
 
 
 def _samples(bench: _Bench, clock: _Clock, cold: torch.Tensor) -> list[_Sample]:
-    """Of each pass. Between two uses of a layer the others' weights go through the caches, so they are emptied."""
+    """Of each pass."""
 
     def once() -> _Sample:
-        cold.add_(1.0)
+        cold.sum()
         clock.note("start")
         bench.run()
         clock.note("stop")
         return clock.sample()
 
-    try:
-        once()  # the first one is slower
-        begun_s = time.perf_counter()
-        samples = [once()]
-        while len(samples) < REPEATS and time.perf_counter() - begun_s < BUDGET_S:
-            samples.append(once())
-        return samples
-    finally:
-        clock.close()
+    once()  # the first one is slower
+    begun_s = time.perf_counter()
+    samples = [once()]
+    while len(samples) < REPEATS and time.perf_counter() - begun_s < BUDGET_S:
+        samples.append(once())
+    return samples
 
 
 def _now_s(device: torch.device) -> float:
@@ -290,8 +310,8 @@ def _now_s(device: torch.device) -> float:
 
 
 def _bytes_per_s(cold: torch.Tensor) -> float:
-    """Of the device's memory: each value is read and written."""
+    """At which the device reads its memory."""
     begun_s = _now_s(cold.device)
     for _ in range(REPEATS):
-        cold.add_(1.0)
-    return 2.0 * REPEATS * cold.nbytes / (_now_s(cold.device) - begun_s)
+        cold.sum()
+    return float(REPEATS) * cold.nbytes / (_now_s(cold.device) - begun_s)

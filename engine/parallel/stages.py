@@ -44,12 +44,17 @@ class Pipe:
         self._group.send(states.contiguous(), self._place.rank + self._place.degrees.tensor)
 
 
+def said_by(layer: nn.Module) -> dict[str, str | int]:
+    """What a model may ask of a layer, such as its type of attention."""
+    return {name: value for name, value in vars(layer).items() if isinstance(value, str | int)}
+
+
 class Elsewhere(nn.Module):
     """In place of a layer that is computed elsewhere: it passes on what it gets."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.__dict__.update({name: value for name, value in vars(layer).items() if isinstance(value, str | int)})
+        self.__dict__.update(said_by(layer))
 
     def forward(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         return hidden_states
