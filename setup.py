@@ -20,6 +20,7 @@ COMPONENTS = {
     "kv_pool": "kv_pool",
     "prefill_worker": "prefill_worker",
     "proto": "proto/messages",
+    "rank_host": "rank_host",
     "scheduler": "scheduler",
     "simulator": "simulator",
     "transfer": "transfer",

@@ -50,6 +50,7 @@ class RoleSettings:
     `config` is a tree from `config_sources.to_tree`. `agent_socket` is the Unix socket of this node's node agent, which
     may start later than the role. `device` is "cpu" or "cuda:N", or of several ranks the GPUs that they have by turns,
     "cuda:N,M"; if `pinned`, it is the predecessor's and must not be changed. `after` is the predecessor's incarnation.
+    `rank_hosts`: addresses of the processes that have the instance's ranks on other nodes, in order.
     """
 
     role: str
@@ -64,6 +65,7 @@ class RoleSettings:
     device: str = "cpu"
     pinned: bool = False
     after: int = 0
+    rank_hosts: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

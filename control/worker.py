@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from alignedserve.control.runtime import RoleServer, RoleSettings
@@ -37,10 +37,11 @@ class WorkerServer(RoleServer):
     def on_gateway_lost(self, address: str) -> None:
         """Events for this gateway could not be delivered: report its requests lost, so that it submits them again."""
 
-    def ranks(self, pids: Sequence[int]) -> str:
-        """What a status begins with; "" for one rank. `pids`: of all ranks, once they are started."""
+    def ranks(self, pids: Mapping[str, Sequence[int]]) -> str:
+        """What a status begins with; "" for one rank. `pids`: of all ranks by node ("": this one), once started."""
         degrees = self.config.degrees(self.role)
-        started = f" (pids {', '.join(map(str, pids))})" if pids else ""
+        on_nodes = [(f"{', '.join(map(str, own))}", f" on {node}" if node else "") for node, own in pids.items()]
+        started = f" (pids {'; '.join(own + where for own, where in on_nodes)})" if pids else ""
         return f"{degrees}{started}, " if degrees.ranks > 1 else ""
 
     @abstractmethod

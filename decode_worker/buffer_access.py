@@ -17,14 +17,13 @@ from alignedserve.transfer.block_store import BlockStore, attach_store
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.device import attach_device_store
 from alignedserve.transfer.handles import CUDA, StoreHandle
-from alignedserve.transfer.links import ask_driver, place_of, wrapped
+from alignedserve.transfer.links import ask_driver, connect, place_of
 from alignedserve.transfer.pair_choice import PAIRED, choose_pair_channel, require_packages
-from alignedserve.transfer.paired.channel import PairedChannel
 from alignedserve.transfer.paired.client import PairClient
 from alignedserve.transfer.paired.nccl import no_nccl_here
 from alignedserve.transfer.paired.remote import RemoteBlockStore
 from alignedserve.transfer.paired.transport import ASKING_RANK, Wiring
-from alignedserve.transfer.parted import connected, opened
+from alignedserve.transfer.parted import opened
 from alignedserve.transfer.segments import SegmentClient
 from alignedserve.transfer.topology import GLOO, Place
 
@@ -94,10 +93,10 @@ class PairedBuffers(BufferAccess):
 
     def open(self, handle: StoreHandle) -> BlockStore:
         self._cache.geometry.require_same(handle.geometry)
-        return RemoteBlockStore(handle, self._client.checksums)
+        return RemoteBlockStore(handle, self._client)
 
     def connect(self, source: BlockStore, destination: BlockStore) -> Channel:
-        return connected(source, destination, lambda one, other: wrapped(PairedChannel(one, other, self._client)))
+        return connect(source, destination)
 
     @property
     def settled(self) -> bool:
@@ -163,12 +162,12 @@ class BufferReach:
 
 
 def _places(cache: StoreHandle, buffer: StoreHandle) -> list[tuple[Place, Place]]:
-    """Of all parts of the two that have something in common."""
+    """Of all parts of the two that have something in common. The cache's parts on other nodes have their own links."""
     return list(
         dict.fromkeys(
             (place_of(one), place_of(other))
             for one in cache.parts or (cache,)
             for other in buffer.parts or (buffer,)
-            if one.slice.intersect(other.slice) is not None
+            if one.node_id == cache.node_id and one.slice.intersect(other.slice) is not None
         )
     )

@@ -33,6 +33,7 @@ from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.model import ModelInfo
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.rank_host.link import open_hosts
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
@@ -118,7 +119,10 @@ class DecodeInstance:
         self.model = await host.inspect(config, device)
         self.memory.expect(self.model)
         report()
-        self._ranks = ranks = start_ranks(config, "decode", self.model, devices)
+        hosts = await open_hosts(settings, self._process, config)
+        self.memory.note_hosts({host.node_id: host.memory_bytes for host in hosts})
+        report()
+        self._ranks = ranks = start_ranks(config, "decode", self.model, devices, hosts, settings.host)
         load_part, of_ranks = (None, None) if ranks is None else (ranks.load, ranks.store)
         loaded, tokenizer = await host.load(config, self.model, device, self.starting, load_part)
         plan = await self._pool.plan
@@ -127,17 +131,19 @@ class DecodeInstance:
         weight_bytes = None if ranks is None else ranks.most_weight_bytes()
         await asyncio.to_thread(self.memory.check, loaded, plan, make_runner, weight_bytes)
         geometry = self.model.geometry(plan.block_size)
-        self._cache_store, tensor = host.cache_store(
-            f"{settings.id}/cache", geometry, plan.decode_cache, device, settings.node_id, of_ranks
+        make_store = partial(host.cache_store, of_ranks=of_ranks)
+        cache_store, tensor = await asyncio.to_thread(
+            make_store, f"{settings.id}/cache", geometry, plan.decode_cache, device, settings.node_id
         )
-        await asyncio.to_thread(compile_copies, self._cache_store)  # now, not when the first buffer is attached
-        self.cache = BlockAllocator(plan.decode_cache, self._cache_store.store_id)
+        self._cache_store = cache_store
+        await asyncio.to_thread(compile_copies, cache_store)  # now, not when the first buffer is attached
+        self.cache = BlockAllocator(plan.decode_cache, cache_store.store_id)
         lease, weights = self._largest_request_blocks(plan), self.model.weights
         writer = PoolWriter(self._process, settings.token, lease, self._on_pool_wait, weights)
         self.writer = writer
         cached = self._caching_writer(plan)
         pool_store = await self._pool.attach(geometry, [writer, *([cached] if cached is not None else [])])
-        from_pool, to_pool = self._connect(pool_store, self._cache_store), self._connect(self._cache_store, pool_store)
+        from_pool, to_pool = self._connect(pool_store, cache_store), self._connect(cache_store, pool_store)
         self._pool_channels = [from_pool, to_pool]
         reader, size = self._pool.reader(from_pool), plan.block_size
         self.handover = Handover(self.copier, reader, to_pool, writer, size, cached)
@@ -266,9 +272,9 @@ class DecodeInstance:
             self.compute.set_lease(self.handover.leased_blocks())
 
     @property
-    def rank_pids(self) -> list[int]:
-        """Of all ranks; empty if there is one, or before `load`."""
-        return [] if self._ranks is None else self._ranks.pids
+    def rank_pids(self) -> dict[str, list[int]]:
+        """Of all ranks by node, "" for this one; empty if there is one rank, or before `load`."""
+        return {} if self._ranks is None else self._ranks.pids_by_node
 
     def trouble(self) -> AlignedServeError | None:
         """The error for which this process must be replaced; None if there is none."""

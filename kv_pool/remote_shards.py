@@ -19,12 +19,10 @@ from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.handles import HOST, StoreHandle
-from alignedserve.transfer.links import wrapped
-from alignedserve.transfer.paired.channel import PairedChannel
+from alignedserve.transfer.links import connect
 from alignedserve.transfer.paired.client import PairClient
 from alignedserve.transfer.paired.remote import RemoteBlockStore
 from alignedserve.transfer.paired.transport import ASKING_RANK, Wiring
-from alignedserve.transfer.parted import connected
 from alignedserve.transfer.topology import GLOO
 
 logger = logging.getLogger(__name__)
@@ -101,11 +99,7 @@ class RemoteShards:
                 self._follow_soon()
             channel = shard.channels.get(destination.store_id)
             if channel is None:
-                client = shard.client
-                channel = connected(
-                    shard.store, destination, lambda one, other: wrapped(PairedChannel(one, other, client))
-                )
-                shard.channels[destination.store_id] = channel
+                channel = shard.channels[destination.store_id] = connect(shard.store, destination)
             return channel
 
     @property
@@ -141,7 +135,7 @@ class RemoteShards:
         whole = StoreSlice.whole(geometry)
         handle = StoreHandle(pool_id, HOST, geometry, whole, self._capacity_blocks, node_id)
         logger.info("%s of node %s is read over %s", pool_id, node_id, self._channel)
-        return _Shard(RemoteBlockStore(handle, client.checksums), client)
+        return _Shard(RemoteBlockStore(handle, client), client)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

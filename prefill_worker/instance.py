@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 from alignedserve.config import Config
 from alignedserve.control.convert import key_from_proto, sampling_from_proto
@@ -34,6 +35,7 @@ from alignedserve.prefill_worker.prefixes import Prefixes
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.rank_host.link import open_hosts
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
@@ -120,7 +122,10 @@ class PrefillInstance:
         self.model = await host.inspect(config, device)
         self.memory.expect(self.model)
         report()
-        self._ranks = ranks = start_ranks(config, "prefill", self.model, devices)
+        hosts = await open_hosts(settings, self._process, config)
+        self.memory.note_hosts({host.node_id: host.memory_bytes for host in hosts})
+        report()
+        self._ranks = ranks = start_ranks(config, "prefill", self.model, devices, hosts, settings.host)
         load_part, of_ranks = (None, None) if ranks is None else (ranks.load, ranks.store)
         loaded, tokenizer = await host.load(config, self.model, device, self.starting, load_part)
         plan = await self._pool.plan
@@ -128,8 +133,9 @@ class PrefillInstance:
         weight_bytes = None if ranks is None else ranks.most_weight_bytes()
         await asyncio.to_thread(self.memory.check, loaded, plan, make_runner, weight_bytes)
         geometry = self.model.geometry(plan.block_size)
-        cache_store, tensor = host.cache_store(
-            f"{settings.id}/cache", geometry, plan.prefill_cache, device, settings.node_id, of_ranks
+        make_store = partial(host.cache_store, of_ranks=of_ranks)
+        cache_store, tensor = await asyncio.to_thread(
+            make_store, f"{settings.id}/cache", geometry, plan.prefill_cache, device, settings.node_id
         )
         self.cache = BlockAllocator(plan.prefill_cache, cache_store.store_id)
         self.buffers = await asyncio.to_thread(self._make_buffers, geometry, plan)
@@ -343,9 +349,9 @@ class PrefillInstance:
         return self.compute.idle and self.offloader.idle and all(b.holds_nothing() for b in self.buffers.values())
 
     @property
-    def rank_pids(self) -> list[int]:
-        """Of all ranks; empty if there is one, or before `load`."""
-        return [] if self._ranks is None else self._ranks.pids
+    def rank_pids(self) -> dict[str, list[int]]:
+        """Of all ranks by node, "" for this one; empty if there is one rank, or before `load`."""
+        return {} if self._ranks is None else self._ranks.pids_by_node
 
     def trouble(self) -> AlignedServeError | None:
         """The error for which this process must be replaced; None if there is none."""

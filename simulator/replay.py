@@ -45,9 +45,9 @@ _READ = (
 )  # fmt: skip
 # Keys about how an engine computes, which a run leaves to the cost model.
 _OF_ENGINES = frozenset((
-    "prefill.layerwise_tokens", "prefill.tensor_parallel", "prefill.pipeline_parallel",
+    "prefill.layerwise_tokens", "prefill.tensor_parallel", "prefill.pipeline_parallel", "prefill.nodes",
     "decode.graphs", "decode.graph_sizes", "decode.overlap", "decode.tensor_parallel", "decode.pipeline_parallel",
-    "decode.expert_parallel", "decode.placement",
+    "decode.expert_parallel", "decode.placement", "decode.nodes",
 ))  # fmt: skip
 _OF_HARDWARE = {"kv_pool.size_gib": "pool_tokens", "kv_pool.block_size": "block_size"}
 # Keys that a run with ranks reads.

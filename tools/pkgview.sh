@@ -6,7 +6,7 @@ mkdir -p .pkgview/alignedserve
 for entry in src/alignedserve/*; do
   ln -sfn "../../$entry" ".pkgview/alignedserve/$(basename "$entry")"
 done
-for name in client cluster control decode_worker engine gateway kv_pool prefill_worker scheduler simulator transfer; do
+for name in client cluster control decode_worker engine gateway kv_pool prefill_worker rank_host scheduler simulator transfer; do
   ln -sfn "../../$name" ".pkgview/alignedserve/$name"
 done
 ln -sfn ../../proto/messages .pkgview/alignedserve/proto

@@ -14,6 +14,7 @@ from alignedserve.transfer.block_store import BlockStore, HostBlockStore
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.handles import CUDA, HOST, StoreHandle
 from alignedserve.transfer.host_channel import HostChannel
+from alignedserve.transfer.paired.remote import RemoteBlockStore
 from alignedserve.transfer.parted import PartedChannel, PartedStore
 from alignedserve.transfer.topology import (
     CUDA_IPC,
@@ -71,7 +72,8 @@ def choose_channel(
 
 
 def connect(source: BlockStore, destination: BlockStore, *, allow_slow: bool = False, computed: bool = True) -> Channel:
-    """A channel between two stores that are open in this process, each pair of their parts by its places.
+    """A channel between two stores, each pair of their parts by its places. A store of another process that takes part
+    in copies is reached by its own pair.
 
     Raises the errors of `choose_channel`.
 
@@ -80,6 +82,10 @@ def connect(source: BlockStore, destination: BlockStore, *, allow_slow: bool = F
     """
     if isinstance(source, PartedStore) or isinstance(destination, PartedStore):
         return PartedChannel(source, destination, functools.partial(connect, allow_slow=allow_slow, computed=computed))
+    if isinstance(source, RemoteBlockStore) or isinstance(destination, RemoteBlockStore):
+        from alignedserve.transfer.paired.channel import paired_channel  # imports torch
+
+        return wrapped(paired_channel(source, destination))
     choice = choose_channel(source.handle(), destination.handle(), allow_slow=allow_slow)
     log = logger.warning if choice.slow else logger.info
     log("%s to %s: channel %s, %s", source.store_id, destination.store_id, choice.name, choice.reason)

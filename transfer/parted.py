@@ -239,13 +239,6 @@ class _Joined(Completion):
             self.finish(self._first_error)
 
 
-def connected(source: BlockStore, destination: BlockStore, connect: Connect) -> Channel:
-    """The channel between two stores, either of which may be in parts. `connect` opens one between two that are not."""
-    if isinstance(source, PartedStore) or isinstance(destination, PartedStore):
-        return PartedChannel(source, destination, connect)
-    return connect(source, destination)
-
-
 def opened(handle: StoreHandle, attach: Callable[[StoreHandle], BlockStore]) -> BlockStore:
     """The store of a handle. `attach` opens one that is not in parts."""
     if not handle.parts:

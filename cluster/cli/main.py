@@ -67,6 +67,14 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
         "decode.pipeline_parallel",
         {"type": int, "metavar": "N", "help": "--pipeline-parallel-size of decode instances"},
     ),
+    "--prefill-nodes": (
+        "prefill.nodes",
+        {"type": int, "metavar": "N", "help": "nodes over which the stages of a prefill instance are spread"},
+    ),
+    "--decode-nodes": (
+        "decode.nodes",
+        {"type": int, "metavar": "N", "help": "the same for decode instances"},
+    ),
     "--decode-ep": (
         "decode.expert_parallel",
         {"type": int, "metavar": "N", "help": "ranks of decode instances that share a mixture's experts (CPUs only)"},

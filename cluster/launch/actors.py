@@ -19,6 +19,7 @@ import ray
 
 from alignedserve.cluster.launch.environment import role_environment
 from alignedserve.cluster.launch.fork_keeper import ForkKeeper, fork_environment
+from alignedserve.cluster.launch.rank_hosts import SERVES_WITHIN_S, host
 from alignedserve.cluster.launch.role_main import Seat
 from alignedserve.cluster.runtime_dir import leave_socket_folder, prepare_socket_folder
 from alignedserve.control.runtime import RoleServer, RoleSettings, new_role
@@ -186,3 +187,33 @@ ACTORS: dict[str, type[RoleActor]] = {
     "node_agent": NodeAgent,
     "spare": Spare,
 }
+
+
+class RankHostActor:
+    """What an instance has on a further node (`rank_hosts.py`), on an event loop in a thread."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = RoleSettings(**settings)
+        os.environ.update(role_environment(self._settings))  # before anything heavy is imported
+        if self._settings.device.startswith("cuda") and (assigned := ray.get_gpu_ids()):
+            self._settings = RoleSettings(**{**settings, "device": device_of(assigned)})
+        self._address = ""
+        self._serves = threading.Event()
+        threading.Thread(target=self._run, name="rank-host", daemon=True).start()
+
+    async def address(self) -> str:
+        """Once it serves; "" if it does not in time."""
+        await asyncio.to_thread(self._serves.wait, SERVES_WITHIN_S)
+        return self._address
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(host(self._settings, self._on_address))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)  # threads of the engine or of Ray must not delay the end of the process
+
+    def _on_address(self, address: str) -> None:
+        self._address = address
+        self._serves.set()

@@ -45,8 +45,14 @@ def role_environment(settings: RoleSettings) -> dict[str, str]:
 def ranks_environment(settings: RoleSettings) -> dict[str, str]:
     """What has a fork server prepare the other ranks of an instance, or of any that a spare may become."""
     config = from_tree(settings.config)
-    ranks = max((config.degrees(role).ranks for role in MODEL_ROLES if settings.role in (role, SPARE)), default=1)
+    here = [len(config.spread(role).ranks(0)) for role in MODEL_ROLES if settings.role in (role, SPARE)]
+    ranks = 1 + config.spread(settings.role).ranks_of(settings.id) if is_rank_host(settings) else max(here, default=1)
     return {RANKS_VARIABLE: str(ranks - 1)} if ranks > 1 else {}
+
+
+def is_rank_host(settings: RoleSettings) -> bool:
+    """Whether it is not an instance, but the process that has ranks of it on a further node (`Spread.parts`)."""
+    return settings.role in MODEL_ROLES and "." in settings.id
 
 
 def is_local_model(path: str) -> bool:

@@ -18,6 +18,18 @@ class PlainPlaces:
         self._where: dict[str, str] = {}  # the node of each placed instance, as of the last `placement`
         self._instances: tuple[str, ...] = ()  # ids of instances, from the last `place`
 
+    def part(self, part_id: str, near: str) -> str | None:
+        """The node of a part of an instance (`Spread.parts`) that is on node `near`: another one if there is any.
+
+        None while the one that is fixed for it does not exist.
+        """
+        alive = [node.node_id for node in self._nodes]
+        if part_id in self._fixed:
+            return self._fixed[part_id] if self._fixed[part_id] in alive else None
+        others = [node_id for node_id in alive if node_id != near] or alive
+        on = list(self._where.values())
+        return min(others, key=on.count)
+
     def place(self, instances: Iterable[str]) -> None:
         """Place these instances, and no others."""
         self._instances = tuple(instances)

@@ -48,7 +48,7 @@ def check_model(config: Config) -> Path:
 def check_ranks(config: Config, folder: Path) -> None:
     """Raises ConfigError, UnsupportedModelError if it cannot be shared out. Instances check what is unknown here."""
     degrees = [config.degrees(role) for role in MODEL_ROLES]
-    if all(each.ranks == 1 for each in degrees):
+    if all(each.ranks == 1 for each in degrees) and all(config.spread(role).nodes == 1 for role in MODEL_ROLES):
         return
     shape = read_json(folder / "config.json")
     kind = str(shape.get("model_type"))
@@ -63,6 +63,7 @@ def check_ranks(config: Config, folder: Path) -> None:
         try:
             each.require_kind()
             each.require_device(config.cluster.device)
+            config.spread(role).require()
             if experts is not None:
                 each.require_experts(config.served_model_name, experts)
             if heads is not None:
@@ -80,6 +81,7 @@ def check_model_if_here(config: Config) -> None:
     """
     for role in MODEL_ROLES:
         config.degrees(role).require_kind()
+        config.spread(role).require()
     if config.model.path in SHIPPED_MODELS:
         check_ranks(config, resolve_model(config.model.path))
     folder = Path(os.path.expanduser(config.model.path))

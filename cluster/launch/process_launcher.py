@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from alignedserve.cluster.launch.environment import role_environment
 from alignedserve.cluster.launch.launcher import Launcher, Running
 from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.launch.plain_places import PlainPlaces
+from alignedserve.cluster.launch.rank_hosts import PlainRankHost, parts_of, start_rank_host
 from alignedserve.cluster.launch.vetting import vet_node
 from alignedserve.cluster.node.node_agent import VIEW_INFO
 from alignedserve.cluster.supervisor.nodes import Placement
@@ -93,11 +94,17 @@ class ProcessLauncher(Launcher):
         self._environment = dict(environment or {})
         self._output_dir = output_dir
         self._children: dict[str, _Child] = {}  # the last process of each role id, also after its end
+        self._rank_hosts: dict[str, PlainRankHost] = {}  # the last process of each part of an instance on another node
 
     @property
     def pids(self) -> dict[str, int]:
         """Pids of the children that have not ended, by role id."""
         return {role_id: child.process.pid for role_id, child in self._children.items() if not child.reaper.done()}
+
+    @property
+    def rank_host_pids(self) -> dict[str, int]:
+        """Pids of the processes that have ranks on further nodes, by the id of their part of an instance."""
+        return {part_id: host.process.pid for part_id, host in self._rank_hosts.items()}
 
     async def nodes(self) -> Sequence[Node]:
         return list(self._nodes)
@@ -128,6 +135,9 @@ class ProcessLauncher(Launcher):
         for role_id, child in self._children.items():
             if child.settings.node_id == node_id:
                 await self.kill(role_id)
+        for rank_host in self._rank_hosts.values():
+            if rank_host.settings.node_id == node_id:
+                await rank_host.end()
 
     async def find(self) -> Sequence[Running]:
         living = [child for child in self._children.values() if not child.reaper.done()]
@@ -143,13 +153,14 @@ class ProcessLauncher(Launcher):
         old = self._children.get(settings.id)
         if old is not None:
             await old.reaper
+        settings = replace(settings, rank_hosts=await self._start_rank_hosts(settings))
         spare = self._children.pop(spare_id, None)
         if spare is not None and not spare.reaper.done():
             spare.settings = settings
             self._children[settings.id] = spare
             await self._tell(spare.process, json.dumps({"assume": settings.to_dict()}))
             return
-        environment = {**os.environ, **role_environment(settings), **self._environment}
+        environment = self._environment_of(settings)
         try:
             with self._output(settings.id) as output:
                 process = await start_process(settings.role, self._module, environment, output)
@@ -158,6 +169,29 @@ class ProcessLauncher(Launcher):
         reaper = asyncio.get_running_loop().create_task(process.wait())
         self._children[settings.id] = _Child(settings, process, reaper)
         await self._tell(process, json.dumps(settings.to_dict()))
+
+    async def _start_rank_hosts(self, settings: RoleSettings) -> list[str]:
+        """Start the processes for an instance's ranks on further nodes. Returns their addresses.
+
+        Raises UnavailableError.
+        """
+        addresses = []
+        for part_id in parts_of(settings):
+            if (old := self._rank_hosts.pop(part_id, None)) is not None:
+                await old.end()
+            node_id = self._places.part(part_id, settings.node_id)
+            node = next((node for node in self._nodes if node.node_id == node_id), None)
+            if node is None:
+                raise UnavailableError(f"{part_id} could not be started: its node does not exist")
+            theirs = replace(settings, id=part_id, node_id=node.node_id, host=node.host)
+            with self._output(part_id) as output:
+                started = await start_rank_host(theirs, self._environment_of(theirs), output)
+            self._rank_hosts[part_id] = started
+            addresses.append(started.address)
+        return addresses
+
+    def _environment_of(self, settings: RoleSettings) -> dict[str, str]:
+        return {**os.environ, **role_environment(settings), **self._environment}
 
     def watch(self, role_id: str, on_exit: Callable[[str], None]) -> None:
         child = self._children[role_id]
@@ -184,6 +218,8 @@ class ProcessLauncher(Launcher):
         """Kill all remaining children, and wait for them."""
         for role_id in list(self._children):
             await self.kill(role_id)
+        for rank_host in self._rank_hosts.values():
+            await rank_host.end()
         await asyncio.gather(*(child.reaper for child in self._children.values()))
         self._children.clear()
 

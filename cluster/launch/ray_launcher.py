@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -16,14 +17,15 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from alignedserve.cancellation import end_tasks
-from alignedserve.cluster.launch.actors import ACTORS, RoleActor
+from alignedserve.cluster.launch.actors import ACTORS, RankHostActor, RoleActor
 from alignedserve.cluster.launch.environment import ranks_environment
 from alignedserve.cluster.launch.fork_commands import ForkCommands, can_fork
 from alignedserve.cluster.launch.launcher import Launcher, Running
 from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.launch.processes import end_process, is_stopped
+from alignedserve.cluster.launch.rank_hosts import NAME, SERVES_WITHIN_S, parts_of
 from alignedserve.cluster.launch.ray_places import Bundle, RayPlaces
-from alignedserve.cluster.launch.units import describe_resources, gpu_share, plan_units
+from alignedserve.cluster.launch.units import describe_resources, gpu_share, plan_units, with_parts
 from alignedserve.cluster.launch.unresponsive_actors import Silent, look_at_silent
 from alignedserve.cluster.launch.vetting import eligible, vet_node
 from alignedserve.cluster.supervisor.hang_detector import STOPPED_S
@@ -67,7 +69,7 @@ class RayLauncher(Launcher):
         alive.sort(key=lambda node: node["NodeID"] != own)
         nodes = []
         for node in alive:
-            name = f"{node['NodeManagerHostname']}-{node['NodeID'][:6]}"
+            name = _name_of(node)
             self._node_ids[name] = node["NodeID"]
             resources = node["Resources"]
             nodes.append(Node(name, node["NodeManagerAddress"], int(resources.get("GPU", 0)), resources))
@@ -90,7 +92,7 @@ class RayLauncher(Launcher):
 
     async def placement(self) -> Placement:
         assert self._places is not None
-        instances = [role_id for _, role_id in self._placed["ids"]]
+        instances = [role_id for _, role_id in with_parts(self._config, self._placed["ids"])]
         try:
             found = await self._look()
             if not found.keys() >= set(instances):
@@ -102,13 +104,16 @@ class RayLauncher(Launcher):
         except (RayError, TimeoutError) as error:
             raise UnavailableError(f"Ray does not answer: {_brief(error)}") from error
         names = {self._node_ids[node.node_id]: node.node_id for node in nodes}
-        placed = {name: found[name].node for name in instances if name in found}
-        where = {name: names[node] for name, node in placed.items() if node in names}
-        waiting = {
-            name: "waits for a node with " + (describe_resources(found[name].resources) if name in found else "room")
-            for name in instances
-            if name not in where
-        }
+        where: dict[str, str] = {}
+        waiting: dict[str, str] = {}
+        for role, role_id in self._placed["ids"]:
+            parts = [role_id, *self._config.spread(role).parts(role_id)]
+            lacking = next((part for part in parts if part not in found or found[part].node not in names), None)
+            if lacking is None:
+                where[role_id] = names[found[role_id].node]
+            else:
+                room = describe_resources(found[lacking].resources) if lacking in found else "room"
+                waiting[role_id] = f"waits for a node with {room}"
         return Placement(nodes, where, waiting, elastic=self.elastic)
 
     async def _look(self) -> Mapping[str, Bundle]:
@@ -124,7 +129,7 @@ class RayLauncher(Launcher):
             check_gpus(config, sum(gpus), shape)
             device = resolve_device(config, max(gpus))
             share = gpu_share(config, shape, gpus) if device == "cuda" else 0.0
-            first, *others = eligible(nodes, plan_units(config, shape.ids(), share))
+            first, *others = eligible(nodes, plan_units(config, with_parts(config, shape.ids()), share))
             failed = await self._vet_on(first, config, device)
             if failed is not None and others:  # nodes without instances need not have the model
                 said = await asyncio.gather(*(self._vet_on(node_id, config, device) for node_id in others))
@@ -150,7 +155,8 @@ class RayLauncher(Launcher):
         is asked again for `supervisor.orphan_after_s`. After that, or if other processes on its node answer, it is
         killed."""
         named = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
-        names = [entry["name"] for entry in named if entry["namespace"] == self.namespace]
+        ours = [entry["name"] for entry in named if entry["namespace"] == self.namespace]
+        names = [name for name in ours if not name.startswith(NAME)]
         answered: list[Running] = []
         until = time.monotonic() + self._config.supervisor.orphan_after_s
         while True:
@@ -175,14 +181,10 @@ class RayLauncher(Launcher):
         return found_running
 
     async def launch(self, settings: RoleSettings, spare_id: str = "", *, again: bool = False) -> None:
+        settings = replace(settings, rank_hosts=await self._start_rank_hosts(settings))
         if spare_id and await self._assume(spare_id, settings):
             return
-        options = self._options(settings)
-        forks = self._forks if settings.role in (*MODEL_ROLES, SPARE) and not again else None
-        if forks is not None and (command := await forks.command(settings.node_id)):
-            own = options.get("runtime_env", {})
-            variables = {**own.get("env_vars", {}), **ranks_environment(settings)}
-            options["runtime_env"] = {**own, "env_vars": variables, "py_executable": command}
+        options = await self._forked(settings, self._options(settings), again=again)
         deadline = time.monotonic() + NAME_WAIT_S
         while True:
             try:
@@ -197,6 +199,52 @@ class RayLauncher(Launcher):
             else:
                 self._follow(settings)
                 return
+
+    async def _forked(self, settings: RoleSettings, options: dict[str, Any], *, again: bool) -> dict[str, Any]:
+        """Ray's options of a process that is forked, if it can be."""
+        forks = self._forks if settings.role in (*MODEL_ROLES, SPARE) and not again else None
+        if forks is None or not (command := await forks.command(settings.node_id)):
+            return options
+        own = options.get("runtime_env", {})
+        variables = {**own.get("env_vars", {}), **ranks_environment(settings)}
+        return options | {"runtime_env": {**own, "env_vars": variables, "py_executable": command}}
+
+    async def _start_rank_hosts(self, settings: RoleSettings) -> list[str]:
+        """Start the processes for an instance's ranks on further nodes, in place of earlier ones. Returns their
+        addresses. Raises UnavailableError.
+        """
+        if not (parts := parts_of(settings)):
+            return []
+        await self._end_rank_hosts(settings.id)
+        try:
+            bundles, nodes = await self._look(), {node["NodeID"]: node for node in await asyncio.to_thread(ray.nodes)}
+            return await asyncio.gather(*(self._start_rank_host(settings, part, bundles, nodes) for part in parts))
+        except (RayError, TimeoutError) as error:
+            raise UnavailableError(f"ranks of {settings.id} could not be started: {_brief(error)}") from error
+
+    async def _start_rank_host(
+        self, settings: RoleSettings, part: str, bundles: Mapping[str, Bundle], nodes: Mapping[str, Mapping[str, Any]]
+    ) -> str:
+        node = nodes.get(bundles[part].node) if part in bundles else None
+        if node is None:
+            raise UnavailableError(f"{part} waits for a node")
+        theirs = replace(settings, id=part, node_id=_name_of(node), host=node["NodeManagerAddress"])
+        options = {**self._options(theirs), "name": f"{NAME}{part}-{secrets.token_hex(4)}"}
+        if self._forks is not None and self._forks.knows(theirs.node_id):
+            options = await self._forked(theirs, options, again=False)
+        started: Any = await asyncio.to_thread(ray.remote(RankHostActor).options(**options).remote, theirs.to_dict())
+        async with asyncio.timeout(SERVES_WITHIN_S):
+            address: str = await started.address.remote()
+        if not address:
+            raise UnavailableError(f"{part} does not serve within {SERVES_WITHIN_S:g} s")
+        return address
+
+    async def _end_rank_hosts(self, role_id: str) -> None:
+        """Those of the instance's last process end by themselves, unless they are stopped."""
+        named = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
+        for entry in named:
+            if entry["namespace"] == self.namespace and entry["name"].startswith(f"{NAME}{role_id}."):
+                await self._clear(entry["name"])
 
     def _follow(self, settings: RoleSettings) -> None:
         """Have the fork server of a node agent started."""
@@ -361,6 +409,11 @@ def _vet_here(tree: Tree, device: str) -> tuple[str, str] | None:
     except AlignedServeError as error:
         return error.code, error.message
     return None
+
+
+def _name_of(node: Mapping[str, Any]) -> str:
+    """The name of a node of Ray's list."""
+    return f"{node['NodeManagerHostname']}-{node['NodeID'][:6]}"
 
 
 def _brief(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.launch.ray_groups import Group, group_name, groups, handle, remove_abandoned
-from alignedserve.cluster.launch.units import Unit, gpu_share, in_pairs, plan_units, resources_of
+from alignedserve.cluster.launch.units import Unit, gpu_share, in_pairs, plan_units, resources_of, with_parts
 from alignedserve.cluster.supervisor.plan import Shape
 from alignedserve.config import Config
 from alignedserve.errors import ResourceError, UnavailableError
@@ -70,6 +70,7 @@ class RayPlaces:
     def _place(
         self, shape: Shape, ids: Sequence[tuple[str, str]], room: NodeRoom, *, on_gpu: bool, elastic: bool
     ) -> None:
+        ids = with_parts(self._config, ids)
         wanted = {role_id for _, role_id in ids}
         for group in groups():
             if group.namespace == self._namespace and not (self._owns(group) and group.instances & wanted):
@@ -102,16 +103,15 @@ class RayPlaces:
         return found
 
     def options(self, role: str, role_id: str) -> dict[str, Any]:
-        """Ray options of an instance's actor: its bundle, and its share of the bundle's resources.
+        """Ray options of an actor of an instance, or of its part on a further node: its bundle, and its share of it.
 
         Raises UnavailableError if the instance has no bundle now.
         """
         bundle = self._bundles.get(role_id)
         if bundle is None:
             raise UnavailableError(f"Ray has no room for {role_id} now")
-        roles = [name.rpartition("-")[0] for name in bundle.instances]
-        ranks = sum(self._config.degrees(each).ranks for each in roles)
-        asked = resources_of(self._config, role, _share(bundle.resources.get("GPU", 0.0), ranks))
+        ranks = sum(self._config.spread(name.rpartition("-")[0]).ranks_of(name) for name in bundle.instances)
+        asked = resources_of(self._config, role, _share(bundle.resources.get("GPU", 0.0), ranks), role_id)
         own: dict[str, Any] = {"num_cpus": asked.pop("CPU", 0), "num_gpus": asked.pop("GPU", 0)}
         if "memory" in asked:
             own["memory"] = asked.pop("memory")

@@ -27,11 +27,20 @@ class Unit:
         return all(left.get(name, 0.0) >= amount - ROUNDING for name, amount in self.resources.items())
 
 
-def resources_of(config: Config, role: str, gpu_share: float) -> dict[str, float]:
-    """Ray resources of one instance of a role. `gpu_share` is each rank's share of a GPU; 0: it runs on a CPU."""
+def with_parts(config: Config, instances: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """These instances, `(role, id)`, and after them what they have on further nodes (`Spread.parts`)."""
+    parts = [(role, part) for role, role_id in instances for part in config.spread(role).parts(role_id)]
+    return [*instances, *parts]
+
+
+def resources_of(config: Config, role: str, gpu_share: float, role_id: str = "") -> dict[str, float]:
+    """Ray resources of an instance on its first node, or of the part `role_id` on another one.
+
+    `gpu_share` is each rank's share of a GPU; 0: it runs on a CPU.
+    """
     text = config.cluster.prefill_resources if role == "prefill" else config.cluster.decode_resources
     asked = parse_resources(text, f"cluster.{role}_resources")
-    return asked | ({"GPU": _whole_over_one(config.degrees(role).ranks * gpu_share)} if gpu_share else {})
+    return asked | ({"GPU": _whole_over_one(config.spread(role).ranks_of(role_id) * gpu_share)} if gpu_share else {})
 
 
 def _whole_over_one(amount: float) -> float:
@@ -49,14 +58,15 @@ def in_pairs(config: Config, *, on_gpu: bool) -> bool:
 
 
 def plan_units(config: Config, instances: Sequence[tuple[str, str]], gpu_share: float) -> list[Unit]:
-    """The units of these instances, `(role, id)`."""
+    """The units of these instances and parts of instances, `(role, id)`."""
     groups = [[instance] for instance in instances]
     if in_pairs(config, on_gpu=gpu_share > 0):
-        groups = _pairs(instances)
+        firsts = [instance for instance in instances if "." not in instance[1]]
+        groups = _pairs(firsts) + [[part] for part in instances if part not in firsts]
     return [
         Unit(
             tuple(instance_id for _, instance_id in group),
-            _together(resources_of(config, role, gpu_share) for role, _ in group),
+            _together(resources_of(config, role, gpu_share, role_id) for role, role_id in group),
         )
         for group in groups
     ]
@@ -81,8 +91,8 @@ def gpu_share(config: Config, shape: Shape, gpus: Sequence[int]) -> float:
 
 
 def _whole_gpus(config: Config, unit: Shape, share: float) -> float:
-    """GPUs that the instances of a unit ask for together."""
-    each = {role: _whole_over_one(config.degrees(role).ranks * share) for role in ("prefill", "decode")}
+    """GPUs that the instances of a unit ask for together, on one node."""
+    each = {role: _whole_over_one(config.spread(role).most_ranks * share) for role in ("prefill", "decode")}
     return _whole_over_one(unit.prefill * each["prefill"] + unit.decode * each["decode"])
 
 

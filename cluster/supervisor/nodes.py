@@ -144,12 +144,12 @@ class NodeBook:
         return replace(planned, node_id=node_id, device=device)
 
     def free_device(self, role: str, node_id: str = "") -> str:
-        """The GPUs of the node with the fewest ranks, one for each rank of an instance of this role."""
+        """The GPUs of the node with the fewest ranks, one for each rank that an instance has on its first node."""
         planned = [slot.planned for slot in self._roster.slots.values()]
         here = [other.device for other in planned if other.on_gpu and other.node_id == node_id]
         used = [gpu for device in here for gpu in devices_in(device)]
         gpus = sorted(range(max(1, self.node(node_id).gpus)), key=lambda number: used.count(f"cuda:{number}"))
-        return device_of(gpus[: self._config.degrees(role).ranks])
+        return device_of(gpus[: len(self._config.spread(role).ranks(0))])
 
     # ---- changes
 

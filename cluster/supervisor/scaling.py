@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from alignedserve.cluster.launch.node_room import NodeRoom
-from alignedserve.cluster.launch.units import Unit, plan_units
+from alignedserve.cluster.launch.units import Unit, plan_units, with_parts
 from alignedserve.cluster.supervisor.managed_process import Phase, Slot
 from alignedserve.cluster.supervisor.nodes import NodeBook
 from alignedserve.cluster.supervisor.plan import PlannedRole, Shape, check_gpus, gpus_of, resolve_device
@@ -109,12 +109,15 @@ class Scaling:
             for node in self._nodes.unused()
             if all(node.resources.get(name, 0) >= amount for resources in asked for name, amount in resources.items())
         }
-        needed = {role_id: self._needed_bytes(role, model, plan) for role, role_id in instances}
+        needed = {
+            part: int(self._needed_bytes(role, model, plan) * self._share(role, part))
+            for role, part in with_parts(self._config, instances)
+        }
         return NodeRoom({**fresh, **free_bytes}, needed)
 
     def _units(self, instances: Sequence[tuple[str, str]]) -> list[Unit]:
         """The units of these instances, with a nominal share of a GPU. The launcher sets the real share."""
-        return plan_units(self._config, instances, 0.0 if self._on_cpu() else 0.001)
+        return plan_units(self._config, with_parts(self._config, instances), 0.0 if self._on_cpu() else 0.001)
 
     def _needed_bytes(self, role: str, model: ModelInfo, plan: StorePlan) -> int:
         """Host memory of an instance in bytes: on a CPU with its weights, cache and buffers; on GPUs without them."""
@@ -127,6 +130,11 @@ class Scaling:
             + blocks * model.geometry(plan.block_size).block_bytes
             + instance_bytes(self._config, role, model)
         )
+
+    def _share(self, role: str, part: str) -> float:
+        """Of an instance's ranks, that are in a part of it."""
+        spread = self._config.spread(role)
+        return spread.ranks_of(part) / spread.degrees.ranks
 
     def _on_cpu(self) -> bool:
         return resolve_device(self._config, self._nodes.gpus) == "cpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from alignedserve.cluster.supervisor.nodes import NodeBook
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, SPARE
 from alignedserve.cluster.supervisor.roster import Roster
 from alignedserve.config import Config
-from alignedserve.device_memory import FREE_GAUGE, TOTAL_GAUGE, DeviceMemory, describe_plan
+from alignedserve.device_memory import FREE_GAUGE, HOST_GAUGE, TOTAL_GAUGE, DeviceMemory, describe_plan
 from alignedserve.model import ModelInfo
 from alignedserve.sizing import HostMemory, plan_stores
 
@@ -36,6 +37,8 @@ class StorePlanner:
         self._nodes = nodes
         self._devices: dict[str, tuple[str, DeviceMemory]] = {}  # instance -> role, and its GPU
         self._memory_bytes: dict[str, int] = {}  # of each node, by node agent
+        # By instance: the other nodes that have ranks of it, and their memory.
+        self._hosts_of: dict[str, list[tuple[str, int]]] = {}
 
     def adopt(self, model_info: str, store_plan: str) -> None:
         """Keep the plan of an earlier supervisor, because the stores exist."""
@@ -57,6 +60,7 @@ class StorePlanner:
             weights = ModelInfo.from_json(member.beat.model_info).weights
             self.model_info = replace(ModelInfo.from_json(self.model_info), weights=weights).to_json()
         self._note_device(member)
+        self._note_hosts(member)
         if self.model_info and not self.store_plan and (hosts := self._hosts()) is not None:
             self._plan(ModelInfo.from_json(self.model_info), hosts)
         return before != (self.model_info, self.store_plan)
@@ -82,15 +86,42 @@ class StorePlanner:
             return None
         if any(role.on_gpu and role.id not in self._devices for role in instances):
             return None
-        hosts = []
-        for agent in (slot.planned for slot in slots if slot.planned.role == "node_agent"):
-            if agent.id not in self._memory_bytes:
+        agents = {slot.planned.node_id: slot.planned.id for slot in slots if slot.planned.role == "node_agent"}
+        if not agents or not self._memory_bytes.keys() >= set(agents.values()):
+            return None
+        memory = {node_id: self._memory_bytes[agent_id] for node_id, agent_id in agents.items()}
+        shares = defaultdict[tuple[str, str], float](float)
+        for instance in instances:
+            spread = self._config.spread(instance.role)
+            others = self._hosts_of.get(instance.id, [])
+            if len(others) < spread.nodes - 1:
                 return None
-            here = [role.role for role in instances if role.node_id == agent.node_id]
-            spares = sum(slot.planned.role == SPARE and agent.node_id == self._nodes.home.node_id for slot in slots)
-            memory_bytes = self._memory_bytes[agent.id]
-            hosts.append(HostMemory(agent.node_id, memory_bytes, here.count("prefill"), here.count("decode"), spares))
-        return hosts or None
+            for part, (node_id, memory_bytes) in enumerate([(instance.node_id, 0), *others]):
+                memory.setdefault(node_id, memory_bytes)
+                share = len(spread.ranks(part)) / spread.degrees.ranks
+                shares[node_id, instance.role] += share
+        spares = sum(slot.planned.role == SPARE for slot in slots)
+        return [
+            HostMemory(
+                node_id,
+                memory_bytes,
+                shares[node_id, "prefill"],
+                shares[node_id, "decode"],
+                spares if node_id == self._nodes.home.node_id else 0,
+                shard=node_id in agents,
+            )
+            for node_id, memory_bytes in memory.items()
+        ]
+
+    def _note_hosts(self, member: ManagedProcess) -> None:
+        """Note the memory of other nodes that have ranks of an instance. A successor may have others."""
+        found = [
+            (name.removeprefix(HOST_GAUGE), int(size))
+            for name, size in member.beat.gauges.items()
+            if name.startswith(HOST_GAUGE)
+        ]
+        if found:
+            self._hosts_of[member.key.id] = found
 
     def _note_device(self, member: ManagedProcess) -> None:
         """Note the memory that a worker's GPU had before anything was loaded. A successor may report another figure."""

@@ -1,7 +1,9 @@
-"""The ranks of an instance on one machine, and what they compute over all of them: by Gloo, in host memory."""
+"""The ranks of an instance, and what they compute over all of them: by Gloo, in host memory."""
 
 from __future__ import annotations
 
+import logging
+import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -13,11 +15,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from alignedserve.errors import RankLostError
+from alignedserve.engine.parallel.rendezvous import RelayedStore
+from alignedserve.errors import RankLostError, TransferError
 from alignedserve.ranks.degrees import RankPlace
+from alignedserve.transfer.paired.identity import PROOF_BYTES, SECRET_BYTES, check_proof, close_door, proof
+
+logger = logging.getLogger(__name__)
 
 _dist: Any = dist  # its process groups are untyped
 BACKLOG = 8
+LOOPBACK = "127.0.0.1"
 PIPE_SILENT_S = 3600.0  # a stage may compute several large passes before it is heard of
 _TAGS = 1 << 20
 
@@ -29,10 +36,13 @@ class RankGroup:
     What waits for a peer that is gone, or silent for `silent_s`, raises RankLostError: the group is of no use then.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, silent_s: float, backlog: int = BACKLOG) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, silent_s: float, backlog: int = BACKLOG, host: str = LOOPBACK
+    ) -> None:
         """`store`: one that all ranks share; it is only used here. Waits for all ranks.
 
-        `backlog`: how many messages may be on the way before `send` waits for the oldest.
+        `backlog`: how many messages may be on the way before `send` waits for the oldest. `host`: the address of this
+        process at which the others reach it. With a `RelayedStore` all prove that they belong together.
         """
         self.rank, self.size = rank, size
         self.waited_s = 0.0  # for others
@@ -44,10 +54,28 @@ class RankGroup:
         try:
             options = _dist.ProcessGroupGloo._Options()
             options._timeout, options._threads = timedelta(seconds=silent_s), 1
-            options._devices = [_dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
             self._group: Any = _dist.ProcessGroupGloo(store, rank, size, options)
-        except RuntimeError as error:
+            if isinstance(store, RelayedStore):
+                self._prove(store)
+        except (RuntimeError, TransferError) as error:
             raise RankLostError(f"rank {rank} of {size} could not connect to the others: {error}") from error
+
+    def _prove(self, store: RelayedStore) -> None:
+        """Each rank shows the others that it has the secret of the streams between their nodes (ADR 41).
+
+        Raises TransferError if one cannot.
+        """
+        if self.rank == 0:
+            store.set("secret", secrets.token_bytes(SECRET_BYTES))
+        secret = store.get("secret")
+        own = torch.frombuffer(bytearray(proof(secret, store.name, self.rank)), dtype=torch.uint8)
+        shown = [torch.zeros(PROOF_BYTES, dtype=torch.uint8) for _ in range(self.size)]
+        self._wait(lambda: self._group.allgather([shown], [own]))
+        for rank, each in enumerate(shown):
+            check_proof(each.numpy().tobytes(), secret, store.name, rank)
+        if not close_door(store.own):
+            logger.warning("the port on which Gloo listens for other ranks (%s) stays open", store.name)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace a contiguous tensor by its sum over all ranks."""
@@ -187,14 +215,28 @@ class Groups:
 
     @classmethod
     def connected(
-        cls, store: Store, place: RankPlace, idle_s: float, silent_s: float, own_device: torch.device | None = None
+        cls,
+        store: Store,
+        place: RankPlace,
+        idle_s: float,
+        silent_s: float,
+        own_device: torch.device | None = None,
+        relayed: Callable[[str], RelayedStore] | None = None,
+        host: str = LOOPBACK,
     ) -> Groups:
-        """Waits for all ranks. `idle_s`: how long there may be nothing to do. `own_device`: a GPU of this rank alone,
-        if each rank has one.
+        """Waits for all ranks. `store`: of the ranks of this node. `idle_s`: how long there may be nothing to do.
+        `own_device`: a GPU of this rank alone, if each rank has one.
+
+        `relayed`: if there are ranks on other nodes, makes the store of a group by its name; `host`: see `RankGroup`.
         """
         rank, degrees = place.rank, place.degrees
+
+        def of_all(name: str) -> Store:
+            found: Store = _dist.PrefixStore(name, store) if relayed is None else relayed(name)
+            return found
+
         told = 2 * degrees.ranks * (degrees.stages + 1)  # two messages to each rank for each pass under way
-        waits = RankGroup(_dist.PrefixStore("waits", store), rank, degrees.ranks, idle_s, max(BACKLOG, told))
+        waits = RankGroup(of_all("waits"), rank, degrees.ranks, idle_s, max(BACKLOG, told), host)
         of_stage = _dist.PrefixStore(f"sums{rank // degrees.tensor}", store)
         if own_device is None or degrees.tensor == 1:
             sums = RankGroup(of_stage, place.part, degrees.tensor, silent_s)
@@ -206,7 +248,7 @@ class Groups:
         if not several:
             return cls(waits, sums, None)
         long_s, most = max(silent_s, PIPE_SILENT_S), max(BACKLOG, degrees.stages + 1)
-        return cls(waits, sums, RankGroup(_dist.PrefixStore("pipe", store), rank, degrees.ranks, long_s, most))
+        return cls(waits, sums, RankGroup(of_all("pipe"), rank, degrees.ranks, long_s, most, host))
 
     @property
     def waited_s(self) -> float:

@@ -11,8 +11,10 @@ from dataclasses import asdict
 
 import torch
 
+from alignedserve.engine.parallel.children import RankOrder, StoreOrder
 from alignedserve.engine.parallel.load import load_part
-from alignedserve.engine.parallel.processes import MESSAGE_BYTES, RankOrder, StoreOrder, bytes_of, runner_of
+from alignedserve.engine.parallel.processes import bytes_of, runner_of
+from alignedserve.engine.parallel.rendezvous import MESSAGE_BYTES, AskedValues
 from alignedserve.engine.parallel.runner import held_by
 from alignedserve.engine.parallel.stores import opened_part
 from alignedserve.engine.runner import allocate_cache
@@ -29,7 +31,7 @@ def compute(channel: socket.socket) -> None:
     torch.set_num_threads(order.threads)
     if order.device != "cpu":
         torch.cuda.set_device(order.device)
-    info, groups = ModelInfo.from_json(order.info), order.groups(descriptors[0])
+    info, groups = ModelInfo.from_json(order.info), order.groups(descriptors[0], AskedValues(channel))
     try:
         loaded = load_part(info, order.place, groups, order.device, order.trust_remote_code)
         groups.waits.meet()

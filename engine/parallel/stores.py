@@ -17,14 +17,15 @@ from alignedserve.geometry import KvGeometry, StoreSlice
 from alignedserve.transfer.block_store import BlockStore, HostBlockStore
 from alignedserve.transfer.cuda_ipc import open_memory
 from alignedserve.transfer.device import DeviceBlockStore
-from alignedserve.transfer.parted import PartedStore
 
 
 @dataclass(slots=True)
 class RankStore:
-    """A store of all ranks. For each: `descriptors` of its memory, or on GPUs `handles`. `own`: rank 0's part."""
+    """The parts of a node's ranks, or one store for all. For each rank: `descriptors` of its memory, or on GPUs
+    `handles`. `own`: what the first one has.
+    """
 
-    store: BlockStore
+    parts: Sequence[BlockStore]
     own: torch.Tensor
     descriptors: list[int]
     handles: list[bytes]
@@ -39,15 +40,16 @@ def shared_store(store_id: str, geometry: KvGeometry, blocks: int, node_id: str,
     """One store that all ranks on a CPU share."""
     store, descriptor = _host_store(store_id, geometry, blocks, node_id, StoreSlice.whole(geometry))
     tensor = allocate_cache(geometry, blocks, "cpu", store.as_memory())
-    return RankStore(store, tensor, [descriptor] * ranks, [])
+    return RankStore([store], tensor, [descriptor] * ranks, [])
 
 
-def host_parts(store_id: str, geometry: KvGeometry, blocks: int, node_id: str, held: Sequence[StoreSlice]) -> RankStore:
-    """A store in parts for ranks on a CPU, each of which holds what is `held`."""
-    found = [_host_store(f"{store_id}/{n}", geometry, blocks, node_id, part) for n, part in enumerate(held)]
+def host_parts(
+    store_id: str, geometry: KvGeometry, blocks: int, node_id: str, held: Sequence[StoreSlice], first: int = 0
+) -> RankStore:
+    """The parts of ranks on a CPU, each of which holds what is `held`. `first`: the number of the first one."""
+    found = [_host_store(f"{store_id}/{n}", geometry, blocks, node_id, part) for n, part in enumerate(held, first)]
     tensor = allocate_cache(geometry, blocks, "cpu", found[0][0].as_memory(), held[0])
-    store = PartedStore(store_id, [one for one, _ in found])
-    return RankStore(store, tensor, [descriptor for _, descriptor in found], [])
+    return RankStore([one for one, _ in found], tensor, [descriptor for _, descriptor in found], [])
 
 
 def device_parts(
@@ -57,10 +59,13 @@ def device_parts(
     node_id: str,
     held: Sequence[StoreSlice],
     devices: Sequence[str],
+    first: int = 0,
     *,
     shared: bool = False,
 ) -> RankStore:
-    """A store in parts on the ranks' devices. `shared`: other processes may open rank 0's part, too."""
+    """The parts on the ranks' devices. `first`: the number of the first rank. `shared`: other processes may open rank
+    0's part, too.
+    """
     places = list(zip(devices, held, strict=True))
     tensors = [allocate_cache(geometry, blocks, device, part=part) for device, part in places]
     for device in set(devices) - {"cpu"}:
@@ -75,10 +80,10 @@ def device_parts(
             shared=shared or n > 0,
             computing=devices[0],
         )
-        for n, (tensor, part) in enumerate(zip(tensors, held, strict=True))
+        for n, (tensor, part) in enumerate(zip(tensors, held, strict=True), first)
     ]
     handles = [part.handle().device_handle for part in parts]
-    return RankStore(PartedStore(store_id, parts), tensors[0], [], handles)
+    return RankStore(parts, tensors[0], [], handles)
 
 
 def opened_part(geometry: KvGeometry, blocks: int, part: StoreSlice, handle: bytes) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 from alignedserve.batch_size import LEAST, MOST
 from alignedserve.errors import ConfigError
 from alignedserve.graph_sizes import graph_sizes
-from alignedserve.ranks.degrees import PLACEMENTS, Degrees
+from alignedserve.ranks.degrees import PLACEMENTS, Degrees, Spread
 from alignedserve.resources import parse_resources
 
 CPU_PASS_TOKENS = 512
@@ -65,18 +65,14 @@ class ClusterConfig:
     )
     role_metrics: bool = _key(False, "serve each process's metrics on a port of its own: GET /metrics/targets has them")
     ray_metrics: bool = _key(True, "show the cluster's metrics in Ray's own, too, where Ray collects metrics")
-    allow_slow_channel: bool = _key(
-        False, "start even if the configured channel is unavailable and a slower one must be used"
-    )
+    allow_slow_channel: bool = _key(False, "start even if only a slower channel than the configured one can be used")
     placement: str = _key(
         "auto",
         "pairs: a pair shares a node; auto: pairs on GPUs, unless roles ask for their own resources, else spread",
         choices=("auto", "pairs", "spread"),
     )
-    prefill_resources: str = _key(
-        "", "Ray resources that each prefill instance takes from its node: prefill_node=1,x=0.5"
-    )
-    decode_resources: str = _key("", "Ray resources that each decode instance takes from its node: decode_node=1")
+    prefill_resources: str = _key("", "Ray resources of each prefill instance on each of its nodes: fast=1,x=0.5")
+    decode_resources: str = _key("", "Ray resources of each decode instance on each of its nodes: decode_node=1")
     name: str = _key("default", "the application's name in Ray; it must be unique in a Ray cluster")
     threads: int = _key(0, "CPU threads of each worker; 0: all cores", low=0, high=1024)
     tensor_parallel: int = _key(1, "ranks that share each layer of an instance's model", low=1, high=64)
@@ -116,6 +112,7 @@ class KvPoolConfig:
 class PrefillConfig:
     tensor_parallel: int = _key(0, "of prefill instances; 0: cluster.tensor_parallel", low=0, high=64)
     pipeline_parallel: int = _key(0, "of prefill instances; 0: cluster.pipeline_parallel", low=0, high=64)
+    nodes: int = _key(1, "nodes over which the stages of a prefill instance are spread", low=1, high=64)
     token_budget: int = _key(
         0,
         f"maximum prompt tokens in one forward pass; 0: {CPU_PASS_TOKENS} on a CPU, {GPU_PASS_TOKENS} on a GPU",
@@ -151,6 +148,7 @@ class PrefillConfig:
 class DecodeConfig:
     tensor_parallel: int = _key(0, "of decode instances; 0: cluster.tensor_parallel", low=0, high=64)
     pipeline_parallel: int = _key(0, "of decode instances; 0: cluster.pipeline_parallel", low=0, high=64)
+    nodes: int = _key(1, "nodes over which the stages of a decode instance are spread", low=1, high=64)
     expert_parallel: int = _key(1, "ranks that share experts, each with requests of its own", low=1, high=64)
     placement: str = _key("shared-pool", "which of them computes a request (scheduler/ranks)", choices=PLACEMENTS)
     cache_blocks: int = _key(0, "KV blocks of an instance's decode cache; 0: from the model and free memory", low=0)
@@ -413,6 +411,10 @@ class Config:
         """Over how many ranks an instance of this role computes its model."""
         return Degrees.configured(getattr(self, role), self.cluster)
 
+    def spread(self, role: str) -> Spread:
+        """Over which nodes an instance of this role has them."""
+        return Spread.configured(getattr(self, role), self.cluster)
+
     def __post_init__(self) -> None:
         for section in fields(self):
             value = getattr(self, section.name)
@@ -428,7 +430,6 @@ class Config:
                 f"supervisor.fence_after_s ({limits.fence_after_s:g}) must be at least twice supervisor.heartbeat_s "
                 f"({limits.heartbeat_s:g}), or healthy processes would be fenced"
             )
-
         gateway = self.gateway
         if gateway.cors_credentials and "*" in gateway.cors_origins:
             raise ConfigError("gateway.cors_credentials needs origins by name in gateway.cors_origins, not *")
@@ -437,7 +438,6 @@ class Config:
                 f"gateway.max_replicas ({gateway.max_replicas}) must be at least gateway.replicas "
                 f"({gateway.replicas}), or 0 for no autoscaling"
             )
-
         if self.kv_pool.copy_timeout_s < 4 * limits.heartbeat_s:
             raise ConfigError(
                 f"kv_pool.copy_timeout_s ({self.kv_pool.copy_timeout_s:g}) must be at least four times "

@@ -20,7 +20,8 @@ from alignedserve.memory import GIB, describe_bytes
 from alignedserve.model import ModelInfo
 from alignedserve.ranks.degrees import Degrees, devices_in
 
-TOTAL_GAUGE, FREE_GAUGE = "device_total_bytes", "device_free_bytes"  # in a worker's heartbeat
+# In a worker's heartbeat. The last is followed by the name of another node that has ranks of the instance.
+TOTAL_GAUGE, FREE_GAUGE, HOST_GAUGE = "device_total_bytes", "device_free_bytes", "available_bytes_on:"
 
 # Reserves that are not measured before the start: upper bounds of published figures.
 CONTEXT_BYTES = 768 << 20  # context, modules, cuBLAS workspaces, and memory lost to fragmentation
@@ -50,8 +51,8 @@ class RanksHere:
 
     @classmethod
     def of(cls, config: Config, role: str, device: str) -> RanksHere:
-        degrees = config.degrees(role)
-        return cls(-(-degrees.ranks // len(devices_in(device))), degrees)
+        spread = config.spread(role)
+        return cls(-(-spread.most_ranks // len(devices_in(device))), spread.degrees)
 
     @property
     def captures(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -24,17 +25,22 @@ INDEX_BYTES = 128  # of the prefix index for each block, beside the block's toke
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """One node's free memory before any weights were loaded, and the processes planned there."""
+    """One node's free memory before any weights were loaded, and the processes planned there.
+
+    `prefill`, `decode`: instances; of one that is spread over nodes, the share of its ranks that is there. `shard`:
+    whether a shard of the pool is there.
+    """
 
     node_id: str
     available_bytes: int
-    prefill: int
-    decode: int
+    prefill: float
+    decode: float
     spares: int
+    shard: bool = True
 
     @property
-    def instances(self) -> int:
-        return max(1, self.prefill + self.decode)
+    def instances(self) -> float:
+        return max(1.0, self.prefill + self.decode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +100,7 @@ def plan_stores(
     hosts = [_only(config, memory)] if isinstance(memory, int) else memory
     own = {role: 0 if devices else instance_bytes(config, role, model) for role in ("prefill", "decode")}
     available = [max(0, host.available_bytes - _taken(host, own)) for host in hosts]
-    pool = (int(config.kv_pool.size_gib * GIB) or min(available) // 4) // geometry.block_bytes
+    pool = (int(config.kv_pool.size_gib * GIB) or _least_with_shard(hosts, available) // 4) // geometry.block_bytes
     if devices:
         found = plan_devices(config, model, devices)
         plan = StorePlan(
@@ -108,7 +114,7 @@ def plan_stores(
             devices=found.roles,
         )
     else:
-        per_instance = min(free // (8 * host.instances) for free, host in zip(available, hosts, strict=True))
+        per_instance = min(int(free / (8 * host.instances)) for free, host in zip(available, hosts, strict=True))
         plan = _plan_on_cpu(config, geometry, geometry.blocks_for(model.max_positions) + 1, pool, per_instance)
     for host in hosts:
         where = f" on node {host.node_id}" if len(hosts) > 1 else ""
@@ -121,6 +127,10 @@ def plan_stores(
     return plan
 
 
+def _least_with_shard(hosts: Sequence[HostMemory], available: Sequence[int]) -> int:
+    return min(free for free, host in zip(available, hosts, strict=True) if host.shard)
+
+
 def _only(config: Config, memory_bytes: int) -> HostMemory:
     """A single node that runs all processes."""
     return HostMemory("", memory_bytes, config.cluster.prefill, config.cluster.decode, config.supervisor.spares)
@@ -128,7 +138,7 @@ def _only(config: Config, memory_bytes: int) -> HostMemory:
 
 def _taken(host: HostMemory, own: Mapping[str, int]) -> int:
     """Bytes that instances' weights and ranks, and spares, take on a node. `own`: of an instance, by role."""
-    return host.prefill * own["prefill"] + host.decode * own["decode"] + host.spares * SPARE_BYTES
+    return int(host.prefill * own["prefill"] + host.decode * own["decode"]) + host.spares * SPARE_BYTES
 
 
 def _plan_on_cpu(config: Config, geometry: KvGeometry, longest: int, pool: int, per_instance: int) -> StorePlan:
@@ -164,25 +174,27 @@ def _require_room(
 ) -> None:
     """Raises ResourceError if the stores, and the weights if they are in host memory too, do not fit the node."""
     prefill, decode = host.prefill, host.decode
-    parts = {"the pool's shard": plan.pool * block_bytes}
-    if config.kv_pool.prefix_cache:
+    parts: dict[str, float] = {}
+    if host.shard:
+        parts["the pool's shard"] = plan.pool * block_bytes
+    if host.shard and config.kv_pool.prefix_cache:
         parts["the shard's prefix index"] = plan.pool * (INDEX_BYTES + TOKEN_BYTES * plan.block_size)
     if host.spares:
         parts[f"{host.spares} warm spare(s)"] = host.spares * SPARE_BYTES
-    if config.kv_pool.disk_gib:
+    if host.shard and config.kv_pool.disk_gib:
         parts["the index of the disk tier"] = int(config.kv_pool.disk_gib * GIB) // block_bytes * DISK_INDEX_BYTES
     if any(own.values()):
-        ranks = prefill * config.degrees("prefill").ranks + decode * config.degrees("decode").ranks
+        ranks = round(prefill * config.degrees("prefill").ranks + decode * config.degrees("decode").ranks)
         of_ranks = f" of {ranks} ranks" if ranks > prefill + decode else ""
-        parts[f"the weights of {prefill + decode} workers{of_ranks}"] = _taken(replace(host, spares=0), own)
-        parts[f"{decode} decode cache(s)"] = decode * plan.decode_cache * block_bytes
-        parts[f"{prefill} prefill cache(s)"] = prefill * plan.prefill_cache * block_bytes
-        if config.cluster.prefetch:
-            buffers = plan.batch_buffer + plan.requests_buffer
-            parts[f"the candidate buffers of {prefill} prefill instance(s)"] = prefill * buffers * block_bytes
-    needed = sum(parts.values())
+        parts[f"the weights of {prefill + decode:g} workers{of_ranks}"] = _taken(replace(host, spares=0), own)
+        parts[f"{decode:g} decode cache(s)"] = decode * plan.decode_cache * block_bytes
+        parts[f"{prefill:g} prefill cache(s)"] = prefill * plan.prefill_cache * block_bytes
+        if config.cluster.prefetch and host.shard:  # buffers are on the first node of an instance
+            buffers, count = plan.batch_buffer + plan.requests_buffer, math.ceil(prefill)
+            parts[f"the candidate buffers of {count} prefill instance(s)"] = count * buffers * block_bytes
+    needed = int(sum(parts.values()))
     if needed > host.available_bytes:
-        figures = ", ".join(f"{describe_bytes(size)} for {name}" for name, size in parts.items() if size)
+        figures = ", ".join(f"{describe_bytes(int(size))} for {name}" for name, size in parts.items() if size)
         raise ResourceError(
             f"this cluster needs {describe_bytes(needed)} of host memory{where}, but only "
             f"{describe_bytes(host.available_bytes)} is available: {figures}; lower kv_pool.size_gib, "

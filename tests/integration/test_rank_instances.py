@@ -13,14 +13,13 @@ from alignedserve.cluster.local import LocalCluster
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.engine.parallel.processes import OWN_STORES_VARIABLE
-from alignedserve.proc_stat import is_alive
 from alignedserve.ranks.degrees import Degrees
 from alignedserve.request import SamplingParams
 from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 from support.driver import Driver
 from support.held import wait_nothing_held
-from support.started import ranks_of
+from support.started import ranks_of, wait_ended
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -63,12 +62,6 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def repr_of(degrees: object) -> str | None:
     return f"{degrees.tensor}x{degrees.stages}x{degrees.experts}" if isinstance(degrees, Degrees) else None
-
-
-async def wait_ended(pids: list[int]) -> None:
-    async with asyncio.timeout(20.0):
-        while any(map(is_alive, pids)):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
 
 
 ONE, TWO, FOUR = Degrees(), Degrees(2), Degrees(4)

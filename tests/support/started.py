@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -38,3 +39,10 @@ def ranks_of(pid: int) -> list[int]:
         if parent == pid and name == NAME:
             found.append(int(entry.name))
     return found
+
+
+async def wait_ended(pids: Iterable[int]) -> None:
+    """Raises TimeoutError if one is still alive after 20 s."""
+    async with asyncio.timeout(20.0):
+        while any(map(is_alive, pids)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)

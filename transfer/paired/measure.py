@@ -69,9 +69,9 @@ def _paired(spec: PeerSpec, local: BlockStore, ours: str) -> Iterator[tuple[Chan
     with PeerProcess(spec) as peer:
         process, wiring = pb.ProcessKey(role="decode", id="doctor"), spec.wiring(ASKING_RANK, ours)
         client = PairClient(process, wiring, spec.geometry, "the other process", away_s=PATIENCE_S)
-        remote = RemoteBlockStore(peer.handles[0], client.checksums)
+        remote = RemoteBlockStore(peer.handles[0], client)
         peer.connect(client)
-        yield PairedChannel(remote, local, client), PairedChannel(local, remote, client)
+        yield PairedChannel(remote, local), PairedChannel(local, remote)
 
 
 @contextlib.contextmanager

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from alignedserve.errors import TransferError
-from alignedserve.transfer.block_store import HandleBlockStore
+import numpy as np
+
+from alignedserve.transfer.block_store import HandleBlockStore, HostBlockStore
 from alignedserve.transfer.handles import StoreHandle
+
+if TYPE_CHECKING:
+    from alignedserve.transfer.paired.client import PairClient
 
 
 class RemoteBlockStore(HandleBlockStore):
     """Has no memory here: a `PairedChannel` copies from and to it. The other process computes its checksums."""
 
-    def __init__(self, handle: StoreHandle, ask_checksums: Callable[[str, Sequence[int]], list[int]]) -> None:
-        """`ask_checksums(store_id, block_ids)` blocks, and raises TransferError if there is no answer."""
+    def __init__(self, handle: StoreHandle, client: PairClient) -> None:
+        """`client`: of the pair of the two processes."""
         super().__init__(handle)
-        self._ask_checksums = ask_checksums
+        self.client = client
 
     def read_block(self, block: int) -> memoryview:
-        """Raises TransferError: its bytes are in another process."""
-        raise TransferError(f"store {self.store_id} is in another process: its blocks can only be copied")
+        """One block's bytes, copied from the other process. Blocks. Raises TransferError."""
+        from alignedserve.transfer.paired.blocks import packed_blocks  # imports torch
+        from alignedserve.transfer.paired.transport import Portion
+
+        room = HostBlockStore.private(self.store_id, self.geometry, 1, part=self.slice)
+        there, here = np.array([block]), np.array([0])
+        self.client.copy(self.store_id, there, Portion(packed_blocks(room), self.slice, here), push=False)
+        return room.read_block(0)
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
-        return self._ask_checksums(self.store_id, block_ids)
+        """Blocks, and raises TransferError if there is no answer."""
+        return self.client.checksums(self.store_id, block_ids)
 
     def close(self) -> None:
         """Nothing is held here."""

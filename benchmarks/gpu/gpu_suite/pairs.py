@@ -40,10 +40,10 @@ def paired(channel: str, device: str, geometry: KvGeometry, blocks: int) -> Iter
     with PeerProcess(spec) as peer:
         wiring = spec.wiring(ASKING_RANK, device)
         client = PairClient(pb.ProcessKey(role="decode", id="decode-0"), wiring, geometry, "peer", away_s=3 * SILENT_S)
-        remote = RemoteBlockStore(peer.handles[0], client.checksums)
+        remote = RemoteBlockStore(peer.handles[0], client)
         cache = make_store(spec, "cache")
         peer.connect(client)
-        channels = PairedChannel(remote, cache, client), PairedChannel(cache, remote, client)
+        channels = PairedChannel(remote, cache), PairedChannel(cache, remote)
         try:
             yield Pair(client, remote, cache, *channels)
         finally:

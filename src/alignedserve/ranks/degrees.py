@@ -75,6 +75,45 @@ class Degrees:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Over which nodes an instance's stages are spread: each node has stages in a row, with all of their ranks."""
+
+    degrees: Degrees
+    nodes: int = 1
+
+    @classmethod
+    def configured(cls, role: Any, cluster: Any) -> Spread:
+        """By the sections of a role and of the cluster."""
+        return cls(Degrees.configured(role, cluster), role.nodes)
+
+    def require(self) -> None:
+        """Raises ConfigError if a node would have no stage."""
+        if self.nodes > self.degrees.stages:
+            raise ConfigError(
+                f"an instance of {self.degrees} cannot be spread over {self.nodes} nodes: each needs a stage of its "
+                f"own (pipeline_parallel of at least {self.nodes}), or fewer nodes"
+            )
+
+    def ranks(self, node: int) -> range:
+        """The ranks on the node of this number; rank 0 is on node 0."""
+        begin, end = (at * self.degrees.stages // self.nodes * self.degrees.tensor for at in (node, node + 1))
+        return range(begin, end if self.nodes > 1 else self.degrees.ranks)
+
+    def parts(self, instance_id: str) -> list[str]:
+        """Ids of what an instance has on its further nodes: "decode-0.1" for the second."""
+        return [f"{instance_id}.{node}" for node in range(1, self.nodes)]
+
+    def ranks_of(self, part_id: str) -> int:
+        """How many ranks an instance, or its part of this id, has on its node."""
+        return len(self.ranks(int(part_id.partition(".")[2] or 0)))
+
+    @property
+    def most_ranks(self) -> int:
+        """On one node."""
+        return max(len(self.ranks(node)) for node in range(self.nodes))
+
+
 def devices_in(text: str) -> list[str]:
     """The devices of an instance, by its `device`: "cpu", "cuda:0", or those of its ranks by turns, "cuda:0,1"."""
     kind, _, numbers = text.partition(":")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.engine.model.inspect import inspect_model
-from alignedserve.engine.parallel import processes
+from alignedserve.engine.parallel import children
 from alignedserve.engine.parallel.processes import RankProcesses
 from alignedserve.errors import RankLostError
 from alignedserve.proc_stat import is_alive
@@ -25,7 +25,7 @@ from support.started import ranks_of
 @pytest.fixture
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RankProcesses]:
     """Of an instance of three, before they have loaded anything."""
-    monkeypatch.setattr(processes, "STOPPED_S", 0.1)
+    monkeypatch.setattr(children, "STOPPED_S", 0.1)
     folder = make_model("llama", tmp_path / "model", seed=1)
     info = inspect_model("llama", folder, "float32", "cpu")
     started = RankProcesses(info, Degrees(1, 3), trust_remote_code=False, threads=1, backend="torch")
@@ -45,7 +45,7 @@ def wait_trouble(ranks: RankProcesses) -> RankLostError:
 
 def test_a_rank_that_is_stopped_while_it_loads_is_lost(ranks: RankProcesses) -> None:
     assert ranks.trouble() is None
-    first, second = (child.pid for child in ranks._children)
+    first, second = ranks.pids[1:]
     os.kill(second, signal.SIGSTOP)
     assert "rank 2 of 3" in (said := wait_trouble(ranks).message)
     assert "is stopped for over 0.1 s" in said
@@ -59,7 +59,7 @@ def test_a_rank_that_is_stopped_while_it_loads_is_lost(ranks: RankProcesses) -> 
 
 
 def test_a_rank_that_is_killed_while_it_loads_is_lost(ranks: RankProcesses) -> None:
-    os.kill(ranks._children[0].pid, signal.SIGKILL)
+    os.kill(ranks.pids[1], signal.SIGKILL)
     assert "rank 1 of 3" in wait_trouble(ranks).message
 
 

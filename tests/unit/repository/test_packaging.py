@@ -25,6 +25,7 @@ COMPONENTS = (
     "gateway",
     "kv_pool",
     "prefill_worker",
+    "rank_host",
     "scheduler",
     "simulator",
     "transfer",
@@ -40,8 +41,9 @@ ALLOWED: dict[str, set[str]] = {
     "transfer": {"proto", "scheduler"},
     "kv_pool": {"proto", "scheduler", "transfer", "control"},
     "engine": {"transfer", "scheduler"},
-    "prefill_worker": {"proto", "scheduler", "transfer", "kv_pool", "engine", "control"},
-    "decode_worker": {"proto", "scheduler", "transfer", "kv_pool", "engine", "control"},
+    "rank_host": {"proto", "transfer", "kv_pool", "engine", "control"},
+    "prefill_worker": {"proto", "scheduler", "transfer", "kv_pool", "engine", "control", "rank_host"},
+    "decode_worker": {"proto", "scheduler", "transfer", "kv_pool", "engine", "control", "rank_host"},
     "gateway": {"proto", "control"},
     "cluster": {"proto", "control", "transfer", "gateway", "scheduler"},
 }
@@ -61,6 +63,7 @@ TORCH_ROOMS = (
     "engine/",
     "prefill_worker/",
     "decode_worker/",
+    "rank_host/",
     "transfer/",
     "cluster/cli/doctor.py",
 )

@@ -46,11 +46,11 @@ class Pair:
         wiring = replace(peer.spec.wiring(ASKING_RANK, "cpu"), piece_bytes=8 * GEOMETRY.block_bytes)
         self.client = PairClient(pb.ProcessKey(role="decode", id="decode-0"), wiring, GEOMETRY, "peer", away_s=away_s)
         self.cache = cache or HostBlockStore.private("cache", GEOMETRY, BLOCKS)
-        self.batch, self.requests = (RemoteBlockStore(h, self.client.checksums) for h in self.peer.handles)
+        self.batch, self.requests = (RemoteBlockStore(h, self.client) for h in self.peer.handles)
         self.peer.connect(self.client)
-        self.pull = PairedChannel(self.batch, self.cache, self.client)
-        self.pull_requests = PairedChannel(self.requests, self.cache, self.client)
-        self.push = PairedChannel(self.cache, self.requests, self.client)
+        self.pull = PairedChannel(self.batch, self.cache)
+        self.pull_requests = PairedChannel(self.requests, self.cache)
+        self.push = PairedChannel(self.cache, self.requests)
 
     def break_session(self) -> None:
         session = self.client._session
@@ -139,15 +139,15 @@ def test_evictions_do_not_wait_for_a_long_pull(pair: Pair) -> None:
 
 
 def test_what_the_peer_cannot_serve_is_refused_and_the_pair_goes_on(pair: Pair) -> None:
-    stranger = RemoteBlockStore(replace(pair.peer.handles[0], store_id="peer/none"), pair.client.checksums)
-    channel = PairedChannel(stranger, pair.cache, pair.client)
+    stranger = RemoteBlockStore(replace(pair.peer.handles[0], store_id="peer/none"), pair.client)
+    channel = PairedChannel(stranger, pair.cache)
     with pytest.raises(TransferError, match=r"no store peer/none here; the stores are peer/batch, peer/requests"):
         channel.copy([0], [0]).wait(20)
     with pytest.raises(TransferError, match="no store peer/none"):
         stranger.checksums([0])
     channel.close()
-    larger = RemoteBlockStore(replace(pair.peer.handles[0], capacity_blocks=2 * BLOCKS), pair.client.checksums)
-    channel = PairedChannel(larger, pair.cache, pair.client)
+    larger = RemoteBlockStore(replace(pair.peer.handles[0], capacity_blocks=2 * BLOCKS), pair.client)
+    channel = PairedChannel(larger, pair.cache)
     with pytest.raises(TransferError, match=rf"has blocks 0 to {BLOCKS - 1}, not \[{BLOCKS}\]"):
         channel.copy([BLOCKS], [0]).wait(20)
     channel.close()
@@ -158,7 +158,7 @@ def test_what_the_peer_cannot_serve_is_refused_and_the_pair_goes_on(pair: Pair) 
 def test_stores_of_another_model_are_refused_by_name(pair: Pair) -> None:
     other = replace(GEOMETRY, model="other", layers=8)
     with pytest.raises(GeometryMismatchError, match=r"pair float16, 4 layers.*other float16, 8 layers"):
-        PairedChannel(pair.batch, HostBlockStore.private("cache", other, 4), pair.client)
+        PairedChannel(pair.batch, HostBlockStore.private("cache", other, 4))
 
 
 def test_copies_wait_for_the_next_session_when_one_breaks(pair: Pair) -> None:
@@ -281,7 +281,7 @@ def test_a_copy_that_hangs_in_this_process_is_found_stuck_and_one_that_waits_for
 
 def test_stores_that_are_both_here_are_no_pair(pair: Pair) -> None:
     with pytest.raises(TransferError, match="not in two processes"):
-        PairedChannel(pair.cache, pair.cache, pair.client)
+        PairedChannel(pair.cache, pair.cache)
     with pytest.raises(TransferError, match="in another process"):
         pair.batch.read_block(0)
 

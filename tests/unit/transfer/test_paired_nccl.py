@@ -200,10 +200,10 @@ def test_two_ranks_on_one_gpu_copy_both_ways_with_checksums(monkeypatch: pytest.
     with PeerProcess(spec) as peer:
         wiring = replace(spec.wiring(ASKING_RANK, "cuda:0"), piece_bytes=16 * GEOMETRY.block_bytes)
         client = PairClient(pb.ProcessKey(role="decode", id="decode-0"), wiring, GEOMETRY, "peer", away_s=60.0)
-        batch, requests = (RemoteBlockStore(handle, client.checksums) for handle in peer.handles)
+        batch, requests = (RemoteBlockStore(handle, client) for handle in peer.handles)
         cache = make_store(spec, "cache")
         peer.connect(client)
-        pull, push = PairedChannel(batch, cache, client), PairedChannel(cache, requests, client)
+        pull, push = PairedChannel(batch, cache), PairedChannel(cache, requests)
         draw = random.Random(1)
         for _ in range(20):
             theirs, ours, back = (draw.sample(range(256), 100) for _ in range(3))

@@ -1,0 +1,85 @@
+"""Starts the processes that have an instance's ranks on further nodes (`rank_host/`). They end with the instance."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from alignedserve import logs
+from alignedserve.cluster.launch.environment import is_rank_host
+from alignedserve.cluster.supervisor.plan import MODEL_ROLES
+from alignedserve.config_sources import from_tree
+from alignedserve.control.runtime import RoleSettings
+from alignedserve.errors import UnavailableError
+
+MODULE = "alignedserve.cluster.launch.rank_host_main"
+SERVES_WITHIN_S = 60.0
+NAME = "ranks:"  # begins the names of their actors in Ray
+
+
+def parts_of(settings: RoleSettings) -> list[str]:
+    """The ids of what an instance has on further nodes; [] for other roles."""
+    if settings.role not in MODEL_ROLES or is_rank_host(settings):
+        return []
+    return from_tree(settings.config).spread(settings.role).parts(settings.id)
+
+
+@dataclass(slots=True)
+class PlainRankHost:
+    """One that is a plain child process."""
+
+    settings: RoleSettings
+    process: asyncio.subprocess.Process
+    address: str
+
+    async def end(self) -> None:
+        """Kill it, and wait for it. Its ranks end with it."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+
+
+async def start_rank_host(settings: RoleSettings, environment: Mapping[str, str], output: int | None) -> PlainRankHost:
+    """As a child process, which ends when this one does. Raises UnavailableError if it does not serve in time."""
+    reading, writing = os.pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            MODULE,
+            str(writing),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            pass_fds=[writing],
+            start_new_session=True,
+        )
+    finally:
+        os.close(writing)
+    assert process.stdin is not None
+    with os.fdopen(reading, "rb") as told:
+        try:
+            process.stdin.write(json.dumps(settings.to_dict()).encode() + b"\n")
+            async with asyncio.timeout(SERVES_WITHIN_S):
+                address = (await asyncio.to_thread(told.readline)).decode().strip()
+        except (OSError, TimeoutError) as error:
+            process.kill()
+            raise UnavailableError(f"{settings.id} could not be started: {error!r}") from error
+    if not address:
+        raise UnavailableError(f"{settings.id} could not be started: its process has ended")
+    return PlainRankHost(settings, process, address)
+
+
+async def host(settings: RoleSettings, on_address: Any) -> None:
+    """Run the process from start to end, with its log."""
+    from alignedserve.rank_host.actor import host_ranks  # imports torch
+
+    logs.setup(from_tree(settings.config).log, "rank_host", settings.id)
+    await host_ranks(settings, on_address)
