@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from alignedserve.engine.attention import Place
 from alignedserve.engine.batch import DecodeTable, ForwardItem, PackedBatch, build_batch
 from alignedserve.engine.model.loader import LoadedModel
+from alignedserve.engine.parallel.backends import agreed
 from alignedserve.engine.parallel.cuts import Ranks
 from alignedserve.engine.parallel.group import Groups
 from alignedserve.engine.parallel.steps import from_words, to_words
@@ -45,7 +47,7 @@ class DrivenRunner(ModelRunner):
     def __init__(
         self, loaded: LoadedModel, cache: torch.Tensor, place: RankPlace, groups: Groups, backend: str
     ) -> None:
-        super().__init__(loaded, cache, backend, _place_in(cache, loaded, place))
+        super().__init__(loaded, cache, backend, _place_in(cache, loaded, place), partial(agreed, groups.waits))
         self._at, self._groups = place, groups
         self._lost: RankLostError | None = None
 
