@@ -8,6 +8,7 @@ import ipaddress
 import json
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def check_ranks(config: Config, folder: Path) -> None:
                 f"model_type {kind!r} has no plan for tensor parallel ranks; "
                 "share it by layers instead: --prefill-pp, --decode-pp"
             )
-        try:
+        with _naming(role):
             each.require_kind()
             each.require_device(config.cluster.device)
             config.spread(role).require()
@@ -70,8 +71,15 @@ def check_ranks(config: Config, folder: Path) -> None:
                 require_degree(config.served_model_name, *heads, each.tensor)
             if layers is not None:
                 each.require_layers(config.served_model_name, layers)
-        except ConfigError as error:
-            raise ConfigError(f"{role} instances: {error.message}") from None
+
+
+@contextlib.contextmanager
+def _naming(role: str) -> Iterator[None]:
+    """Has a ConfigError say whose ranks it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{role} instances: {error.message}") from None
 
 
 def check_model_if_here(config: Config) -> None:
@@ -80,8 +88,9 @@ def check_model_if_here(config: Config) -> None:
     Raises ModelError, and ConfigError for ranks that cannot share it.
     """
     for role in MODEL_ROLES:
-        config.degrees(role).require_kind()
-        config.spread(role).require()
+        with _naming(role):
+            config.degrees(role).require_kind()
+            config.spread(role).require()
     if config.model.path in SHIPPED_MODELS:
         check_ranks(config, resolve_model(config.model.path))
     folder = Path(os.path.expanduser(config.model.path))

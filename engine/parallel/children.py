@@ -8,16 +8,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed
 
 from alignedserve.engine.parallel.group import LOOPBACK, Groups
-from alignedserve.engine.parallel.rendezvous import RankChannel, RelayedStore, Values
+from alignedserve.engine.parallel.rendezvous import FileValues, RankChannel, Values
 from alignedserve.engine.parallel.stores import RankStore
 from alignedserve.errors import AlignedServeError, RankLostError, by_code
 from alignedserve.geometry import KvGeometry, StoreSlice
@@ -31,7 +29,6 @@ STOPPED_S = 1.0  # a rank that a signal has stopped for so long is lost
 _IDLE_S = 20 * 86400.0  # the next pass may be late; Gloo counts milliseconds in 31 bits
 _END_WAIT_S = 5.0
 _SAYS_WITHIN_S = 2.0
-_dist: Any = torch.distributed  # untyped
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +57,9 @@ class RankOrder:
 
         `values`: by which it finds those of other nodes.
         """
-        store = _dist.FileStore(f"/proc/self/fd/{rendezvous}", self.here or self.place.degrees.ranks)
-        store.set_timeout(timedelta(seconds=SILENT_S))
-        own = torch.device(self.device) if self.apart else None
-        relayed: Callable[[str], RelayedStore] | None = None
-        if self.host and values is not None:
-            asked = values
-
-            def relayed(name: str) -> RelayedStore:
-                return RelayedStore(asked, name, SILENT_S)
-
-        return Groups.connected(store, self.place, _IDLE_S, SILENT_S, own, relayed, self.host or LOOPBACK)
+        here = FileValues(f"/proc/self/fd/{rendezvous}", self.here or self.place.degrees.ranks, SILENT_S)
+        own, host = torch.device(self.device) if self.apart else None, self.host or LOOPBACK
+        return Groups.connected(here, self.place, _IDLE_S, SILENT_S, own, values if self.host else None, host)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from alignedserve.engine.parallel.group import RankGroup
+from alignedserve.engine.parallel.rendezvous import GroupStore
 from alignedserve.errors import RankLostError
 
 _dist: Any = dist  # its process groups are untyped
@@ -25,14 +26,17 @@ class DeviceGroup(RankGroup):
     If a rank is lost, the others' devices wait for it. Their instance notices (`RankProcesses.trouble`), and ends.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, silent_s: float, device: torch.device) -> None:
-        super().__init__(_dist.PrefixStore("host", store), rank, size, silent_s)
+    def __init__(
+        self, store: GroupStore, nccl: Store, rank: int, size: int, silent_s: float, device: torch.device
+    ) -> None:
+        """`nccl`: a store that lives as long as the group."""
+        super().__init__(store, rank, size, silent_s)
         self._device = device
         options = _dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=silent_s)
         try:
             with torch.cuda.device(device):
-                self._nccl: Any = _dist.ProcessGroupNCCL(_dist.PrefixStore("nccl", store), rank, size, options)
+                self._nccl: Any = _dist.ProcessGroupNCCL(nccl, rank, size, options)
         except RuntimeError as error:
             raise RankLostError(f"rank {rank} of {size} could not connect to the others by NCCL: {error}") from error
 

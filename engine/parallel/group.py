@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
-from alignedserve.engine.parallel.rendezvous import RelayedStore
+from alignedserve.engine.parallel.rendezvous import FileValues, GroupStore, Values
 from alignedserve.errors import RankLostError, TransferError
 from alignedserve.ranks.degrees import RankPlace
 from alignedserve.transfer.paired.identity import PROOF_BYTES, SECRET_BYTES, check_proof, close_door, proof
@@ -37,12 +36,12 @@ class RankGroup:
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, silent_s: float, backlog: int = BACKLOG, host: str = LOOPBACK
+        self, store: GroupStore, rank: int, size: int, silent_s: float, backlog: int = BACKLOG, host: str = LOOPBACK
     ) -> None:
-        """`store`: one that all ranks share; it is only used here. Waits for all ranks.
+        """`store`: of the group's values; it is only used here. Waits for all ranks, which prove that they share it.
 
         `backlog`: how many messages may be on the way before `send` waits for the oldest. `host`: the address of this
-        process at which the others reach it. With a `RelayedStore` all prove that they belong together.
+        process at which the others reach it.
         """
         self.rank, self.size = rank, size
         self.waited_s = 0.0  # for others
@@ -56,13 +55,13 @@ class RankGroup:
             options._timeout, options._threads = timedelta(seconds=silent_s), 1
             options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
             self._group: Any = _dist.ProcessGroupGloo(store, rank, size, options)
-            if isinstance(store, RelayedStore):
+            if size > 1:
                 self._prove(store)
         except (RuntimeError, TransferError) as error:
             raise RankLostError(f"rank {rank} of {size} could not connect to the others: {error}") from error
 
-    def _prove(self, store: RelayedStore) -> None:
-        """Each rank shows the others that it has the secret of the streams between their nodes (ADR 41).
+    def _prove(self, store: GroupStore) -> None:
+        """Each rank shows the others that it has a secret of the store (ADR 41). After that it takes no connections.
 
         Raises TransferError if one cannot.
         """
@@ -216,39 +215,37 @@ class Groups:
     @classmethod
     def connected(
         cls,
-        store: Store,
+        values: FileValues,
         place: RankPlace,
         idle_s: float,
         silent_s: float,
         own_device: torch.device | None = None,
-        relayed: Callable[[str], RelayedStore] | None = None,
+        of_all: Values | None = None,
         host: str = LOOPBACK,
     ) -> Groups:
-        """Waits for all ranks. `store`: of the ranks of this node. `idle_s`: how long there may be nothing to do.
-        `own_device`: a GPU of this rank alone, if each rank has one.
-
-        `relayed`: if there are ranks on other nodes, makes the store of a group by its name; `host`: see `RankGroup`.
+        """Waits for all ranks. `values`: of the ranks of this node; `of_all`: of all, if there are some on other nodes.
+        `idle_s`: how long there may be nothing to do. `own_device`: a GPU of this rank alone, if each rank has one.
+        `host`: see `RankGroup`.
         """
         rank, degrees = place.rank, place.degrees
-
-        def of_all(name: str) -> Store:
-            found: Store = _dist.PrefixStore(name, store) if relayed is None else relayed(name)
-            return found
-
+        shared = of_all or values
         told = 2 * degrees.ranks * (degrees.stages + 1)  # two messages to each rank for each pass under way
-        waits = RankGroup(of_all("waits"), rank, degrees.ranks, idle_s, max(BACKLOG, told), host)
-        of_stage = _dist.PrefixStore(f"sums{rank // degrees.tensor}", store)
+        of_waits = GroupStore(shared, "waits", silent_s)
+        waits = RankGroup(of_waits, rank, degrees.ranks, idle_s, max(BACKLOG, told), host)
+        of_stage = GroupStore(values, f"sums{rank // degrees.tensor}", silent_s)
         if own_device is None or degrees.tensor == 1:
             sums = RankGroup(of_stage, place.part, degrees.tensor, silent_s)
         else:
             from alignedserve.engine.parallel.device_group import DeviceGroup  # NCCL comes with torch for CUDA alone
 
-            sums = DeviceGroup(of_stage, place.part, degrees.tensor, silent_s, own_device)
+            nccl = _dist.PrefixStore(f"nccl{rank // degrees.tensor}", values.store)
+            sums = DeviceGroup(of_stage, nccl, place.part, degrees.tensor, silent_s, own_device)
         several = degrees.stages * degrees.experts > 1
         if not several:
             return cls(waits, sums, None)
         long_s, most = max(silent_s, PIPE_SILENT_S), max(BACKLOG, degrees.stages + 1)
-        return cls(waits, sums, RankGroup(of_all("pipe"), rank, degrees.ranks, long_s, most, host))
+        pipe = RankGroup(GroupStore(shared, "pipe", silent_s), rank, degrees.ranks, long_s, most, host)
+        return cls(waits, sums, pipe)
 
     @property
     def waited_s(self) -> float:

@@ -1,6 +1,5 @@
-"""How ranks of several nodes find each other: values that the process of rank 0 passes on between the nodes.
-
-Within a node they go over the channel of each rank to its parent, so that no port has to be open for them.
+"""How ranks find each other: by values in a file that has no name, or that the process of rank 0 passes on to the other
+nodes. On a node those go over the channel of each rank to its parent, so that no port has to be open for them.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+import torch.distributed
 from torch._C._distributed_c10d import Store
 
 from alignedserve.errors import RankLostError, TransferError
@@ -19,17 +19,34 @@ from alignedserve.transfer.paired.rendezvous import Rendezvous
 
 MESSAGE_BYTES = 1 << 17
 _SET, _GET = "set", "get"
+_dist: Any = torch.distributed  # untyped
 
 
 class Values(Protocol):
-    """What `RelayedStore` needs of a `Rendezvous`."""
+    """Also a `Rendezvous`."""
 
     def set(self, key: str, value: bytes) -> None: ...
 
-    def get(self, key: str, timeout_s: float) -> bytes: ...
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Waits for the value. Raises TransferError, RuntimeError."""
 
 
-class RelayedStore(Store):
+class FileValues:
+    """Those of the ranks of one node, in a file that all can open."""
+
+    def __init__(self, path: str, ranks: int, timeout_s: float) -> None:
+        self.store: Any = _dist.FileStore(path, ranks)
+        self.store.set_timeout(timedelta(seconds=timeout_s))
+
+    def set(self, key: str, value: bytes) -> None:
+        self.store.set(key, value)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        self.store.wait([key], timedelta(seconds=timeout_s))
+        return bytes(self.store.get(key))
+
+
+class GroupStore(Store):
     """The values of one group. It also notes what this rank has published, which contains its listening address."""
 
     def __init__(self, values: Values, name: str, timeout_s: float) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed
 import torch.multiprocessing
 
 from alignedserve.engine.batch import ForwardItem
@@ -22,6 +20,7 @@ from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.parallel.group import Groups
 from alignedserve.engine.parallel.load import load_part
 from alignedserve.engine.parallel.processes import runner_of
+from alignedserve.engine.parallel.rendezvous import FileValues
 from alignedserve.engine.parallel.runner import DrivenRunner, held_by
 from alignedserve.engine.runner import allocate_cache
 from alignedserve.engine.sampling.sampler import SampledToken, SampleRow
@@ -30,7 +29,6 @@ from alignedserve.ranks.degrees import Degrees, RankPlace
 from alignedserve.request import SamplingParams
 from support.graph_twins import TwinDevice
 
-_dist: Any = torch.distributed  # untyped
 _multiprocessing: Any = torch.multiprocessing
 
 BLOCK_SIZE = 4
@@ -135,9 +133,8 @@ def _leaving(rank: int, degrees: Degrees, folder: Path, work: Path) -> None:
 
 def _runner(place: RankPlace, folder: Path, work: Path, own: bool = False) -> DrivenRunner:
     torch.set_num_threads(1)
-    store = _dist.FileStore(str(work / f"{folder.name}.store"), place.degrees.ranks)
-    store.set_timeout(timedelta(seconds=SILENT_S))
-    groups = Groups.connected(store, place, SILENT_S, SILENT_S)
+    values = FileValues(str(work / f"{folder.name}.store"), place.degrees.ranks, SILENT_S)
+    groups = Groups.connected(values, place, SILENT_S, SILENT_S)
     info = inspect_model(folder.name, folder, "float32", "cpu")
     file, shape = work / f"{folder.name}.cache", (BLOCKS, *info.geometry(BLOCK_SIZE).block_shape)
     if place.rank == 0:

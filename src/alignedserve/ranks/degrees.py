@@ -64,7 +64,7 @@ class Degrees:
         if self.experts > 1:
             return f"{self.experts} ranks that share experts"
         if self.stages == 1:
-            return f"{self.tensor} ranks"
+            return f"{self.tensor} rank{'s' if self.tensor > 1 else ''}"
         return f"{self.stages} stages" + (f" of {self.tensor} ranks" if self.tensor > 1 else "")
 
     def require_layers(self, name: str, layers: int) -> None:

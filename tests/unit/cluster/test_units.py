@@ -6,7 +6,7 @@ import pytest
 
 from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.launch.ray_places import Bundle, RayPlaces
-from alignedserve.cluster.launch.units import Unit, gpu_share, plan_units, resources_of
+from alignedserve.cluster.launch.units import Unit, gpu_share, plan_units, resources_of, with_parts
 from alignedserve.cluster.launch.vetting import eligible
 from alignedserve.cluster.supervisor.plan import Shape
 from alignedserve.config import ClusterConfig, Config
@@ -30,6 +30,29 @@ def test_on_gpus_those_that_are_paired_share_a_node() -> None:
     ]
     assert [names for names, _ in units(config(), 3, 1, 1.0)] == [("decode-0", "prefill-0", "prefill-1", "prefill-2")]
     assert [names for names, _ in units(config(), 0, 2, 1.0)] == [("decode-0",), ("decode-1",)]
+
+
+def test_what_an_instance_has_on_further_nodes_is_a_unit_of_its_own() -> None:
+    """Of three stages of two ranks the second node has four ranks."""
+    tree = {
+        "cluster": {"tensor_parallel": 2, "decode_resources": "b=1"},
+        "decode": {"pipeline_parallel": 3, "nodes": 2},
+    }
+    spread = from_tree(tree)
+    instances = with_parts(spread, Shape(1, 2).ids())
+    assert instances[3:] == [("decode", "decode-0.1"), ("decode", "decode-1.1")]
+    assert {unit.instances[0]: dict(unit.resources) for unit in plan_units(spread, instances, 1.0)} == {
+        "prefill-0": {"GPU": 2.0},
+        "decode-0": {"b": 1.0, "GPU": 2.0},
+        "decode-1": {"b": 1.0, "GPU": 2.0},
+        "decode-0.1": {"b": 1.0, "GPU": 4.0},
+        "decode-1.1": {"b": 1.0, "GPU": 4.0},
+    }
+    pairs = from_tree({**tree, "cluster": {"tensor_parallel": 2, "placement": "pairs"}})
+    assert [unit.instances for unit in plan_units(pairs, with_parts(pairs, Shape(1, 1).ids()), 1.0)] == [
+        ("prefill-0", "decode-0"),
+        ("decode-0.1",),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from alignedserve.proto import paired_copies_pb2 as pc
 from alignedserve.transfer.block_store import HostBlockStore
 from alignedserve.transfer.copier import Copier, Route
 from alignedserve.transfer.device import DeviceBlockStore
+from alignedserve.transfer.links import connect
 from alignedserve.transfer.paired.blocks import HostBlocks
 from alignedserve.transfer.paired.channel import PairedChannel
 from alignedserve.transfer.paired.client import ClientSession, PairClient
@@ -98,6 +99,25 @@ def test_blocks_come_from_the_peer_and_go_back_to_it(pair: Pair) -> None:
     counters = pair.pull.counters()
     assert (counters.copies, counters.blocks, counters.bytes) == (1, 30, 30 * GEOMETRY.block_bytes)
     assert pair.pull.name == pair.peer.spec.channel
+
+
+def test_a_block_of_the_peer_can_be_read(pair: Pair) -> None:
+    expected = make_store(SPEC, pair.batch.store_id)
+    assert all(pair.batch.read_block(block) == expected.read_block(block) for block in (0, 7))
+
+
+def test_blocks_go_from_one_peer_to_another_through_this_process(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alignedserve.transfer.paired.channel.RELAY_BYTES", 3 * GEOMETRY.block_bytes)
+    between = connect(pair.batch, pair.requests)
+    draw = random.Random(3)
+    theirs, others = draw.sample(range(BLOCKS), 10), draw.sample(range(BLOCKS), 10)
+    try:
+        assert between.copy(theirs, others).wait(20)
+        assert pair.requests.checksums(others) == make_store(SPEC, pair.batch.store_id).checksums(theirs)
+        assert (between.name, between.counters().blocks) == (pair.peer.spec.channel, 10)
+        assert between.copy(theirs[:2], others[:2], layers=(1, 2)).wait(20)
+    finally:
+        between.close()
 
 
 def test_only_the_layers_that_are_asked_for_arrive(pair: Pair) -> None:
@@ -282,8 +302,6 @@ def test_a_copy_that_hangs_in_this_process_is_found_stuck_and_one_that_waits_for
 def test_stores_that_are_both_here_are_no_pair(pair: Pair) -> None:
     with pytest.raises(TransferError, match="not in two processes"):
         PairedChannel(pair.cache, pair.cache)
-    with pytest.raises(TransferError, match="in another process"):
-        pair.batch.read_block(0)
 
 
 @pytest.mark.parametrize("comes", [True, False])

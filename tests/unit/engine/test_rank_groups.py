@@ -1,0 +1,80 @@
+"""The connections of ranks: who is let in, and how values reach ranks of other nodes."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from alignedserve.engine.parallel.group import RankGroup
+from alignedserve.engine.parallel.rendezvous import AskedValues, GroupStore, RankChannel, Values
+from alignedserve.errors import RankLostError, TransferError
+from alignedserve.transfer.paired.identity import listening
+from alignedserve.transfer.paired.rendezvous import Rendezvous
+
+
+def both(make: Callable[[int], RankGroup]) -> list[RankGroup]:
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(make, range(2)))
+
+
+def group(values: Values, rank: int) -> RankGroup:
+    return RankGroup(GroupStore(values, "waits", 20.0), rank, 2, 20.0)
+
+
+def test_ranks_take_no_connections_once_they_have_met() -> None:
+    values, before = Rendezvous(lambda key, value: None), listening()
+    groups = both(lambda rank: group(values, rank))
+    ports = listening() - before
+    assert len(ports) == 2
+    for address in ports:
+        with pytest.raises(TimeoutError):
+            socket.create_connection(address, timeout=0.3)
+    with ThreadPoolExecutor(2) as pool:
+        sums = list(pool.map(lambda each: each.sum(torch.ones(2)), groups))
+    assert all(torch.equal(each, torch.full((2,), 2.0)) for each in sums)
+
+
+def test_a_rank_without_the_secret_is_refused() -> None:
+    values = Rendezvous(lambda key, value: None)
+
+    class Guessing:
+        def set(self, key: str, value: bytes) -> None:
+            values.set(key, value)
+
+        def get(self, key: str, timeout_s: float) -> bytes:
+            return bytes(32) if key.endswith("/secret") else values.get(key, timeout_s)
+
+    with pytest.raises(RankLostError, match="is not the other process"):
+        both(lambda rank: group(Guessing() if rank else values, rank))
+
+
+def test_a_rank_asks_its_parent_for_values_and_says_the_rest_to_it() -> None:
+    told: list[tuple[str, bytes]] = []
+    values = Rendezvous(lambda key, value: told.append((key, value)))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel, asked = RankChannel(ours, values, 0.2), AskedValues(theirs)
+    asked.set("waits/0", b"\x00\xff")
+    values.heard("waits/1", b"address")
+    assert asked.get("waits/1", 5.0) == b"address"
+    assert told == [("waits/0", b"\x00\xff")]
+    with pytest.raises(TransferError, match=r"did not connect: .*silent for 0\.2 s"):
+        asked.get("waits/2", 5.0)
+    theirs.send(json.dumps({"held": 1}).encode())
+    assert channel.told(5.0) == {"held": 1}
+    theirs.close()
+    channel.close()
+
+
+def test_a_rank_that_ends_without_a_word_is_lost() -> None:
+    for values in (None, Rendezvous(lambda key, value: None)):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel = RankChannel(ours, values, 0.2)
+        theirs.close()
+        with pytest.raises(RankLostError, match="does not say what it holds"):
+            channel.told(5.0)
+        channel.close()
