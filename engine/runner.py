@@ -124,10 +124,6 @@ class ModelRunner:
         return 0.0
 
     def show_metrics(self, page: Page) -> None:
-        meaning = (
-            "of an instance of several ranks: seconds in which the first one waited for others within passes, over Gloo"
-        )
-        page.counter("rank_waited_seconds_total", meaning, self.waited_s)
         meaning = "of ranks that share experts: seconds in which all together waited for the last one of each layer"
         page.counter("rank_barrier_idle_seconds_total", meaning, self.barrier_idle_s)
 

@@ -127,6 +127,15 @@ class RankHostServer(rh_grpc.RankHostServicer):
             self._children.start(order)
         return self._children.pids
 
+    def now(self) -> rh.RanksNow:
+        """Of each rank; none before they are started."""
+        ranks = [] if self._children is None else self._children.now()
+        told = [
+            rh.RankNow(rank=each.rank, pid=each.pid, resident_bytes=each.resident_bytes, waited_s=each.waited_s)
+            for each in ranks
+        ]
+        return rh.RanksNow(ranks=told)
+
     def hear(self, value: rh.RankValue) -> None:
         self._values.heard(value.key, value.value)
 
@@ -211,7 +220,7 @@ class _Session:
         while (lost := self._server.trouble()) is None:
             if time.monotonic() - beaten_s >= BEAT_S:
                 beaten_s = time.monotonic()
-                self._outbox.put(rh.RankHostEvent(beat=pb.Empty()))
+                self._outbox.put(rh.RankHostEvent(beat=self._server.now()))
             await asyncio.sleep(BEAT_S / 2)
         logger.error("%s", lost)
         self._outbox.put(rh.RankHostEvent(lost=failure_to_proto(lost)))

@@ -28,6 +28,7 @@ from alignedserve.geometry import KvGeometry, StoreSlice
 from alignedserve.model import ModelInfo
 from alignedserve.ranks import forks
 from alignedserve.ranks.degrees import Degrees, RankPlace, Spread
+from alignedserve.ranks.now import RankNow, resident_bytes
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.paired.rendezvous import Rendezvous
 from alignedserve.transfer.parted import PartedStore
@@ -44,8 +45,6 @@ class RankHost(ABC):
     """Of its ranks, which have them by turns."""
     address: str
     """At which its ranks are reached."""
-    pids: Sequence[int]
-    """Of its ranks, once they are started."""
 
     @abstractmethod
     def start(self, orders: Sequence[RankOrder], values: Rendezvous, pass_on: Callable[[str, bytes], None]) -> None:
@@ -68,6 +67,10 @@ class RankHost(ABC):
     @abstractmethod
     def store(self, store_id: str, geometry: KvGeometry, blocks: int) -> list[BlockStore]:
         """Have it make its ranks' parts of the store, and give each its own. Blocks. Raises TransferError."""
+
+    @abstractmethod
+    def now(self) -> Sequence[RankNow]:
+        """As `RankChildren.now`, of its last beat; empty before the ranks are started."""
 
     @abstractmethod
     def trouble(self) -> RankLostError | None:
@@ -284,10 +287,24 @@ class RankProcesses:
         """Of rank 0 and the others of this node, in order."""
         return [os.getpid(), *self._children.pids]
 
-    @property
-    def pids_by_node(self) -> dict[str, list[int]]:
-        """Of all ranks; "": of this node."""
-        return {"": self.pids, **{host.node_id: list(host.pids) for host in self._hosts}}
+    def now(self) -> list[RankNow]:
+        """Of all ranks, in order."""
+        waited_s = 0.0 if self._groups is None else self._groups.waited_s
+        first = RankNow(0, os.getpid(), resident_bytes=resident_bytes(os.getpid()), waited_s=waited_s)
+        found = [first, *self._children.now()]
+        for host in self._hosts:
+            found += [replace(each, node=host.node_id) for each in host.now()]
+        if len(found) > len(self._weight_bytes):  # they still load
+            return found
+        several = self._spread.degrees.stages > 1
+        return [
+            replace(
+                each,
+                layers=range(held.layer_begin, held.layer_end) if several else None,
+                weight_bytes=size,
+            )
+            for each, held, size in zip(found, self._held, self._weight_bytes, strict=False)
+        ]
 
     def trouble(self) -> RankLostError | None:
         """The error if a rank has ended before `close`, or is stopped: then the instance cannot go on."""

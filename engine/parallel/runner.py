@@ -72,8 +72,8 @@ class DrivenRunner(ModelRunner):
         return build_batch(items, self.block_size, self.cache.shape[0], self.loaded.device)
 
     @torch.inference_mode()
-    def follow(self) -> None:
-        """Compute what rank 0 computes until it ends. For the other ranks."""
+    def follow(self, note: Callable[[float], None] = lambda waited_s: None) -> None:
+        """Compute what rank 0 computes until it ends. For the other ranks. `note` is called after each pass."""
         head, waits = torch.zeros(2, dtype=torch.int64), self._groups.waits
         graphs: GraphFollower | None = None
         while (kind := int(waits.told(head)[0])) != _END:
@@ -86,6 +86,7 @@ class DrivenRunner(ModelRunner):
                 raise RankLostError(f"rank {self._at.rank} has captured no passes, and rank 0 replays one")
             else:
                 graphs.replay(kind, message)
+            note(self.waited_s)
         waits.meet()
 
     def _captured(self, sizes: list[int]) -> GraphFollower | None:
