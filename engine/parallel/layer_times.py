@@ -27,11 +27,13 @@ from alignedserve.engine.model.cpu_linear import Faster, pack_faster
 from alignedserve.engine.model.loader import before_probe
 from alignedserve.engine.parallel.division import Costs
 from alignedserve.engine.parallel.stages import Elsewhere, said_by
+from alignedserve.errors import UnsupportedModelError
 from alignedserve.geometry import DTYPE_BYTES, StoreSlice
 from alignedserve.model import ModelInfo
 
 BUDGET_S = 0.3  # of the timed passes of a kind of layer; one is timed in any case
 REPEATS = 5
+MOST_KINDS = 8  # of layers: more would take too long
 MOST_KV_BYTES = 256 << 20  # of the layer that is timed
 MOST_FLOP = 2e10  # of a layer on a CPU, in a pass
 COLD_BYTES = 128 << 20  # more than the caches of a processor; those of a GPU are smaller
@@ -69,11 +71,14 @@ def measured_costs(
     `model`: with a rank's part of the weights, on the meta device; it is not changed. `path`: of its list of layers.
     `heads`: the first KV head of the rank, and the one after its last. `faster`: as for `pack_linears`.
 
-    Raises what the model's code raises.
+    Raises UnsupportedModelError for more than MOST_KINDS kinds of layers, and what the model's code raises.
     """
     layers: Any = model.get_submodule(path)
+    if (kinds := len({_kind(layer) for layer in layers})) > MOST_KINDS:
+        raise UnsupportedModelError(f"it has {kinds} kinds of layers")
     timed = _bounded(timed, layers[0], info, heads, device)
-    noise = torch.randn(NOISE, device=device).mul_(0.02).to(model.dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    noise = torch.randn(NOISE, generator=generator, device=device).mul_(0.02).to(model.dtype)
     shell = _shell(model, path, noise, faster)
     shell_layers: Any = shell.get_submodule(path)
     stage_bytes = sum(each.nbytes for each in layers.parameters()) // 2

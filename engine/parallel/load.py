@@ -73,5 +73,8 @@ def _by_times(part: ShardedModel, timed: TimedPass) -> Division:
         reason = " ".join(str(error).split())[:200]
         log.warning("stages of %s are divided by weights: its layers cannot be timed: %s", part.info.name, reason)
         return by_weights(part, "layers cannot be timed")
+    finally:
+        if part.device.type == "cuda":
+            torch.cuda.empty_cache()  # weights need the room
     log.info("the layers of %s are timed in %.2f s", part.info.name, time.perf_counter() - begun_s)
     return Division.by(costs, degrees.stages, most_layers(part.info, degrees))

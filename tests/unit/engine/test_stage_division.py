@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from alignedserve.engine import attention
 from alignedserve.engine.model.inspect import inspect_model
-from alignedserve.engine.parallel import load
+from alignedserve.engine.parallel import layer_times, load
 from alignedserve.engine.parallel.division import Costs, Division, shares
 from alignedserve.engine.parallel.layer_times import DECODE, PREFILL, TimedPass, _Bench, measured_costs
 from alignedserve.engine.parallel.sharded import ShardedModel, by_weights
@@ -107,6 +107,14 @@ def test_layers_that_attend_to_a_window_are_a_kind_of_their_own(tmp_path: Path) 
     local, whole, *others = costs_of(folder).layers
     assert others == [local, whole]
     assert local < whole
+
+
+def test_a_model_of_too_many_kinds_of_layers_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_times, "MOST_KINDS", 1)
+    folder = make_model("gemma3", tmp_path / "m", seed=1, layer_types=["sliding_attention", "full_attention"] * 2,
+                        num_hidden_layers=4)  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="it has 2 kinds of layers"):
+        costs_of(folder)
 
 
 def test_a_layer_that_cannot_be_timed_leaves_the_weights(
