@@ -4,8 +4,10 @@ A cluster for each pair of degrees gets the same prompts, one after the other, i
 answers' timings; bytes are those of all channels.
 
     python benchmarks/unequal_degrees.py --rounds 3 --json degrees.json 2:2 1:2 2:1
+    python benchmarks/unequal_degrees.py 1x2:1x2 1:1x2@2   # two stages; and two stages on two nodes
 
-The first pair is the one of equal degrees. Target: at most 1.3 times its time, and the same bytes.
+A role's degrees: TENSOR[xSTAGES[@NODES]]; on one machine its nodes are rank hosts beside each other. The first pair is
+the one of equal degrees. Target: at most 1.3 times its time, and the same bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import contextlib
 import json
 import random
+import re
 import statistics
 import tempfile
 from pathlib import Path
@@ -43,6 +46,15 @@ def ask(server: ServeProcess, prompts: list[list[int]], answer: int) -> tuple[li
     return prefetch_s, handover_s, (value(server.metrics(), BYTES) - before) / len(prompts)
 
 
+def flags(role: str, degrees: str) -> list[str]:
+    """Of `alignedserve serve`."""
+    parts = re.fullmatch(r"(\d+)(?:x(\d+)(?:@(\d+))?)?", degrees)
+    if parts is None:
+        raise SystemExit(f"{degrees!r} is not TENSOR[xSTAGES[@NODES]]")
+    given = zip(("tp", "pp", "nodes"), parts.groups(), strict=True)
+    return [each for name, count in given if count for each in (f"--{role}-{name}", count)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="*", metavar="PREFILL:DECODE", default=["2:2", "1:2", "2:1"])
@@ -61,8 +73,8 @@ def main() -> None:
         servers = {}
         for pair in given.pairs:
             prefill, _, decode = pair.partition(":")
-            degrees = ("--prefill-tp", prefill, "--decode-tp", decode, "--no-prefix-cache")
-            servers[pair] = stack.enter_context(ServeProcess("--model", folder, *degrees))
+            degrees = [*flags("prefill", prefill), *flags("decode", decode)]
+            servers[pair] = stack.enter_context(ServeProcess("--model", folder, "--no-prefix-cache", *degrees))
         for number in range(-1, given.rounds):  # the first round warms up
             prompts = [[draw.randrange(1, VOCAB_SIZE) for _ in range(given.tokens)] for _ in range(given.prompts)]
             for pair, server in servers.items():

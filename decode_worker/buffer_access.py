@@ -30,7 +30,7 @@ from alignedserve.transfer.topology import GLOO, Place
 logger = logging.getLogger(__name__)
 
 
-_NO_PARTS = "parts on the GPUs of several ranks are only reached on their own node, over CUDA IPC, so far"
+_NO_PARTS = "parts on the GPUs of several ranks are reached over CUDA IPC on their own node, else over Gloo, so far"
 
 
 class BufferAccess(ABC):
@@ -93,7 +93,7 @@ class PairedBuffers(BufferAccess):
 
     def open(self, handle: StoreHandle) -> BlockStore:
         self._cache.geometry.require_same(handle.geometry)
-        return RemoteBlockStore(handle, self._client)
+        return opened(handle, lambda part: RemoteBlockStore(part, self._client))
 
     def connect(self, source: BlockStore, destination: BlockStore) -> Channel:
         return connect(source, destination)
@@ -150,7 +150,7 @@ class BufferReach:
             for ours, theirs in _places(mine, buffer)
         ]
         choice = next((one for one in choices if one.name in PAIRED), choices[0])
-        if choice.name in PAIRED and (buffer.parts or (parted and choice.name != GLOO)):
+        if choice.name in PAIRED and parted and choice.name != GLOO:
             raise ResourceError(f"the buffers of {prefill_id} cannot be reached over {choice.name}: {_NO_PARTS}")
         level = logging.WARNING if choice.slow else logging.INFO
         logger.log(level, "buffers of %s: channel %s, %s", prefill_id, choice.name, choice.reason)

@@ -113,15 +113,14 @@ class DecodeInstance:
         """Load the model, create the cache, attach the pool. `report` is called when the model's shape is known."""
         settings, config = self._settings, self._config
         host.prepare_process(config)
+        hosts = await open_hosts(settings, self._process, config)
+        self.memory.note_hosts({each.node_id: each.memory_bytes for each in hosts})
         devices, device = settings.devices, settings.devices[0]
         self.reaches = await asyncio.to_thread(reached_devices, device)
         await asyncio.to_thread(self._reach.check)
         await asyncio.to_thread(self.memory.look)
         self.model = await host.inspect(config, device)
         self.memory.expect(self.model)
-        report()
-        hosts = await open_hosts(settings, self._process, config)
-        self.memory.note_hosts({host.node_id: host.memory_bytes for host in hosts})
         report()
         self._ranks = ranks = start_ranks(config, "decode", self.model, devices, hosts, settings.host)
         load_part, of_ranks = (None, None) if ranks is None else (ranks.load, ranks.store)

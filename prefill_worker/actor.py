@@ -47,6 +47,7 @@ from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.metrics import locking, show_channels
 from alignedserve.transfer.pair_choice import PAIRED
+from alignedserve.transfer.parted import parts_by_id
 
 logger = logging.getLogger(__name__)
 
@@ -282,7 +283,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
     # ---- from decode instances
 
     def _stores(self) -> dict[str, BlockStore]:
-        return {buffer.store.store_id: buffer.store for buffer in self._instance.buffers.values()}
+        return parts_by_id(buffer.store for buffer in self._instance.buffers.values())
 
     async def Buffers(
         self, request_iterator: AsyncIterator[pw.BufferCommand], context: grpc.aio.ServicerContext[Any, Any]

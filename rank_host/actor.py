@@ -7,7 +7,8 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -21,12 +22,14 @@ from alignedserve.control.link import Outbox, first_message, from_any_thread, se
 from alignedserve.control.role import new_incarnation
 from alignedserve.control.rpc import RpcServer
 from alignedserve.control.runtime import RoleSettings
+from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.parallel.children import RankChildren, RankOrder, devices_by_turns
 from alignedserve.engine.parallel.stores import device_parts, host_parts
-from alignedserve.errors import AlignedServeError
+from alignedserve.errors import AlignedServeError, ModelError
 from alignedserve.geometry import StoreSlice
 from alignedserve.kv_pool.paired_service import PairedCopiesService
 from alignedserve.memory import available_memory_bytes
+from alignedserve.model import ModelInfo, resolve_model
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import paired_copies_pb2_grpc as pc_grpc
 from alignedserve.proto import rank_host_pb2 as rh
@@ -51,7 +54,8 @@ class RankHostServer(rh_grpc.RankHostServicer):
         self._config: Config = from_tree(settings.config)
         self._memory_bytes = available_memory_bytes()
         self._children: RankChildren | None = None  # the ranks; None until they are ordered
-        self._values = Rendezvous(lambda key, value: None)  # by which they find those of other nodes
+        self._values = Rendezvous(self._tell)  # by which they find those of other nodes
+        self._send: Callable[[rh.RankHostEvent], None] = lambda event: None  # to the process of rank 0; any thread may
         self._held: list[StoreSlice] = []  # by each rank; known once they have loaded
         self._stores: dict[str, BlockStore] = {}  # their parts
         self._instance = ""  # the process of rank 0 that has called
@@ -97,6 +101,7 @@ class RankHostServer(rh_grpc.RankHostServicer):
         self._instance = f"{hello.process.id} ({hello.process.incarnation})"
         outbox = Outbox[rh.RankHostEvent]()
         outbox.put(rh.RankHostEvent(opened=self._opened()))
+        self._send = from_any_thread(outbox.put)
         session = _Session(self, outbox)
         beating = asyncio.get_running_loop().create_task(session.beat())
         try:
@@ -118,10 +123,22 @@ class RankHostServer(rh_grpc.RankHostServicer):
 
     # ---- what the process of rank 0 asks for
 
-    def start_ranks(self, orders: list[RankOrder], values: Rendezvous) -> list[int]:
+    def with_model_here(self, orders: list[RankOrder]) -> list[RankOrder]:
+        """The orders for this node's copy of the model. Blocks. Raises ModelError, also if it is another model."""
+        model, wanted = self._config.model, ModelInfo.from_json(orders[0].info)
+        folder, trusted = resolve_model(model.path, model.trust_remote_code), model.trust_remote_code
+        found = inspect_model(wanted.name, folder, model.dtype, self.settings.devices[0], trusted)
+        if found.weights != wanted.weights:
+            raise ModelError(
+                f"{folder} on node {self.settings.node_id} has other weights than that on the first node of "
+                f"{self._instance}: copy the same files to all nodes"
+            )
+        info = replace(wanted, path=found.path).to_json()
+        return [replace(order, info=info) for order in orders]
+
+    def start_ranks(self, orders: list[RankOrder]) -> list[int]:
         """Returns their pids. To be called on the thread of the event loop, with which they end."""
-        self._values = values
-        self._children = RankChildren(values)
+        self._children = RankChildren(self._values)
         torch.set_num_threads(1)  # the ranks compute, not this process
         for order in orders:
             self._children.start(order)
@@ -135,6 +152,9 @@ class RankHostServer(rh_grpc.RankHostServicer):
             for each in ranks
         ]
         return rh.RanksNow(ranks=told)
+
+    def _tell(self, key: str, value: bytes) -> None:
+        self._send(rh.RankHostEvent(value=rh.RankValue(key=key, value=value)))
 
     def hear(self, value: rh.RankValue) -> None:
         self._values.heard(value.key, value.value)
@@ -180,7 +200,6 @@ class _Session:
 
     def __init__(self, server: RankHostServer, outbox: Outbox[rh.RankHostEvent]) -> None:
         self._server, self._outbox = server, outbox
-        self._send = from_any_thread(outbox.put)
         self.tasks: set[asyncio.Task[None]] = set()
 
     def on_command(self, command: rh.RankHostCommand) -> None:
@@ -188,19 +207,16 @@ class _Session:
         if kind == "value":
             self._server.hear(command.value)
         elif kind == "start":
-            orders = [RankOrder(**json.loads(order)) for order in command.start.orders]
-            values = Rendezvous(self._tell)
-            started = rh.RanksStarted(pids=self._server.start_ranks(orders, values))
-            self._outbox.put(rh.RankHostEvent(started=started))
-            self._spawn(self._say_held())
+            self._spawn(self._start([RankOrder(**json.loads(order)) for order in command.start.orders]))
         elif kind == "make_parts":
             self._spawn(self._make_parts(command.make_parts))
 
-    def _tell(self, key: str, value: bytes) -> None:
-        self._send(rh.RankHostEvent(value=rh.RankValue(key=key, value=value)))
-
-    async def _say_held(self) -> None:
+    async def _start(self, orders: list[RankOrder]) -> None:
+        """Until all have loaded their part of the model."""
         try:
+            here = await asyncio.to_thread(self._server.with_model_here, orders)
+            started = rh.RanksStarted(pids=self._server.start_ranks(here))
+            self._outbox.put(rh.RankHostEvent(started=started))
             held = await asyncio.to_thread(self._server.held)
         except AlignedServeError as error:
             held = rh.RanksHeld(failure=failure_to_proto(error))

@@ -104,6 +104,8 @@ class HostLink(RankHost):
         elif kind == "held":
             if event.held.HasField("failure"):
                 self._said_held.set_exception(failure_from_proto(event.held.failure))
+                if self._values is not None:  # the others need not wait for its ranks
+                    self._values.end(event.held.failure.message)
             else:
                 self._said_held.set_result([_held(rank) for rank in event.held.ranks])
         elif kind == "made":

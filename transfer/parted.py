@@ -7,7 +7,7 @@ layout and the other instances do not depend on degrees.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -237,6 +237,12 @@ class _Joined(Completion):
         if not left:
             self._count(self._first_error)
             self.finish(self._first_error)
+
+
+def parts_by_id(stores: Iterable[BlockStore]) -> dict[str, BlockStore]:
+    """The stores, or their parts, by id."""
+    found = (part for store in stores for part in (store.parts if isinstance(store, PartedStore) else (store,)))
+    return {part.store_id: part for part in found}
 
 
 def opened(handle: StoreHandle, attach: Callable[[StoreHandle], BlockStore]) -> BlockStore:

@@ -112,9 +112,16 @@ class RayLauncher(Launcher):
             if lacking is None:
                 where[role_id] = names[found[role_id].node]
             else:
-                room = describe_resources(found[lacking].resources) if lacking in found else "room"
-                waiting[role_id] = f"waits for a node with {room}"
+                waiting[role_id] = self._waits_for(role, found.get(lacking))
         return Placement(nodes, where, waiting, elastic=self.elastic)
+
+    def _waits_for(self, role: str, bundle: Bundle | None) -> str:
+        if bundle is None:
+            return "waits for a node with room"
+        asked = f"waits for a node with {describe_resources(bundle.resources)}"
+        if bundle.resources.get("GPU", 0) <= self._gpus or self._config.degrees(role).stages == 1:
+            return asked
+        return f"{asked}; the largest has {self._gpus} GPUs: {role}.nodes can spread its stages over more nodes"
 
     async def _look(self) -> Mapping[str, Bundle]:
         assert self._places is not None

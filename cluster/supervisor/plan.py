@@ -123,8 +123,8 @@ def plan_roles(config: Config, gpus: int, shape: Shape | None = None) -> list[Pl
     def on(role: str, index: int) -> str:
         if device == "cpu":
             return device
-        each = config.degrees(role).ranks
-        first = index * each + (shape.prefill * config.degrees("prefill").ranks if role == "decode" else 0)
+        here = {name: len(config.spread(name).ranks(0)) for name in MODEL_ROLES}
+        first = index * (each := here[role]) + (shape.prefill * here["prefill"] if role == "decode" else 0)
         return device_of(dict.fromkeys(number % gpus for number in range(first, first + each)))
 
     prefill = [PlannedRole("prefill", f"prefill-{i}", on("prefill", i)) for i in range(shape.prefill)]

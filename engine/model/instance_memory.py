@@ -90,7 +90,7 @@ class InstanceMemory:
             return
         free, total = self._meter.look()
         self._memory = DeviceMemory(self._instance, self._device, total, free)
-        self.gauges = self._memory.gauges()
+        self.gauges |= self._memory.gauges()
 
     def note_hosts(self, available_bytes: Mapping[str, int]) -> None:
         """Record the host memory of other nodes that have ranks of the instance, before any weights were loaded."""

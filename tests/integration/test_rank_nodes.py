@@ -6,14 +6,18 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from alignedserve.cluster.launch import rank_hosts
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.cluster.supervisor.plan import Node
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
+from alignedserve.control.runtime import RoleSettings
+from alignedserve.errors import AlignedServeError
 from alignedserve.ranks.degrees import Degrees
 from alignedserve.request import SamplingParams
 from alignedserve.testing.models import make_model
@@ -147,3 +151,22 @@ async def test_what_is_lost_on_one_node_is_the_instances_and_costs_no_token(
             await cluster.wait_restarted(role_id, incarnation, timeout_s=30)
             await wait_nothing_held(cluster)
             await wait_ended(theirs)
+
+
+async def test_a_node_with_other_weights_ends_the_start_by_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each node resolves the model's folder by itself: here a rank host finds another one under the same path."""
+    other = make_model("llama", tmp_path / "other", seed=29, vocab_size=VOCAB_SIZE)
+    start = rank_hosts.start_rank_host
+
+    async def elsewhere(
+        settings: RoleSettings, environment: dict[str, str], output: int | None
+    ) -> rank_hosts.PlainRankHost:
+        config = {**settings.config, "model": {**settings.config["model"], "path": str(other)}}
+        return await start(replace(settings, config=config), environment, output)
+
+    monkeypatch.setattr("alignedserve.cluster.launch.process_launcher.start_rank_host", elsewhere)
+    async with LocalCluster(config(folder, ONE, STAGES), nodes=NODES, placed=TOGETHER) as cluster:
+        with pytest.raises(AlignedServeError, match=r"other on node node-1 has other weights .* copy the same files"):
+            await cluster.wait_ready(60.0)

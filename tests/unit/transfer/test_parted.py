@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from alignedserve.errors import GeometryMismatchError, TransferError
 from alignedserve.geometry import KvGeometry, StoreSlice
+from alignedserve.proto import common_pb2 as pb
 from alignedserve.transfer import links
 from alignedserve.transfer.block_store import BlockStore, HostBlockStore
 from alignedserve.transfer.channel import Channel
@@ -17,7 +19,12 @@ from alignedserve.transfer.copier import Copier, Route
 from alignedserve.transfer.handles import StoreHandle
 from alignedserve.transfer.host_channel import HostChannel
 from alignedserve.transfer.links import connect
-from alignedserve.transfer.parted import PartedChannel, PartedStore, opened
+from alignedserve.transfer.paired.client import PairClient
+from alignedserve.transfer.paired.remote import RemoteBlockStore
+from alignedserve.transfer.paired.server import PairServer
+from alignedserve.transfer.paired.transport import ASKING_RANK, SERVING_RANK, Wiring
+from alignedserve.transfer.parted import PartedChannel, PartedStore, opened, parts_by_id
+from alignedserve.transfer.topology import GLOO
 
 GEOMETRY = KvGeometry("random", "bfloat16", layers=4, kv_heads=6, head_dim=8, block_size=16)
 BLOCKS = 9
@@ -194,3 +201,41 @@ def test_a_handle_has_the_handles_of_all_parts() -> None:
     with pytest.raises(TransferError, match="no"):
         opened(handle, failing)
     assert closed == ["cache/0", "cache/1"]
+
+
+class InProcessPair:
+    """Both ends of a pair in this process: a client, and a server of stores."""
+
+    def __init__(self, stores: Sequence[BlockStore]) -> None:
+        wiring = Wiring(GLOO, ASKING_RANK, "127.0.0.1", "cpu", 1 << 16, 5.0)
+        self.client = PairClient(pb.ProcessKey(role="decode", id="decode-0"), wiring, GEOMETRY, "peer", away_s=10.0)
+        own = replace(wiring, rank=SERVING_RANK)
+        served = parts_by_id(stores)
+        self._server = PairServer(self.client.hello().hello, served, own, self.client.on_event, lambda: None)
+        self.client.begin(self._server.on_command, lambda: None)
+        self._server.start(pb.ProcessKey(role="prefill", id="prefill-0"))
+
+    def close(self) -> None:
+        self.client.close()
+        self._server.close()
+
+
+@pytest.mark.parametrize("theirs", [HALVES, STAGES, BOTH], ids=len)
+def test_parts_in_another_process_are_reached_one_by_one(theirs: list[StoreSlice]) -> None:
+    """By their handle, as a decode instance reaches candidate buffers in parts on another node."""
+    buffer, cache = parted("buffer", theirs), parted("cache", STAGES, seed=40)
+    pair = InProcessPair([buffer])
+    remote = opened(buffer.handle(), lambda part: RemoteBlockStore(part, pair.client))
+    into, back = connect(remote, cache), connect(cache, remote)
+    try:
+        ids, order = [0, 3, 8], [5, 6, 2]
+        assert into.copy(ids, order).wait(10)
+        wanted = [bytes(buffer.read_block(block)) for block in ids]
+        assert [bytes(cache.read_block(block)) for block in order] == wanted
+        assert remote.checksums(ids) == buffer.checksums(ids) == cache.checksums(order)
+        assert back.copy(order, [1, 2, 4]).wait(10)
+        assert [bytes(buffer.read_block(block)) for block in (1, 2, 4)] == wanted
+    finally:
+        pair.close()
+        into.close()
+        back.close()
