@@ -101,14 +101,14 @@ class HostLink(RankHost):
                 RankNow(each.rank, each.pid, resident_bytes=each.resident_bytes, waited_s=each.waited_s)
                 for each in event.beat.ranks
             ]
-        elif kind == "held":
+        elif kind == "held" and not self._said_held.done():
             if event.held.HasField("failure"):
                 self._said_held.set_exception(failure_from_proto(event.held.failure))
                 if self._values is not None:  # the others need not wait for its ranks
                     self._values.end(event.held.failure.message)
             else:
                 self._said_held.set_result([_held(rank) for rank in event.held.ranks])
-        elif kind == "made":
+        elif kind == "made" and not self._made.done():
             if event.made.HasField("failure"):
                 self._made.set_exception(failure_from_proto(event.made.failure))
             else:

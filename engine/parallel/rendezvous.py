@@ -4,6 +4,7 @@ nodes. On a node those go over the channel of each rank to its parent, so that n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -121,6 +122,8 @@ class RankChannel:
         socket.send_fds(self._channel, [json.dumps(message).encode()], descriptors)
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):  # the rank has ended
+            self._channel.shutdown(socket.SHUT_RDWR)  # also where a thread still reads
         self._channel.close()
 
     def _serve(self, values: Rendezvous, said: SimpleQueue[bytes | OSError]) -> None:

@@ -167,6 +167,8 @@ async def test_a_node_with_other_weights_ends_the_start_by_name(
         return await start(replace(settings, config=config), environment, output)
 
     monkeypatch.setattr("alignedserve.cluster.launch.process_launcher.start_rank_host", elsewhere)
-    async with LocalCluster(config(folder, ONE, STAGES), nodes=NODES, placed=TOGETHER) as cluster:
+    asked = config(folder, ONE, STAGES)
+    once = replace(asked, supervisor=replace(asked.supervisor, max_start_failures=1))
+    async with LocalCluster(once, nodes=NODES, placed=TOGETHER) as cluster:
         with pytest.raises(AlignedServeError, match=r"other on node node-1 has other weights .* copy the same files"):
             await cluster.wait_ready(60.0)
