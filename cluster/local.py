@@ -60,6 +60,7 @@ class LocalCluster:
             environment=environment,
             output_dir=output_dir,
             module=module,
+            config=config,
         )
         self.supervisor: Supervisor
 

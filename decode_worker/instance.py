@@ -114,7 +114,6 @@ class DecodeInstance:
         settings, config = self._settings, self._config
         host.prepare_process(config)
         hosts = await open_hosts(settings, self._process, config)
-        self.memory.note_hosts({each.node_id: each.memory_bytes for each in hosts})
         devices, device = settings.devices, settings.devices[0]
         self.reaches = await asyncio.to_thread(reached_devices, device)
         await asyncio.to_thread(self._reach.check)

@@ -116,7 +116,6 @@ class PrefillInstance:
         settings, config = self._settings, self._config
         host.prepare_process(config)
         hosts = await open_hosts(settings, self._process, config)
-        self.memory.note_hosts({each.node_id: each.memory_bytes for each in hosts})
         devices, device = settings.devices, settings.devices[0]
         self.reaches = await asyncio.to_thread(reached_devices, device)
         self.no_nccl = await asyncio.to_thread(no_nccl_here, config.cluster.channel, device)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -25,10 +24,9 @@ from alignedserve.control.runtime import RoleSettings
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.parallel.children import RankChildren, RankOrder, devices_by_turns
 from alignedserve.engine.parallel.stores import device_parts, host_parts
-from alignedserve.errors import AlignedServeError, ModelError
+from alignedserve.errors import AlignedServeError, ModelError, RankLostError
 from alignedserve.geometry import StoreSlice
 from alignedserve.kv_pool.paired_service import PairedCopiesService
-from alignedserve.memory import available_memory_bytes
 from alignedserve.model import ModelInfo, resolve_model
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import paired_copies_pb2_grpc as pc_grpc
@@ -41,8 +39,9 @@ from alignedserve.transfer.topology import shard_channel
 
 logger = logging.getLogger(__name__)
 
+LOADED_WITHIN_S = 10.0  # for the error of a rank that has ended
 CALLED_WITHIN_S = 120.0  # by the process of rank 0, which may have to import first
-BEAT_S = 0.5
+BEAT_S = 0.5  # or the heartbeat's, if that is shorter
 
 
 class RankHostServer(rh_grpc.RankHostServicer):
@@ -52,7 +51,7 @@ class RankHostServer(rh_grpc.RankHostServicer):
         self.settings = settings
         self.process = pb.ProcessKey(role="rank_host", id=settings.id, incarnation=new_incarnation(settings.after))
         self._config: Config = from_tree(settings.config)
-        self._memory_bytes = available_memory_bytes()
+        self.beat_s = min(BEAT_S, self._config.supervisor.heartbeat_s)
         self._children: RankChildren | None = None  # the ranks; None until they are ordered
         self._values = Rendezvous(self._tell)  # by which they find those of other nodes
         self._send: Callable[[rh.RankHostEvent], None] = lambda event: None  # to the process of rank 0; any thread may
@@ -118,7 +117,6 @@ class RankHostServer(rh_grpc.RankHostServicer):
             node_id=self.settings.node_id,
             host=self.settings.host,
             device=self.settings.device,
-            memory_available_bytes=self._memory_bytes,
         )
 
     # ---- what the process of rank 0 asks for
@@ -160,9 +158,12 @@ class RankHostServer(rh_grpc.RankHostServicer):
         self._values.heard(value.key, value.value)
 
     def held(self) -> rh.RanksHeld:
-        """Blocks. Raises AlignedServeError."""
+        """Blocks. Raises AlignedServeError: the one for which a rank could not load its part, if any says it."""
         assert self._children is not None
-        found = self._children.held()
+        try:
+            found = self._children.held()
+        except RankLostError as error:
+            raise self._children.said() or error from None
         self._held = [held for held, _ in found]
         return rh.RanksHeld(
             ranks=[
@@ -200,6 +201,7 @@ class _Session:
 
     def __init__(self, server: RankHostServer, outbox: Outbox[rh.RankHostEvent]) -> None:
         self._server, self._outbox = server, outbox
+        self.loaded = asyncio.Event()  # all ranks have said what they hold, or why not
         self.tasks: set[asyncio.Task[None]] = set()
 
     def on_command(self, command: rh.RankHostCommand) -> None:
@@ -218,27 +220,29 @@ class _Session:
             started = rh.RanksStarted(pids=self._server.start_ranks(here))
             self._outbox.put(rh.RankHostEvent(started=started))
             held = await asyncio.to_thread(self._server.held)
-        except AlignedServeError as error:
+        except Exception as error:  # whatever it is, the process of rank 0 waits for an answer
+            logger.exception("the ranks could not load their parts")
             held = rh.RanksHeld(failure=failure_to_proto(error))
+        self.loaded.set()
         self._outbox.put(rh.RankHostEvent(held=held))
 
     async def _make_parts(self, asked: rh.MakeParts) -> None:
         try:
             made = await asyncio.to_thread(self._server.make_parts, asked)
-        except (AlignedServeError, RuntimeError, OSError) as error:  # also out of memory
+        except Exception as error:  # also out of memory
             logger.exception("no part of %s could be made", asked.store_id)
             made = rh.PartsMade(failure=failure_to_proto(error))
         self._outbox.put(rh.RankHostEvent(made=made))
 
     async def beat(self) -> None:
-        """Until a rank is lost."""
-        beaten_s = 0.0
+        """Until a rank is lost. Then its error goes first, if it could not load its part."""
         while (lost := self._server.trouble()) is None:
-            if time.monotonic() - beaten_s >= BEAT_S:
-                beaten_s = time.monotonic()
-                self._outbox.put(rh.RankHostEvent(beat=self._server.now()))
-            await asyncio.sleep(BEAT_S / 2)
+            self._outbox.put(rh.RankHostEvent(beat=self._server.now()))
+            await asyncio.sleep(self._server.beat_s)
         logger.error("%s", lost)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOADED_WITHIN_S):
+                await self.loaded.wait()
         self._outbox.put(rh.RankHostEvent(lost=failure_to_proto(lost)))
 
     def _spawn(self, work: Any) -> None:

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
+from alignedserve.cancellation import end_tasks
 from alignedserve.config import Config
 from alignedserve.control.convert import failure_from_proto
 from alignedserve.control.link import DuplexLink, from_any_thread
@@ -37,7 +38,6 @@ from alignedserve.transfer.topology import shard_channel
 
 logger = logging.getLogger(__name__)
 
-OPEN_S = 60.0
 MAKE_S = 120.0  # a store's memory may have to be cleared
 SAYS_WITHIN_S = 2.0
 CLOSE_S = 5.0
@@ -60,14 +60,14 @@ class HostLink(RankHost):
         self.devices: Sequence[str] = ("cpu",)
         self._ranks: Sequence[int] = ()  # of its node
         self._now: Sequence[RankNow] = ()
-        self.memory_bytes = 0  # available on its node before any weights were loaded
         self._opened: Future[None] = Future()
         self._said_held: Future[list[tuple[StoreSlice, int]]] = Future()
         self._made: Future[list[StoreHandle]] = Future()
         self._values: Rendezvous | None = None
         self._pass_on: Callable[[str, bytes], None] = lambda key, value: None
         self._lost = ""  # why its ranks are of no use any more
-        self._heard_s = self._asked_s = time.monotonic()
+        self._heard_s = time.monotonic()
+        self._watching: asyncio.Task[None] | None = None  # for its silence; None until `open`
         self._client: PairClient | None = None  # of copies from and to its parts; None until `store`
         self._pair: PairedLink | None = None
         self._closed = False
@@ -75,12 +75,27 @@ class HostLink(RankHost):
     async def open(self) -> None:
         """Raises RankLostError."""
         self._link.start()
+        limit_s = self._config.supervisor.start_timeout_s
         try:
-            async with asyncio.timeout(OPEN_S):
+            async with asyncio.timeout(limit_s):
                 await asyncio.wrap_future(self._opened)
         except TimeoutError:
-            why = self._link.broken_by or f"it does not answer within {OPEN_S:g} s"
+            why = self._link.broken_by or f"it does not answer within {limit_s:g} s"
             raise RankLostError(f"the process for ranks at {self._address} cannot be used: {why}") from None
+        self._watching = self._loop.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """For silence. A late turn of this task means that this process was suspended, and heard nothing."""
+        limit_s = self._config.supervisor.fence_after_s
+        step_s, looked_s = limit_s / 8, time.monotonic()
+        while not self._lost:
+            await asyncio.sleep(step_s)
+            now_s, before_s = time.monotonic(), looked_s
+            looked_s = now_s
+            if now_s - before_s > limit_s / 2:
+                self._heard_s = now_s
+            elif now_s - self._heard_s > limit_s:
+                self._end(f"its process is silent for over {limit_s:g} s (supervisor.fence_after_s)")
 
     # ---- on the event loop
 
@@ -89,7 +104,7 @@ class HostLink(RankHost):
         kind = event.WhichOneof("body")
         if kind == "opened":
             self.node_id, self.address = event.opened.node_id, event.opened.host
-            self.devices, self.memory_bytes = devices_in(event.opened.device), event.opened.memory_available_bytes
+            self.devices = devices_in(event.opened.device)
             self._opened.set_result(None)
         elif kind == "value" and self._values is not None:
             self._values.heard(event.value.key, event.value.value)
@@ -171,6 +186,10 @@ class HostLink(RankHost):
         asyncio.run_coroutine_threadsafe(self._begin_pair(self._client), self._loop).result(CLOSE_S)
         return [RemoteBlockStore(handle, self._client) for handle in handles]
 
+    def _doubt(self) -> None:
+        """Called in any thread. No pass may use the blocks of that copy: `DrivenRunner` asks before each."""
+        self._lost = self._lost or "a copy to them has failed, and may still write to their memory"
+
     async def _begin_pair(self, client: PairClient) -> None:
         self._pair = PairedLink(client, self._rpc)
 
@@ -178,21 +197,7 @@ class HostLink(RankHost):
         return self._now
 
     def trouble(self) -> RankLostError | None:
-        """As of `RankHost`. A gap between two calls means that this process was suspended, and heard nothing."""
-        limit_s, now_s = self._config.supervisor.fence_after_s, time.monotonic()
-        slept = now_s - self._asked_s > limit_s / 2
-        self._asked_s = now_s
-        if slept:
-            self._heard_s = now_s
-        if self._closed:
-            return None
-        if self._lost:
-            return self._as_error(self._lost)
-        if self._client is not None and not self._client.settled:
-            return self._as_error("a copy to them has failed, and may still write to their memory")
-        if now_s - self._heard_s > limit_s:
-            return self._as_error(f"it is silent for over {limit_s:g} s")
-        return None
+        return self._as_error(self._lost) if self._lost and not self._closed else None
 
     def close(self) -> None:
         self._closed = True
@@ -201,6 +206,8 @@ class HostLink(RankHost):
             ending.result(CLOSE_S)
 
     async def _close(self) -> None:
+        if self._watching is not None:
+            await end_tasks([self._watching])
         if self._pair is not None:
             await self._pair.close()
         if self._client is not None:

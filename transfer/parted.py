@@ -185,7 +185,8 @@ class PartedChannel(Channel):
 
     @property
     def waits_for_peer(self) -> bool:
-        return any(channel.waits_for_peer for channel in self._channels)
+        """Where every channel that copies does."""
+        return all(channel.waits_for_peer for channel in self._channels if channel.pending)
 
     def page_locked(self) -> PageLocked | None:
         found = [progress for channel in self._channels if (progress := channel.page_locked()) is not None]

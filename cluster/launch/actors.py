@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ import ray
 from alignedserve.cluster.launch.environment import role_environment
 from alignedserve.cluster.launch.fork_keeper import ForkKeeper, fork_environment
 from alignedserve.cluster.launch.gpus import device_with_neighbours
-from alignedserve.cluster.launch.rank_hosts import SERVES_WITHIN_S, host
+from alignedserve.cluster.launch.rank_hosts import host
 from alignedserve.cluster.launch.role_main import Seat
 from alignedserve.cluster.runtime_dir import leave_socket_folder, prepare_socket_folder
 from alignedserve.config_sources import from_tree
@@ -203,26 +204,24 @@ class RankHostActor:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = RoleSettings(**settings)
+        _require_node(self._settings)
         os.environ.update(role_environment(self._settings))  # before anything heavy is imported
         if self._settings.device.startswith("cuda") and (assigned := ray.get_gpu_ids()):
             self._settings = _on_gpus(self._settings, assigned)
-        self._address = ""
-        self._serves = threading.Event()
+        self._address: Future[str] = Future()
         threading.Thread(target=self._run, name="rank-host", daemon=True).start()
 
     async def address(self) -> str:
-        """Once it serves; "" if it does not in time."""
-        await asyncio.to_thread(self._serves.wait, SERVES_WITHIN_S)
-        return self._address
+        """Once it serves. Raises the error for which it cannot."""
+        return await asyncio.wrap_future(self._address)
 
     def _run(self) -> None:
         try:
-            asyncio.run(host(self._settings, self._on_address))
-        except BaseException:
+            asyncio.run(host(self._settings, self._address.set_result))
+        except BaseException as error:
             traceback.print_exc()
+            if not self._address.done():
+                self._address.set_exception(AlignedServeError(f"{type(error).__name__}: {error}"))
+                time.sleep(2 * _ERROR_POLL_S)
         finally:
             os._exit(0)  # threads of the engine or of Ray must not delay the end of the process
-
-    def _on_address(self, address: str) -> None:
-        self._address = address
-        self._serves.set()

@@ -11,6 +11,7 @@ from alignedserve.config_sources import from_tree
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.memory import usable_cores
 from alignedserve.model import SHIPPED_MODELS
+from alignedserve.ranks.degrees import part_number
 from alignedserve.ranks.forks import RANKS_VARIABLE
 
 
@@ -52,7 +53,7 @@ def ranks_environment(settings: RoleSettings) -> dict[str, str]:
 
 def is_rank_host(settings: RoleSettings) -> bool:
     """Whether it is not an instance, but the process that has ranks of it on a further node (`Spread.parts`)."""
-    return settings.role in MODEL_ROLES and "." in settings.id
+    return settings.role in MODEL_ROLES and part_number(settings.id) > 0
 
 
 def is_local_model(path: str) -> bool:

@@ -33,10 +33,6 @@ class ForkCommands:
         self._ask(node_id)
         self._launched[node_id].set()
 
-    def knows(self, node_id: str) -> bool:
-        """Whether the node has a node agent."""
-        return node_id in self._agents
-
     async def command(self, node_id: str) -> str:
         """What runs Python through the node's fork server, as Ray's `py_executable`; "" if it does not say in time."""
         asked = self._asked.get(node_id)

@@ -92,6 +92,13 @@ class Launcher(ABC):
         """The processes of this cluster that already run. A process that does not answer is included without its view
         as long as its node counts as alive."""
 
+    async def prepare(self, settings: RoleSettings) -> RoleSettings:
+        """Start what an instance has on further nodes, in place of its predecessor's. Takes as long as that imports.
+
+        Returns the settings to launch it with. Raises AlignedServeError, and then leaves nothing.
+        """
+        return settings
+
     @abstractmethod
     async def launch(self, settings: RoleSettings, spare_id: str = "", *, again: bool = False) -> None:
         """Start a process, or let the spare `spare_id` take its role and id.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from alignedserve.cluster.supervisor.nodes import Placement
 from alignedserve.cluster.supervisor.plan import Node
@@ -15,38 +15,40 @@ class PlainPlaces:
         """`nodes` is the caller's list, which may change; the first is the supervisor's. `fixed`: nodes by instance."""
         self._nodes = nodes
         self._fixed = fixed
-        self._where: dict[str, str] = {}  # the node of each placed instance, as of the last `placement`
-        self._instances: tuple[str, ...] = ()  # ids of instances, from the last `place`
+        self._where: dict[str, str] = {}  # the node of each placed instance and part, as of the last `placement`
+        self._instances: dict[str, Sequence[str]] = {}  # ids of instances and of their parts, from the last `place`
 
-    def part(self, part_id: str, near: str) -> str | None:
-        """The node of a part of an instance (`Spread.parts`) that is on node `near`: another one if there is any.
-
-        None while the one that is fixed for it does not exist.
-        """
-        alive = [node.node_id for node in self._nodes]
-        if part_id in self._fixed:
-            return self._fixed[part_id] if self._fixed[part_id] in alive else None
-        others = [node_id for node_id in alive if node_id != near] or alive
-        on = list(self._where.values())
-        return min(others, key=on.count)
-
-    def place(self, instances: Iterable[str]) -> None:
-        """Place these instances, and no others."""
-        self._instances = tuple(instances)
+    def place(self, instances: Mapping[str, Sequence[str]]) -> None:
+        """Place these instances, and no others. Each has the ids of what it has on further nodes."""
+        self._instances = dict(instances)
 
     def placement(self) -> Placement:
         alive = [node.node_id for node in self._nodes]
-        self._where = {name: self._where[name] for name in self._instances if self._where.get(name) in alive}
-        waiting = {}
-        for name in self._instances:
-            fixed = self._fixed.get(name)
-            if name in self._where:
+        wanted = [each for name, parts in self._instances.items() for each in (name, *parts)]
+        self._where = {name: self._where[name] for name in wanted if self._where.get(name) in alive}
+        where, parts_on, waiting = {}, {}, {}
+        for name, parts in self._instances.items():
+            lacking = [each for each in (name, *parts) if not self._find(each, (name, *parts), alive)]
+            if lacking:
+                waiting[name] = f"waits for node {self._fixed[lacking[0]]}"
                 continue
-            if fixed is None:
-                on = list(self._where.values())
-                self._where[name] = min(alive, key=on.count)
-            elif fixed in alive:
-                self._where[name] = fixed
-            else:
-                waiting[name] = f"waits for node {fixed}"
-        return Placement(tuple(self._nodes), dict(self._where), waiting)
+            where[name] = self._where[name]
+            if parts:
+                parts_on[name] = [self._where[part] for part in parts]
+        return Placement(tuple(self._nodes), where, waiting, parts=parts_on)
+
+    def _find(self, name: str, together: Sequence[str], alive: Sequence[str]) -> bool:
+        """Whether it has a node: the one that is fixed for it, or one where nothing of its instance is, if there is."""
+        if name in self._where:
+            return True
+        fixed = self._fixed.get(name)
+        if fixed is None:
+            on, ours = list(self._where.values()), [self._where.get(each) for each in together]
+            self._where[name] = min(alive, key=lambda node_id: (ours.count(node_id), on.count(node_id)))
+        elif fixed in alive:
+            self._where[name] = fixed
+        return name in self._where
+
+    def node_of(self, name: str) -> str | None:
+        """The node of a placed instance or part."""
+        return self._where.get(name)

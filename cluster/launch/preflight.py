@@ -8,7 +8,6 @@ import ipaddress
 import json
 import os
 import socket
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ def check_model(config: Config) -> Path:
 def check_ranks(config: Config, folder: Path) -> None:
     """Raises ConfigError, UnsupportedModelError if it cannot be shared out. Instances check what is unknown here."""
     degrees = [config.degrees(role) for role in MODEL_ROLES]
-    if all(each.ranks == 1 for each in degrees) and all(config.spread(role).nodes == 1 for role in MODEL_ROLES):
+    if all(each.ranks == 1 for each in degrees):
         return
     shape = read_json(folder / "config.json")
     kind = str(shape.get("model_type"))
@@ -61,25 +60,17 @@ def check_ranks(config: Config, folder: Path) -> None:
                 f"model_type {kind!r} has no plan for tensor parallel ranks; "
                 "share it by layers instead: --prefill-pp, --decode-pp"
             )
-        with _naming(role):
+        try:
             each.require_kind()
             each.require_device(config.cluster.device)
-            config.spread(role).require()
             if experts is not None:
                 each.require_experts(config.served_model_name, experts)
             if heads is not None:
                 require_degree(config.served_model_name, *heads, each.tensor)
             if layers is not None:
                 each.require_layers(config.served_model_name, layers)
-
-
-@contextlib.contextmanager
-def _naming(role: str) -> Iterator[None]:
-    """Has a ConfigError say whose ranks it is about."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{role} instances: {error.message}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{role} instances: {error.message}") from None
 
 
 def check_model_if_here(config: Config) -> None:
@@ -88,9 +79,7 @@ def check_model_if_here(config: Config) -> None:
     Raises ModelError, and ConfigError for ranks that cannot share it.
     """
     for role in MODEL_ROLES:
-        with _naming(role):
-            config.degrees(role).require_kind()
-            config.spread(role).require()
+        config.degrees(role).require_kind()
     if config.model.path in SHIPPED_MODELS:
         check_ranks(config, resolve_model(config.model.path))
     folder = Path(os.path.expanduser(config.model.path))

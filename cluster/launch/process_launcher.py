@@ -18,11 +18,11 @@ from alignedserve.cluster.launch.environment import role_environment
 from alignedserve.cluster.launch.launcher import Launcher, Running
 from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.launch.plain_places import PlainPlaces
-from alignedserve.cluster.launch.rank_hosts import PlainRankHost, parts_of, start_rank_host
+from alignedserve.cluster.launch.rank_hosts import PlainRankHost, start_rank_host
 from alignedserve.cluster.launch.vetting import vet_node
 from alignedserve.cluster.node.node_agent import VIEW_INFO
 from alignedserve.cluster.supervisor.nodes import Placement
-from alignedserve.cluster.supervisor.plan import Node, Shape, check_gpus, resolve_device
+from alignedserve.cluster.supervisor.plan import MODEL_ROLES, Node, Shape, check_gpus, resolve_device
 from alignedserve.config import Config
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import AlignedServeError, UnavailableError
@@ -75,7 +75,8 @@ class ProcessLauncher(Launcher):
     run; tests use their own.
 
     `nodes` simulates several nodes on this machine, each with a name, an address and a node agent; `gpus` is ignored
-    then. `placed` fixes the nodes of instances, by id. Other instances go to the node with the fewest.
+    then. `placed` fixes the nodes of instances, and of their parts on further nodes, by id. Others go to the node with
+    the fewest. `config`: over how many nodes instances are spread.
     """
 
     def __init__(
@@ -87,8 +88,10 @@ class ProcessLauncher(Launcher):
         environment: Mapping[str, str] | None = None,
         output_dir: Path | None = None,
         module: str = "alignedserve.cluster.launch.role_main",
+        config: Config | None = None,
     ) -> None:
         self._module = module
+        self._config = config or Config()
         self._nodes = list(nodes) or [Node(NODE_ID, "127.0.0.1", gpus)]  # changed by `add_node` and `kill_node`
         self._places = PlainPlaces(self._nodes, placed or {})  # the nodes of instances
         self._environment = dict(environment or {})
@@ -112,7 +115,7 @@ class ProcessLauncher(Launcher):
     async def place(
         self, cluster_id: str, shape: Shape, ids: Sequence[tuple[str, str]], room: NodeRoom, *, on_gpu: bool
     ) -> None:
-        self._places.place([role_id for _, role_id in ids])
+        self._places.place({role_id: self._parts(role, role_id) for role, role_id in ids})
 
     async def placement(self) -> Placement:
         return self._places.placement()
@@ -123,7 +126,7 @@ class ProcessLauncher(Launcher):
         await asyncio.to_thread(vet_node, config, resolve_device(config, gpus))
 
     async def release(self) -> None:
-        self._places.place([])
+        self._places.place({})
 
     def add_node(self, node: Node) -> None:
         """Add a node."""
@@ -147,13 +150,15 @@ class ProcessLauncher(Launcher):
         newest = max(views, key=lambda view: view.version, default=sv.ClusterView())
         return [Running(child.settings, newest, child.process.pid) for child in living]
 
+    def _parts(self, role: str, role_id: str) -> list[str]:
+        return self._config.spread(role).parts(role_id)
+
     async def launch(self, settings: RoleSettings, spare_id: str = "", *, again: bool = False) -> None:
         if all(node.node_id != settings.node_id for node in self._nodes):
             raise UnavailableError(f"{settings.id} could not be started: node {settings.node_id} does not exist")
         old = self._children.get(settings.id)
         if old is not None:
             await old.reaper
-        settings = replace(settings, rank_hosts=await self._start_rank_hosts(settings))
         spare = self._children.pop(spare_id, None)
         if spare is not None and not spare.reaper.done():
             spare.settings = settings
@@ -170,16 +175,12 @@ class ProcessLauncher(Launcher):
         self._children[settings.id] = _Child(settings, process, reaper)
         await self._tell(process, json.dumps(settings.to_dict()))
 
-    async def _start_rank_hosts(self, settings: RoleSettings) -> list[str]:
-        """Start the processes for an instance's ranks on further nodes. Returns their addresses.
-
-        Raises UnavailableError.
-        """
+    async def prepare(self, settings: RoleSettings) -> RoleSettings:
         addresses = []
-        for part_id in parts_of(settings):
+        for part_id in self._parts(settings.role, settings.id) if settings.role in MODEL_ROLES else ():
             if (old := self._rank_hosts.pop(part_id, None)) is not None:
                 await old.end()
-            node_id = self._places.part(part_id, settings.node_id)
+            node_id = self._places.node_of(part_id)
             node = next((node for node in self._nodes if node.node_id == node_id), None)
             if node is None:
                 raise UnavailableError(f"{part_id} could not be started: its node does not exist")
@@ -188,7 +189,7 @@ class ProcessLauncher(Launcher):
                 started = await start_rank_host(theirs, self._environment_of(theirs), output)
             self._rank_hosts[part_id] = started
             addresses.append(started.address)
-        return addresses
+        return replace(settings, rank_hosts=addresses)
 
     def _environment_of(self, settings: RoleSettings) -> dict[str, str]:
         return {**os.environ, **role_environment(settings), **self._environment}

@@ -12,22 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from alignedserve import logs
-from alignedserve.cluster.launch.environment import is_rank_host
-from alignedserve.cluster.supervisor.plan import MODEL_ROLES
 from alignedserve.config_sources import from_tree
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import UnavailableError
 
 MODULE = "alignedserve.cluster.launch.rank_host_main"
-SERVES_WITHIN_S = 60.0
-NAME = "ranks:"  # begins the names of their actors in Ray
-
-
-def parts_of(settings: RoleSettings) -> list[str]:
-    """The ids of what an instance has on further nodes; [] for other roles."""
-    if settings.role not in MODEL_ROLES or is_rank_host(settings):
-        return []
-    return from_tree(settings.config).spread(settings.role).parts(settings.id)
 
 
 @dataclass(slots=True)
@@ -47,6 +36,7 @@ class PlainRankHost:
 
 async def start_rank_host(settings: RoleSettings, environment: Mapping[str, str], output: int | None) -> PlainRankHost:
     """As a child process, which ends when this one does. Raises UnavailableError if it does not serve in time."""
+    limit_s = from_tree(settings.config).supervisor.start_timeout_s
     reading, writing = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -67,11 +57,11 @@ async def start_rank_host(settings: RoleSettings, environment: Mapping[str, str]
     with os.fdopen(reading, "rb") as told:
         try:
             process.stdin.write(json.dumps(settings.to_dict()).encode() + b"\n")
-            async with asyncio.timeout(SERVES_WITHIN_S):
+            async with asyncio.timeout(limit_s):
                 address = (await asyncio.to_thread(told.readline)).decode().strip()
         except (OSError, TimeoutError) as error:
             process.kill()
-            raise UnavailableError(f"{settings.id} could not be started: {error!r}") from error
+            raise UnavailableError(f"{settings.id} does not serve within {limit_s:g} s: {error!r}") from error
     if not address:
         raise UnavailableError(f"{settings.id} could not be started: its process has ended")
     return PlainRankHost(settings, process, address)

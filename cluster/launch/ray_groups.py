@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "alignedserve-"  # prefix of an application's namespace in Ray
+RANKS = "ranks:"  # begins the names of actors that have ranks of an instance on a further node; no roles
 LEAVE_S = 10.0  # time within which the other processes of a cluster without a supervisor end, too
 LOOK_S = 0.25
 _LIVING = ("PENDING", "PREPARED", "CREATED", "RESCHEDULING")
@@ -116,7 +117,7 @@ class Living:
         return cls({namespace: frozenset(names) for namespace, names in found.items()})
 
     def roles(self, namespace: str) -> frozenset[str]:
-        return self.names.get(namespace, frozenset())
+        return frozenset(name for name in self.names.get(namespace, ()) if not name.startswith(RANKS))
 
     def has_supervisor(self, namespace: str) -> bool:
         begins = _SUPERVISOR.format(namespace.removeprefix(NAMESPACE))

@@ -23,7 +23,7 @@ from alignedserve.cluster.launch.fork_commands import ForkCommands, can_fork
 from alignedserve.cluster.launch.launcher import Launcher, Running
 from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.launch.processes import end_process, is_stopped
-from alignedserve.cluster.launch.rank_hosts import NAME, SERVES_WITHIN_S, parts_of
+from alignedserve.cluster.launch.ray_groups import RANKS
 from alignedserve.cluster.launch.ray_places import Bundle, RayPlaces
 from alignedserve.cluster.launch.units import describe_resources, gpu_share, plan_units, with_parts
 from alignedserve.cluster.launch.unresponsive_actors import Silent, look_at_silent
@@ -105,15 +105,16 @@ class RayLauncher(Launcher):
             raise UnavailableError(f"Ray does not answer: {_brief(error)}") from error
         names = {self._node_ids[node.node_id]: node.node_id for node in nodes}
         where: dict[str, str] = {}
+        parts: dict[str, list[str]] = {}
         waiting: dict[str, str] = {}
         for role, role_id in self._placed["ids"]:
-            parts = [role_id, *self._config.spread(role).parts(role_id)]
-            lacking = next((part for part in parts if part not in found or found[part].node not in names), None)
+            together = [role_id, *self._config.spread(role).parts(role_id)]
+            lacking = next((part for part in together if part not in found or found[part].node not in names), None)
             if lacking is None:
-                where[role_id] = names[found[role_id].node]
+                where[role_id], *parts[role_id] = [names[found[part].node] for part in together]
             else:
                 waiting[role_id] = self._waits_for(role, found.get(lacking))
-        return Placement(nodes, where, waiting, elastic=self.elastic)
+        return Placement(nodes, where, waiting, self.elastic, parts)
 
     def _waits_for(self, role: str, bundle: Bundle | None) -> str:
         if bundle is None:
@@ -163,7 +164,7 @@ class RayLauncher(Launcher):
         killed."""
         named = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
         ours = [entry["name"] for entry in named if entry["namespace"] == self.namespace]
-        names = [name for name in ours if not name.startswith(NAME)]
+        names = [name for name in ours if not name.startswith(RANKS)]
         answered: list[Running] = []
         until = time.monotonic() + self._config.supervisor.orphan_after_s
         while True:
@@ -188,7 +189,6 @@ class RayLauncher(Launcher):
         return found_running
 
     async def launch(self, settings: RoleSettings, spare_id: str = "", *, again: bool = False) -> None:
-        settings = replace(settings, rank_hosts=await self._start_rank_hosts(settings))
         if spare_id and await self._assume(spare_id, settings):
             return
         options = await self._forked(settings, self._options(settings), again=again)
@@ -216,41 +216,50 @@ class RayLauncher(Launcher):
         variables = {**own.get("env_vars", {}), **ranks_environment(settings)}
         return options | {"runtime_env": {**own, "env_vars": variables, "py_executable": command}}
 
-    async def _start_rank_hosts(self, settings: RoleSettings) -> list[str]:
-        """Start the processes for an instance's ranks on further nodes, in place of earlier ones. Returns their
-        addresses. Raises UnavailableError.
-        """
-        if not (parts := parts_of(settings)):
-            return []
-        await self._end_rank_hosts(settings.id)
+    async def prepare(self, settings: RoleSettings) -> RoleSettings:
+        parts = self._config.spread(settings.role).parts(settings.id) if settings.role in MODEL_ROLES else []
+        if not parts:
+            return settings
         try:
+            await self._end_rank_hosts(settings.id)
             bundles, nodes = await self._look(), {node["NodeID"]: node for node in await asyncio.to_thread(ray.nodes)}
-            return await asyncio.gather(*(self._start_rank_host(settings, part, bundles, nodes) for part in parts))
+            starting = [self._start_rank_host(settings, part, bundles, nodes) for part in parts]
+            found = await asyncio.gather(*starting, return_exceptions=True)  # none starts after another has failed
+            failed = next((each for each in found if isinstance(each, BaseException)), None)
+            if failed is not None:
+                await self._end_rank_hosts(settings.id)
+                raise failed
         except (RayError, TimeoutError) as error:
             raise UnavailableError(f"ranks of {settings.id} could not be started: {_brief(error)}") from error
+        return replace(settings, rank_hosts=[each for each in found if isinstance(each, str)])
 
     async def _start_rank_host(
         self, settings: RoleSettings, part: str, bundles: Mapping[str, Bundle], nodes: Mapping[str, Mapping[str, Any]]
     ) -> str:
+        """Returns its address."""
         node = nodes.get(bundles[part].node) if part in bundles else None
         if node is None:
             raise UnavailableError(f"{part} waits for a node")
         theirs = replace(settings, id=part, node_id=_name_of(node), host=node["NodeManagerAddress"])
-        options = {**self._options(theirs), "name": f"{NAME}{part}-{secrets.token_hex(4)}"}
-        if self._forks is not None and self._forks.knows(theirs.node_id):
-            options = await self._forked(theirs, options, again=False)
+        options = {**self._options(theirs), "name": f"{RANKS}{part}-{secrets.token_hex(4)}"}
+        options = await self._forked(theirs, options, again=False)
         started: Any = await asyncio.to_thread(ray.remote(RankHostActor).options(**options).remote, theirs.to_dict())
-        async with asyncio.timeout(SERVES_WITHIN_S):
-            address: str = await started.address.remote()
-        if not address:
-            raise UnavailableError(f"{part} does not serve within {SERVES_WITHIN_S:g} s")
+        limit_s = self._config.supervisor.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                address: str = await started.address.remote()
+        except TimeoutError:
+            why = f"{part} does not serve within {limit_s:g} s on node {theirs.node_id}"
+            raise UnavailableError(f"{why} (supervisor.start_timeout_s)") from None
+        except RayError as error:
+            raise UnavailableError(f"{part} does not start on node {theirs.node_id}: {_brief(error)}") from error
         return address
 
     async def _end_rank_hosts(self, role_id: str) -> None:
         """Those of the instance's last process end by themselves, unless they are stopped."""
         named = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
         for entry in named:
-            if entry["namespace"] == self.namespace and entry["name"].startswith(f"{NAME}{role_id}."):
+            if entry["namespace"] == self.namespace and entry["name"].startswith(f"{RANKS}{role_id}."):
                 await self._clear(entry["name"])
 
     def _follow(self, settings: RoleSettings) -> None:

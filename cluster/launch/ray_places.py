@@ -1,7 +1,8 @@
 """Where Ray places instances: a placement group with a bundle for each unit (ADR 37), found again by its name.
 
 The first group spreads all units of the start over nodes. Units that are added later have a group each, which is
-removed with them. `ray_groups.py` has the groups' names, and removes groups that no supervisor releases.
+removed with them. An instance that is spread over nodes has a group with its parts. `ray_groups.py` has the groups'
+names, and removes groups that no supervisor releases.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from alignedserve.cluster.launch.units import Unit, gpu_share, in_pairs, plan_un
 from alignedserve.cluster.supervisor.plan import Shape
 from alignedserve.config import Config
 from alignedserve.errors import ResourceError, UnavailableError
+from alignedserve.ranks.degrees import part_number
 from alignedserve.scheduler.core.pairing import pair_up
 
 SETTLE_S = 0.5  # Ray needs milliseconds if there is room
@@ -85,11 +87,30 @@ class RayPlaces:
         units = plan_units(self._config, new, share)
         if not elastic:
             _require([node["Resources"] for node in nodes], units)
-        if not self._bundles:
+        units, spread = self._spread_groups(units)
+        for together in spread:
+            self._create(together, strategy="SPREAD")
+        if not self._bundles and units:
             self._create(units, strategy="SPREAD")
-        else:
+        elif units:
             self._add(units, shape, {node["NodeID"]: node["Resources"] for node in nodes}, room, on_gpu=on_gpu)
         self._settle(new)
+
+    def _spread_groups(self, units: Sequence[Unit]) -> tuple[list[Unit], list[list[Unit]]]:
+        """Units of instances on one node each; and a group for each other unit, with the parts on further nodes."""
+        alone, groups = [], []
+        for unit in units:
+            if any(map(part_number, unit.instances)):
+                continue
+            of = {part for name in unit.instances for part in self._config.spread(name.rpartition("-")[0]).parts(name)}
+            parts = [other for other in units if of.intersection(other.instances)]
+            if parts:
+                groups.append([unit, *parts])
+            else:
+                alone.append(unit)
+        grouped = {name for group in groups for unit in group for name in unit.instances}
+        orphans = [unit for unit in units if any(map(part_number, unit.instances)) and not grouped & {*unit.instances}]
+        return [*alone, *orphans], groups
 
     def look(self) -> Mapping[str, Bundle]:
         """The current bundle of each instance."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from alignedserve.cluster.supervisor.plan import Shape, gpus_of
 from alignedserve.config import Config
+from alignedserve.ranks.degrees import part_number
 from alignedserve.resources import parse_resources
 
 MOST_SHARERS = 1000
@@ -61,7 +62,7 @@ def plan_units(config: Config, instances: Sequence[tuple[str, str]], gpu_share: 
     """The units of these instances and parts of instances, `(role, id)`."""
     groups = [[instance] for instance in instances]
     if in_pairs(config, on_gpu=gpu_share > 0):
-        firsts = [instance for instance in instances if "." not in instance[1]]
+        firsts = [instance for instance in instances if not part_number(instance[1])]
         groups = _pairs(firsts) + [[part] for part in instances if part not in firsts]
     return [
         Unit(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from alignedserve.cluster.runtime_dir import socket_number
@@ -17,7 +17,7 @@ from alignedserve.ranks.degrees import device_of, devices_in
 
 logger = logging.getLogger(__name__)
 
-NODE_ROLES = ("node_agent", "kv_pool")  # roles of which each node with instances has one
+NODE_ROLES = ("node_agent", "kv_pool")  # roles of which a node with instances has one each
 
 RETURN_S = 10.0  # a new connection may take five seconds per attempt
 GONE_KEPT = 128  # processes of nodes that were lost earlier have ended themselves long ago
@@ -35,10 +35,13 @@ class Placement:
     waiting: Mapping[str, str] = field(default_factory=dict)
     elastic: bool = False
     """Further nodes may join."""
+    parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """The further nodes of each placed instance that is spread over several, in order."""
 
 
 class NodeBook:
-    """Changes the roster's slots: each used node has a node agent and a shard until it is gone for good.
+    """Changes the roster's slots: each used node has a node agent until it is gone for good, and a shard if an instance
+    has its first rank there.
 
     Nodes are numbered in the order of their first use. Numbers are never reused. Before the first placement there is
     one node without a name.
@@ -54,6 +57,7 @@ class NodeBook:
         self._nodes = {"": Node("", gpus=gpus)}  # all nodes of the last placement, by id, the supervisor's own first
         self._numbers: dict[str, int] = {}  # of used nodes, by node id, until they are gone
         self._sockets: dict[str, str] = {}  # of their node agents, by node id
+        self._with_shard: set[str] = set()  # nodes that have one, or are to have one
         self._back_at: dict[str, float] = {}  # when unreachable nodes came back; infinite: they still are unreachable
         self._expected_at: dict[str, float] = {}  # since when processes of the node are expected, without a heartbeat
         self.next_number = 0  # of the next node that is used; only grows
@@ -132,6 +136,13 @@ class NodeBook:
             for role in slots
         ]
 
+    def nodes_of(self, planned: PlannedRole) -> Sequence[str] | None:
+        """The nodes of a placed instance in the order of its ranks; None while they are unknown."""
+        if self._placement is None:
+            return [planned.node_id] * self._config.spread(planned.role).nodes
+        nodes = [planned.node_id, *self._placement.parts.get(planned.id, ())]
+        return nodes if len(nodes) == self._config.spread(planned.role).nodes else None
+
     def planned(self, slot: Slot) -> PlannedRole | None:
         """The role with the node and the device of its next process; None while it has no node."""
         planned = slot.planned
@@ -153,7 +164,7 @@ class NodeBook:
 
     # ---- changes
 
-    def adopt(self, view: sv.ClusterView, found: Iterable[tuple[PlannedRole, str]]) -> None:
+    def adopt(self, view: sv.ClusterView, found: Collection[tuple[PlannedRole, str]]) -> None:
         """Take over an earlier supervisor's view, and running roles with the sockets of their node agents. Used nodes
         keep their numbers, whatever still runs there, and lost nodes stay excluded."""
         known: list[tuple[str, int | None, str]] = [
@@ -163,6 +174,8 @@ class NodeBook:
             number = _number(role.id) if role.role in NODE_ROLES else socket_number(socket)
             known.append((role.node_id, number, socket))
         self._forget(view.gone_nodes)
+        self._with_shard |= {shard.node_id for shard in view.pools}
+        self._with_shard |= {role.node_id for role, _ in found if role.role == "kv_pool"}
         for node_id, number, socket in known:
             if number is not None and node_id not in self.gone:
                 self._numbers[node_id] = number
@@ -182,6 +195,7 @@ class NodeBook:
                 if role_id in self._roster.slots:
                     self._roster.remove(role_id)
             del self._numbers[node_id], self._sockets[node_id]
+            self._with_shard.discard(node_id)
             self._back_at.pop(node_id, None)
             self._expected_at.pop(node_id, None)
         self._forget(lost)
@@ -193,18 +207,23 @@ class NodeBook:
             del self.gone[node_id]
 
     def open(self, now: float) -> list[PlannedRole]:
-        """Plan a node agent and a shard for each node with instances that has none yet. Returns these roles."""
+        """Plan a node agent for each node with ranks, and a shard for each with an instance's first one, if it has none
+        yet. Returns these roles.
+        """
         if self._placement is None:
             return []
         wanted = [slot.planned.id for slot in self._roster.slots.values() if slot.planned.role in MODEL_ROLES]
-        placed = dict.fromkeys(self._placement.where[role_id] for role_id in wanted if role_id in self._placement.where)
+        where = self._placement.where
+        placed = dict.fromkeys(where[role_id] for role_id in wanted if role_id in where)
+        self._with_shard.update(placed)
+        further = [node_id for role_id in wanted for node_id in self._placement.parts.get(role_id, ())]
         added = []
-        for node_id in [*placed, *self._numbers]:
+        for node_id in dict.fromkeys([*placed, *further, *self._numbers]):
             if node_id not in self._numbers:
                 self._numbers[node_id] = self.next_number
                 self._sockets[node_id] = self._socket(self.node(node_id), self.next_number)
                 self.next_number += 1
-            for role in NODE_ROLES:
+            for role in NODE_ROLES if node_id in self._with_shard else NODE_ROLES[:1]:
                 planned = PlannedRole(role, f"{role}-{self._numbers[node_id]}", node_id=node_id)
                 if planned.id not in self._roster.slots:
                     self._roster.add(planned).launch_at = now

@@ -15,6 +15,7 @@ from alignedserve.cluster.supervisor.fencer import Fencer
 from alignedserve.cluster.supervisor.handover import Leaving
 from alignedserve.cluster.supervisor.nodes import Placement
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, PlannedRole
+from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import AlignedServeError
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,15 @@ class Placing:
                 logger.warning("the places of instances cannot be determined now: %s", error.message)
             except Exception:  # it must go on, because only this task notices removed nodes
                 logger.exception("the places of instances cannot be determined now")
+
+    async def prepare(self, settings: RoleSettings, generation: int) -> RoleSettings | None:
+        """Start what the instance has on further nodes. Returns the settings to launch it with; None if this process of
+        it is not wanted any more, or a successor of the supervisor starts it. Raises AlignedServeError.
+        """
+        prepared = await self._launcher.prepare(settings)
+        left_to_successor = bool(prepared.rank_hosts) and self._core.paused
+        wanted = self._core.roster.starting(settings.id, generation) is not None
+        return prepared if wanted and not left_to_successor else None
 
     async def _placement(self) -> Placement:
         """The placement, with room for the planned and the remaining instances only."""

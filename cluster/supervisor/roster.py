@@ -137,6 +137,11 @@ class Roster:
         spares = (slot for slot in self.slots.values() if slot.planned.role == SPARE and slot.ready)
         return next((slot for slot in spares if not node_id or slot.planned.node_id == node_id), None)
 
+    def starting(self, role_id: str, generation: int) -> Slot | None:
+        """The slot whose process of this generation is to be started; None if it is not (any more)."""
+        slot = self.slots.get(role_id)
+        return slot if slot is not None and (slot.phase, slot.generation) == (Phase.STARTING, generation) else None
+
     def missing(self) -> list[str]:
         """Roles of which no instance is ready."""
         ready = {slot.planned.role for slot in self.slots.values() if slot.ready}

@@ -18,10 +18,12 @@ from alignedserve.cluster.supervisor.nodes import NodeBook
 from alignedserve.cluster.supervisor.plan import PlannedRole, Shape, check_gpus, gpus_of, resolve_device
 from alignedserve.cluster.supervisor.roster import DRAINED, Roster
 from alignedserve.config import Config
+from alignedserve.device_memory import PREFILL
 from alignedserve.errors import ConfigError, ResourceError, UnavailableError
 from alignedserve.memory import describe_bytes
 from alignedserve.model import ModelInfo
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.ranks.degrees import part_number
 from alignedserve.scheduler.core.pairing import pair_up
 from alignedserve.sizing import StorePlan, instance_bytes
 from alignedserve.transfer.pair_choice import choose_pair_channel
@@ -110,8 +112,7 @@ class Scaling:
             if all(node.resources.get(name, 0) >= amount for resources in asked for name, amount in resources.items())
         }
         needed = {
-            part: int(self._needed_bytes(role, model, plan) * self._share(role, part))
-            for role, part in with_parts(self._config, instances)
+            part: self._needed_bytes(role, part, model, plan) for role, part in with_parts(self._config, instances)
         }
         return NodeRoom({**fresh, **free_bytes}, needed)
 
@@ -119,22 +120,19 @@ class Scaling:
         """The units of these instances, with a nominal share of a GPU. The launcher sets the real share."""
         return plan_units(self._config, with_parts(self._config, instances), 0.0 if self._on_cpu() else 0.001)
 
-    def _needed_bytes(self, role: str, model: ModelInfo, plan: StorePlan) -> int:
-        """Host memory of an instance in bytes: on a CPU with its weights, cache and buffers; on GPUs without them."""
+    def _needed_bytes(self, role: str, part: str, model: ModelInfo, plan: StorePlan) -> int:
+        """Host memory in bytes of an instance, or of its part of this id on a further node: on a CPU with its weights
+        and cache, and of an instance its buffers; on GPUs without them.
+        """
         if not self._on_cpu():
             return PROCESS_BYTES
-        buffers = plan.batch_buffer + plan.requests_buffer if self._config.cluster.prefetch else 0
-        blocks = plan.prefill_cache + buffers if role == "prefill" else plan.decode_cache
-        return (
-            PROCESS_BYTES
-            + blocks * model.geometry(plan.block_size).block_bytes
-            + instance_bytes(self._config, role, model)
-        )
-
-    def _share(self, role: str, part: str) -> float:
-        """Of an instance's ranks, that are in a part of it."""
-        spread = self._config.spread(role)
-        return spread.ranks_of(part) / spread.degrees.ranks
+        spread, block_bytes = self._config.spread(role), model.geometry(plan.block_size).block_bytes
+        share = spread.ranks_of(part) / spread.degrees.ranks
+        cache = plan.prefill_cache if role == PREFILL else plan.decode_cache
+        needed = PROCESS_BYTES + int(share * (cache * block_bytes + instance_bytes(self._config, role, model)))
+        if role == PREFILL and self._config.cluster.prefetch and not part_number(part):
+            needed += (plan.batch_buffer + plan.requests_buffer) * block_bytes
+        return needed
 
     def _on_cpu(self) -> bool:
         return resolve_device(self._config, self._nodes.gpus) == "cpu"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from alignedserve.cluster.supervisor.nodes import NodeBook
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, SPARE
 from alignedserve.cluster.supervisor.roster import Roster
 from alignedserve.config import Config
-from alignedserve.device_memory import FREE_GAUGE, HOST_GAUGE, TOTAL_GAUGE, DeviceMemory, describe_plan
+from alignedserve.device_memory import DECODE, FREE_GAUGE, PREFILL, TOTAL_GAUGE, DeviceMemory, describe_plan
 from alignedserve.model import ModelInfo
 from alignedserve.sizing import HostMemory, plan_stores
 
@@ -37,8 +37,6 @@ class StorePlanner:
         self._nodes = nodes
         self._devices: dict[str, tuple[str, DeviceMemory]] = {}  # instance -> role, and its GPU
         self._memory_bytes: dict[str, int] = {}  # of each node, by node agent
-        # By instance: the other nodes that have ranks of it, and their memory.
-        self._hosts_of: dict[str, list[tuple[str, int]]] = {}
 
     def adopt(self, model_info: str, store_plan: str) -> None:
         """Keep the plan of an earlier supervisor, because the stores exist."""
@@ -60,7 +58,6 @@ class StorePlanner:
             weights = ModelInfo.from_json(member.beat.model_info).weights
             self.model_info = replace(ModelInfo.from_json(self.model_info), weights=weights).to_json()
         self._note_device(member)
-        self._note_hosts(member)
         if self.model_info and not self.store_plan and (hosts := self._hosts()) is not None:
             self._plan(ModelInfo.from_json(self.model_info), hosts)
         return before != (self.model_info, self.store_plan)
@@ -89,39 +86,28 @@ class StorePlanner:
         agents = {slot.planned.node_id: slot.planned.id for slot in slots if slot.planned.role == "node_agent"}
         if not agents or not self._memory_bytes.keys() >= set(agents.values()):
             return None
-        memory = {node_id: self._memory_bytes[agent_id] for node_id, agent_id in agents.items()}
+        shards = {slot.planned.node_id for slot in slots if slot.planned.role == "kv_pool"}
         shares = defaultdict[tuple[str, str], float](float)
+        firsts = Counter(role.node_id for role in instances if role.role == PREFILL)
         for instance in instances:
-            spread = self._config.spread(instance.role)
-            others = self._hosts_of.get(instance.id, [])
-            if len(others) < spread.nodes - 1:
+            spread, nodes = self._config.spread(instance.role), self._nodes.nodes_of(instance)
+            if nodes is None or not agents.keys() >= set(nodes):
                 return None
-            for part, (node_id, memory_bytes) in enumerate([(instance.node_id, 0), *others]):
-                memory.setdefault(node_id, memory_bytes)
-                share = len(spread.ranks(part)) / spread.degrees.ranks
-                shares[node_id, instance.role] += share
+            for number, node_id in enumerate(nodes):
+                shares[node_id, instance.role] += len(spread.ranks(number)) / spread.degrees.ranks
         spares = sum(slot.planned.role == SPARE for slot in slots)
         return [
             HostMemory(
                 node_id,
-                memory_bytes,
-                shares[node_id, "prefill"],
-                shares[node_id, "decode"],
+                self._memory_bytes[agent_id],
+                shares[node_id, PREFILL],
+                shares[node_id, DECODE],
                 spares if node_id == self._nodes.home.node_id else 0,
-                shard=node_id in agents,
+                firsts[node_id],
+                shard=node_id in shards,
             )
-            for node_id, memory_bytes in memory.items()
+            for node_id, agent_id in agents.items()
         ]
-
-    def _note_hosts(self, member: ManagedProcess) -> None:
-        """Note the memory of other nodes that have ranks of an instance. A successor may have others."""
-        found = [
-            (name.removeprefix(HOST_GAUGE), int(size))
-            for name, size in member.beat.gauges.items()
-            if name.startswith(HOST_GAUGE)
-        ]
-        if found:
-            self._hosts_of[member.key.id] = found
 
     def _note_device(self, member: ManagedProcess) -> None:
         """Note the memory that a worker's GPU had before anything was loaded. A successor may report another figure."""

@@ -416,10 +416,11 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._launches += 1
         try:
             await self._placing.look(FRESH_S)
-            slot = self.core.roster.slots.get(role_id)
-            if slot is None or slot.phase is not Phase.STARTING or slot.generation != action.generation:
+            if (slot := self.core.roster.starting(role_id, action.generation)) is None:
                 return  # its node has gone: that was why its predecessor ended
-            settings = role_settings(self.core, slot, self._tree, self.identity, self.address)
+            asked = role_settings(self.core, slot, self._tree, self.identity, self.address)
+            if (settings := await self._placing.prepare(asked, action.generation)) is None:
+                return
             await self._launcher.launch(settings, action.spare_id, again=slot.failures > 1)
         except AlignedServeError as error:
             self._exited(role_id, action.generation, error.message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,7 +12,7 @@ import torch
 
 from alignedserve.batch_size import LEAST
 from alignedserve.config import Config
-from alignedserve.device_memory import DECODE, HOST_GAUGE, DeviceMemory, RanksHere, RoleMemory, advice, fixed_parts
+from alignedserve.device_memory import DECODE, DeviceMemory, RanksHere, RoleMemory, advice, fixed_parts
 from alignedserve.engine.model.loader import LoadedModel
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
 from alignedserve.engine.sampling.sampler import Sampler, SampleRow
@@ -90,11 +90,7 @@ class InstanceMemory:
             return
         free, total = self._meter.look()
         self._memory = DeviceMemory(self._instance, self._device, total, free)
-        self.gauges |= self._memory.gauges()
-
-    def note_hosts(self, available_bytes: Mapping[str, int]) -> None:
-        """Record the host memory of other nodes that have ranks of the instance, before any weights were loaded."""
-        self.gauges |= {f"{HOST_GAUGE}{node_id}": float(size) for node_id, size in available_bytes.items()}
+        self.gauges = self._memory.gauges()
 
     def expect(self, info: ModelInfo) -> None:
         """Estimate the model's memory, before stores are planned for the cluster."""

@@ -49,6 +49,7 @@ class RankOrder:
     apart: bool = False  # each rank has a GPU of its own
     here: int = 0  # how many ranks are on its node; 0: all
     host: str = ""  # the node's address for ranks of other nodes; "": there are none
+    connect_s: float = SILENT_S  # how long it may wait for the others to connect
 
     @property
     def place(self) -> RankPlace:
@@ -59,9 +60,10 @@ class RankOrder:
 
         `values`: by which it finds those of other nodes.
         """
-        here = FileValues(f"/proc/self/fd/{rendezvous}", self.here or self.place.degrees.ranks, SILENT_S)
+        here = FileValues(f"/proc/self/fd/{rendezvous}", self.here or self.place.degrees.ranks, self.connect_s)
         own, host = torch.device(self.device) if self.apart else None, self.host or LOOPBACK
-        return Groups.connected(here, self.place, _IDLE_S, SILENT_S, own, values if self.host else None, host)
+        of_all = values if self.host else None
+        return Groups.connected(here, self.place, _IDLE_S, SILENT_S, own, of_all, host, self.connect_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class RankChildren:
                 child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[descriptor])
         self._orders.append(order)
         self._children.append(child)
-        self._channels.append(RankChannel(channel, self._values, SILENT_S))
+        self._channels.append(RankChannel(channel, self._values, order.connect_s))
         with contextlib.suppress(OSError):  # it has ended: `trouble`
             self._channels[-1].send(asdict(order), [self.rendezvous, self._waited.descriptor])
 

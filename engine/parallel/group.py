@@ -53,7 +53,7 @@ class RankGroup:
         try:
             options = _dist.ProcessGroupGloo._Options()
             options._timeout, options._threads = timedelta(seconds=silent_s), 1
-            options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
+            options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
             self._group: Any = _dist.ProcessGroupGloo(store, rank, size, options)
             if size > 1:
                 self._prove(store)
@@ -68,11 +68,14 @@ class RankGroup:
         if self.rank == 0:
             store.set("secret", secrets.token_bytes(SECRET_BYTES))
         secret = store.get("secret")
-        own = torch.frombuffer(bytearray(proof(secret, store.name, self.rank)), dtype=torch.uint8)
-        shown = [torch.zeros(PROOF_BYTES, dtype=torch.uint8) for _ in range(self.size)]
-        self._wait(lambda: self._group.allgather([shown], [own]))
-        for rank, each in enumerate(shown):
-            check_proof(each.numpy().tobytes(), secret, store.name, rank)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        # Over the connection of each two, since what all compute does not use all of them.
+        coming = [self.receiving(torch.zeros(PROOF_BYTES, dtype=torch.uint8), other) for other in others]
+        for other in others:
+            own = proof(secret, f"{store.name} to {other}", self.rank)
+            self.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), other)
+        for other, shown in zip(others, coming, strict=True):
+            check_proof(shown().numpy().tobytes(), secret, f"{store.name} to {self.rank}", other)
         if not close_door(store.own):
             logger.warning("the port on which Gloo listens for other ranks (%s) stays open", store.name)
 
@@ -222,17 +225,19 @@ class Groups:
         own_device: torch.device | None = None,
         of_all: Values | None = None,
         host: str = LOOPBACK,
+        connect_s: float | None = None,
     ) -> Groups:
         """Waits for all ranks. `values`: of the ranks of this node; `of_all`: of all, if there are some on other nodes.
         `idle_s`: how long there may be nothing to do. `own_device`: a GPU of this rank alone, if each rank has one.
-        `host`: see `RankGroup`.
+        `host`: see `RankGroup`. `connect_s`: how long to wait for the others to connect, by default `silent_s`.
         """
+        within_s = connect_s or silent_s
         rank, degrees = place.rank, place.degrees
         shared = of_all or values
         told = 2 * degrees.ranks * (degrees.stages + 1)  # two messages to each rank for each pass under way
-        of_waits = GroupStore(shared, "waits", silent_s)
+        of_waits = GroupStore(shared, "waits", within_s)
         waits = RankGroup(of_waits, rank, degrees.ranks, idle_s, max(BACKLOG, told), host)
-        of_stage = GroupStore(values, f"sums{rank // degrees.tensor}", silent_s)
+        of_stage = GroupStore(values, f"sums{rank // degrees.tensor}", within_s)
         if own_device is None or degrees.tensor == 1:
             sums = RankGroup(of_stage, place.part, degrees.tensor, silent_s)
         else:
@@ -244,7 +249,7 @@ class Groups:
         if not several:
             return cls(waits, sums, None)
         long_s, most = max(silent_s, PIPE_SILENT_S), max(BACKLOG, degrees.stages + 1)
-        pipe = RankGroup(GroupStore(shared, "pipe", silent_s), rank, degrees.ranks, long_s, most, host)
+        pipe = RankGroup(GroupStore(shared, "pipe", within_s), rank, degrees.ranks, long_s, most, host)
         return cls(waits, sums, pipe)
 
     @property

@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +14,7 @@ import torch
 
 from alignedserve.config import Config
 from alignedserve.engine.model.loader import LoadedModel
-from alignedserve.engine.parallel.children import RankChildren, RankOrder, devices_by_turns
+from alignedserve.engine.parallel.children import SILENT_S, RankChildren, RankOrder, devices_by_turns
 from alignedserve.engine.parallel.cuts import Ranks
 from alignedserve.engine.parallel.expert_runner import ExpertRunner
 from alignedserve.engine.parallel.group import LOOPBACK, Groups
@@ -118,6 +119,7 @@ def start_ranks(
         hosts=hosts,
         address=address,
         timed=PREFILL if role == "prefill" else DECODE,
+        connect_s=config.supervisor.start_timeout_s,
     )
     forks.release()
     return ranks
@@ -162,10 +164,11 @@ class RankProcesses:
         hosts: Sequence[RankHost] = (),
         address: str = LOOPBACK,
         timed: TimedPass | None = DECODE,
+        connect_s: float = SILENT_S,
     ) -> None:
         """`threads`: of each rank. `own_stores`: each has the memory of its own part, as on GPUs and on several nodes,
         unless ranks share experts. `devices`: of this node's ranks, by turns. `hosts`, `address`: as in `start_ranks`.
-        `timed`: as for `load_part`.
+        `timed`: as for `load_part`. `connect_s`: how long ranks may take until they connect.
 
         Raises ConfigError if so many ranks cannot share the model.
         """
@@ -190,7 +193,15 @@ class RankProcesses:
             theirs = devices_by_turns(host.devices, len(self._spread.ranks(node)))
             places += [(host.address, device) for device in theirs]
         first = RankOrder(
-            0, degrees.tensor, degrees.stages, degrees.experts, info.to_json(), trust_remote_code, threads, backend
+            0,
+            degrees.tensor,
+            degrees.stages,
+            degrees.experts,
+            info.to_json(),
+            trust_remote_code,
+            threads,
+            backend,
+            connect_s=connect_s,
         )
         apart = self._on_gpus and len(set(places)) == degrees.ranks
         orders = [
@@ -280,7 +291,10 @@ class RankProcesses:
     def runner(self, loaded: LoadedModel, cache: torch.Tensor) -> DrivenRunner:
         """Rank 0's passes over the shared store."""
         assert self._groups is not None
-        return runner_of(loaded, cache, self._own.place, self._groups, self._own.backend)
+        runner = runner_of(loaded, cache, self._own.place, self._groups, self._own.backend)
+        if self._hosts:
+            runner.lost_elsewhere = lambda: next((lost for host in self._hosts if (lost := host.trouble())), None)
+        return runner
 
     @property
     def pids(self) -> list[int]:
@@ -312,6 +326,5 @@ class RankProcesses:
 
     def close(self) -> None:
         """End the others. Idempotent."""
-        for host in self._hosts:
-            host.close()
-        self._children.close()
+        with ThreadPoolExecutor(len(self._hosts) + 1) as pool:
+            list(pool.map(lambda each: each.close(), self._others))

@@ -50,6 +50,8 @@ class DrivenRunner(ModelRunner):
         super().__init__(loaded, cache, backend, _place_in(cache, loaded, place), partial(agreed, groups.waits))
         self._at, self._groups = place, groups
         self._lost: RankLostError | None = None
+        self.lost_elsewhere: Callable[[], RankLostError | None] = lambda: None
+        """For rank 0: why ranks on other nodes are of no use any more, if so. Asked before each pass."""
 
     @property
     def depth(self) -> int:
@@ -138,7 +140,9 @@ class DrivenRunner(ModelRunner):
             self._groups.waits.tell(message)
 
     def _require_all(self) -> None:
-        """Raises the error of a pass after which the group is of no use."""
+        """Raises the error of a pass after which the group is of no use, or of a copy that may still write to it."""
+        if self._lost is None:
+            self._lost = self.lost_elsewhere()
         if self._lost is not None:
             raise self._lost
 

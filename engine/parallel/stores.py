@@ -43,11 +43,9 @@ def shared_store(store_id: str, geometry: KvGeometry, blocks: int, node_id: str,
     return RankStore([store], tensor, [descriptor] * ranks, [])
 
 
-def host_parts(
-    store_id: str, geometry: KvGeometry, blocks: int, node_id: str, held: Sequence[StoreSlice], first: int = 0
-) -> RankStore:
-    """The parts of ranks on a CPU, each of which holds what is `held`. `first`: the number of the first one."""
-    found = [_host_store(f"{store_id}/{n}", geometry, blocks, node_id, part) for n, part in enumerate(held, first)]
+def host_parts(store_id: str, geometry: KvGeometry, blocks: int, node_id: str, held: Sequence[StoreSlice]) -> RankStore:
+    """The parts of ranks on a CPU, each of which holds what is `held`."""
+    found = [_host_store(f"{store_id}/{n}", geometry, blocks, node_id, part) for n, part in enumerate(held)]
     tensor = allocate_cache(geometry, blocks, "cpu", found[0][0].as_memory(), held[0])
     return RankStore([one for one, _ in found], tensor, [descriptor for _, descriptor in found], [])
 
@@ -59,13 +57,10 @@ def device_parts(
     node_id: str,
     held: Sequence[StoreSlice],
     devices: Sequence[str],
-    first: int = 0,
     *,
     shared: bool = False,
 ) -> RankStore:
-    """The parts on the ranks' devices. `first`: the number of the first rank. `shared`: other processes may open rank
-    0's part, too.
-    """
+    """The parts on the ranks' devices. `shared`: other processes may open rank 0's part, too."""
     places = list(zip(devices, held, strict=True))
     tensors = [allocate_cache(geometry, blocks, device, part=part) for device, part in places]
     for device in set(devices) - {"cpu"}:
@@ -80,7 +75,7 @@ def device_parts(
             shared=shared or n > 0,
             computing=devices[0],
         )
-        for n, (tensor, part) in enumerate(zip(tensors, held, strict=True), first)
+        for n, (tensor, part) in enumerate(zip(tensors, held, strict=True))
     ]
     handles = [part.handle().device_handle for part in parts]
     return RankStore(parts, tensors[0], [], handles)

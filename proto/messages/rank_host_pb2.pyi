@@ -44,18 +44,16 @@ class RankHostHello(_message.Message):
     def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ...) -> None: ...
 
 class RankHostOpened(_message.Message):
-    __slots__ = ("process", "node_id", "host", "device", "memory_available_bytes")
+    __slots__ = ("process", "node_id", "host", "device")
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
-    MEMORY_AVAILABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
     process: _common_pb2.ProcessKey
     node_id: str
     host: str
     device: str
-    memory_available_bytes: int
-    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., node_id: _Optional[str] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., memory_available_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., node_id: _Optional[str] = ..., host: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
 
 class RankValue(_message.Message):
     __slots__ = ("key", "value")

@@ -130,9 +130,7 @@ class PrefillConfig:
         "shortest prompt, in tokens, that is offloaded layer by layer; 0: never; -1: measured on a GPU, never on a CPU",
         low=-1,
     )
-    queue_tokens: int = _key(
-        0, f"maximum prompt tokens queued at an instance; 0: {QUEUED_TOKENS}, or two passes if that is more", low=0
-    )
+    queue_tokens: int = _key(0, f"maximum prompt tokens queued at an instance; 0: {QUEUED_TOKENS} or two passes", low=0)
 
     @property
     def pass_tokens(self) -> int:
@@ -409,7 +407,7 @@ class Config:
 
     def degrees(self, role: str) -> Degrees:
         """Over how many ranks an instance of this role computes its model."""
-        return Degrees.configured(getattr(self, role), self.cluster)
+        return self.spread(role).degrees
 
     def spread(self, role: str) -> Spread:
         """Over which nodes an instance of this role has them."""
@@ -423,6 +421,7 @@ class Config:
         self._check_prefix_cache()
         for role in ("prefill", "decode"):
             parse_resources(getattr(self.cluster, f"{role}_resources"), f"cluster.{role}_resources")
+            self.spread(role).require(role)
         graph_sizes(self.decode.graph_sizes, self.decode.max_running or MOST)
         limits = self.supervisor
         if limits.fence_after_s < 2 * limits.heartbeat_s:

@@ -20,8 +20,7 @@ from alignedserve.memory import GIB, describe_bytes
 from alignedserve.model import ModelInfo
 from alignedserve.ranks.degrees import Degrees, devices_in
 
-# In a worker's heartbeat. The last is followed by the name of another node that has ranks of the instance.
-TOTAL_GAUGE, FREE_GAUGE, HOST_GAUGE = "device_total_bytes", "device_free_bytes", "available_bytes_on:"
+TOTAL_GAUGE, FREE_GAUGE = "device_total_bytes", "device_free_bytes"  # in a worker's heartbeat
 
 # Reserves that are not measured before the start: upper bounds of published figures.
 CONTEXT_BYTES = 768 << 20  # context, modules, cuBLAS workspaces, and memory lost to fragmentation

@@ -27,8 +27,8 @@ INDEX_BYTES = 128  # of the prefix index for each block, beside the block's toke
 class HostMemory:
     """One node's free memory before any weights were loaded, and the processes planned there.
 
-    `prefill`, `decode`: instances; of one that is spread over nodes, the share of its ranks that is there. `shard`:
-    whether a shard of the pool is there.
+    `prefill`, `decode`: instances; of one that is spread over nodes, the share of its ranks that is there. `buffers`:
+    prefill instances whose candidate buffers are there, by default all. `shard`: whether a shard of the pool is there.
     """
 
     node_id: str
@@ -36,7 +36,12 @@ class HostMemory:
     prefill: float
     decode: float
     spares: int
+    buffers: int = -1
     shard: bool = True
+
+    @property
+    def with_buffers(self) -> int:
+        return self.buffers if self.buffers >= 0 else math.ceil(self.prefill)
 
     @property
     def instances(self) -> float:
@@ -189,8 +194,8 @@ def _require_room(
         parts[f"the weights of {prefill + decode:g} workers{of_ranks}"] = _taken(replace(host, spares=0), own)
         parts[f"{decode:g} decode cache(s)"] = decode * plan.decode_cache * block_bytes
         parts[f"{prefill:g} prefill cache(s)"] = prefill * plan.prefill_cache * block_bytes
-        if config.cluster.prefetch and host.shard:  # buffers are on the first node of an instance
-            buffers, count = plan.batch_buffer + plan.requests_buffer, math.ceil(prefill)
+        if config.cluster.prefetch and (count := host.with_buffers):
+            buffers = plan.batch_buffer + plan.requests_buffer
             parts[f"the candidate buffers of {count} prefill instance(s)"] = count * buffers * block_bytes
     needed = int(sum(parts.values()))
     if needed > host.available_bytes:

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -101,16 +102,54 @@ def test_stages_are_on_two_nodes_and_tokens_are_exact(nodes: RayNodes, served: S
     served.check_integrity()
 
 
+def rank_there(pid: int, served: ServedNodes) -> int:
+    (rank,) = ranks_of(pid)
+    return rank
+
+
+def host_there(pid: int, served: ServedNodes) -> int:
+    return pid
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_ranks_that_are_lost_on_the_other_node_cost_no_token(
-    nodes: RayNodes, served: ServedNodes, expected: Expected, number: int
+@pytest.mark.parametrize("victim", [rank_there, host_there])
+def test_what_is_lost_on_the_other_node_costs_no_token(
+    nodes: RayNodes,
+    served: ServedNodes,
+    expected: Expected,
+    victim: Callable[[int, ServedNodes], int],
+    number: int,
 ) -> None:
     _, pid = host_of(nodes, served)
-    (rank,) = ranks_of(pid)
-    run(served, expected, lambda: os.kill(rank, number))
+    run(served, expected, lambda: os.kill(victim(pid, served), number))
     served.wait_ready(60.0)
     assert host_of(nodes, served)[1] != pid
     served.check_integrity()
+
+
+def test_a_node_that_is_cut_off_for_a_moment_costs_no_token(
+    nodes: RayNodes, served: ServedNodes, expected: Expected
+) -> None:
+    number, _ = host_of(nodes, served)
+    machine = nodes.machines[number]
+
+    def cut() -> None:
+        nodes.switch.cut(machine)
+        time.sleep(3.0)
+        nodes.switch.heal(machine)
+
+    run(served, expected, cut)
+    served.wait_ready(60.0)
+    run(served, expected)
+    served.check_integrity()
+
+
+def test_a_node_with_stages_alone_has_an_agent_and_no_shard(nodes: RayNodes, served: ServedNodes) -> None:
+    number, _ = host_of(nodes, served)
+    there = [
+        role["id"] for role in served.status()["roles"] if role["node"].startswith(f"{nodes.machines[number].name}-")
+    ]
+    assert [name.rpartition("-")[0] for name in there] == ["node_agent"]
 
 
 def test_a_node_that_is_killed_gives_its_stage_to_another(

@@ -41,9 +41,13 @@ class PairClient:
         *,
         away_s: float,
         read_only: bool = False,
+        on_doubt: Callable[[], None] = lambda: None,
     ) -> None:
-        """`peer`: its id, for messages. `read_only`: nothing is pushed to it, so that one connection suffices."""
-        self.peer = peer
+        """`peer`: its id, for messages. `read_only`: nothing is pushed to it, so that one connection suffices.
+
+        `on_doubt` is called before a push fails after which the peer may still write (`settled`).
+        """
+        self.peer, self._on_doubt = peer, on_doubt
         self._lanes = (PULL,) if read_only else (PULL, PUSH)
         self._process, self._wiring, self._geometry, self._away_s = process, wiring, geometry, away_s
         self._changed = threading.Condition()
@@ -131,6 +135,8 @@ class PairClient:
                 if push:
                     self._doubtful = session.number
                     self._wait_settled()
+                    if not self.settled:
+                        self._on_doubt()
                 if isinstance(error, TransferError):
                     raise
                 raise TransferError(f"a copy with {self.peer} failed: {error!r}") from error

@@ -87,12 +87,12 @@ class Spread:
         """By the sections of a role and of the cluster."""
         return cls(Degrees.configured(role, cluster), role.nodes)
 
-    def require(self) -> None:
-        """Raises ConfigError if a node would have no stage."""
+    def require(self, role: str = "") -> None:
+        """Raises ConfigError if a node would have no stage. `role`: whose, for the message."""
         if self.nodes > self.degrees.stages:
             raise ConfigError(
-                f"an instance of {self.degrees} cannot be spread over {self.nodes} nodes: each needs a stage of its "
-                f"own (pipeline_parallel of at least {self.nodes}), or fewer nodes"
+                f"an instance of {self.degrees} cannot be spread over {self.nodes} nodes ({role}.nodes): each needs a "
+                f"stage of its own, so {role}.pipeline_parallel must be at least {self.nodes}"
             )
 
     def ranks(self, node: int) -> range:
@@ -106,12 +106,17 @@ class Spread:
 
     def ranks_of(self, part_id: str) -> int:
         """How many ranks an instance, or its part of this id, has on its node."""
-        return len(self.ranks(int(part_id.partition(".")[2] or 0)))
+        return len(self.ranks(part_number(part_id)))
 
     @property
     def most_ranks(self) -> int:
         """On one node."""
         return max(len(self.ranks(node)) for node in range(self.nodes))
+
+
+def part_number(role_id: str) -> int:
+    """0 for an instance, or another role; of what an instance has on its further nodes the number of that node."""
+    return int(role_id.partition(".")[2] or 0)
 
 
 def devices_in(text: str) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from alignedserve.engine.parallel import group as group_module
 from alignedserve.engine.parallel.group import RankGroup
 from alignedserve.engine.parallel.rendezvous import AskedValues, GroupStore, RankChannel, Values
 from alignedserve.errors import RankLostError, TransferError
@@ -17,18 +18,17 @@ from alignedserve.transfer.paired.identity import listening
 from alignedserve.transfer.paired.rendezvous import Rendezvous
 
 
-def both(make: Callable[[int], RankGroup]) -> list[RankGroup]:
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(make, range(2)))
+def groups_of(values: Sequence[Values]) -> list[RankGroup]:
+    def group(rank: int) -> RankGroup:
+        return RankGroup(GroupStore(values[rank], "waits", 20.0), rank, len(values), 20.0)
 
-
-def group(values: Values, rank: int) -> RankGroup:
-    return RankGroup(GroupStore(values, "waits", 20.0), rank, 2, 20.0)
+    with ThreadPoolExecutor(len(values)) as pool:
+        return list(pool.map(group, range(len(values))))
 
 
 def test_ranks_take_no_connections_once_they_have_met() -> None:
-    values, before = Rendezvous(lambda key, value: None), listening()
-    groups = both(lambda rank: group(values, rank))
+    before = listening()
+    groups = groups_of([Rendezvous(lambda key, value: None)] * 2)
     ports = listening() - before
     assert len(ports) == 2
     for address in ports:
@@ -39,7 +39,8 @@ def test_ranks_take_no_connections_once_they_have_met() -> None:
     assert all(torch.equal(each, torch.full((2,), 2.0)) for each in sums)
 
 
-def test_a_rank_without_the_secret_is_refused() -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_without_the_secret_is_refused_by_each_other(ranks: int) -> None:
     values = Rendezvous(lambda key, value: None)
 
     class Guessing:
@@ -50,7 +51,19 @@ def test_a_rank_without_the_secret_is_refused() -> None:
             return bytes(32) if key.endswith("/secret") else values.get(key, timeout_s)
 
     with pytest.raises(RankLostError, match="is not the other process"):
-        both(lambda rank: group(Guessing() if rank else values, rank))
+        groups_of([values] * (ranks - 1) + [Guessing()])
+
+
+def test_the_proof_covers_the_connection_of_each_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of those that are not neighbours in what all compute: here rank 2 lies to rank 0 alone."""
+    honest = group_module.proof
+
+    def lying(secret: bytes, name: str, rank: int) -> bytes:
+        return bytes(32) if (name, rank) == ("waits to 0", 2) else honest(secret, name, rank)
+
+    monkeypatch.setattr(group_module, "proof", lying)
+    with pytest.raises(RankLostError, match=r"rank 0 of 4 .* is not the other process"):
+        groups_of([Rendezvous(lambda key, value: None)] * 4)
 
 
 def test_a_rank_asks_its_parent_for_values_and_says_the_rest_to_it() -> None:
