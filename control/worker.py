@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from abc import abstractmethod
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.control.tokens import TokenEmitter
 from alignedserve.errors import AlignedServeError
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.ranks.now import RankNow, RankWatch
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,7 @@ class WorkerServer(RoleServer):
         self.loop = asyncio.get_running_loop()
         self.emitter = TokenEmitter(self.process, settings.token, self.on_gateway_lost)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watch = RankWatch()  # of its ranks
 
     @abstractmethod
     async def load(self) -> None:
@@ -37,12 +40,12 @@ class WorkerServer(RoleServer):
     def on_gateway_lost(self, address: str) -> None:
         """Events for this gateway could not be delivered: report its requests lost, so that it submits them again."""
 
-    def ranks(self, pids: Mapping[str, Sequence[int]]) -> str:
-        """What a status begins with; "" for one rank. `pids`: of all ranks by node ("": this one), once started."""
+    def with_ranks(self, ranks: Sequence[RankNow], text: str) -> str:
+        """A status that begins with its ranks, if there are several. `ranks`: all of them, once they are started."""
         degrees = self.config.degrees(self.role)
-        on_nodes = [(f"{', '.join(map(str, own))}", f" on {node}" if node else "") for node, own in pids.items()]
-        started = f" (pids {'; '.join(own + where for own, where in on_nodes)})" if pids else ""
-        return f"{degrees}{started}, " if degrees.ranks > 1 else ""
+        if degrees.ranks == 1:
+            return text
+        return ", ".join(filter(None, (self._watch.describe(degrees, ranks, time.monotonic()), text)))
 
     @abstractmethod
     def trouble(self) -> AlignedServeError | None:

@@ -32,6 +32,7 @@ from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import decode_worker_pb2_grpc as dw_grpc
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.ranks.now import show_ranks
 from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler.instance.plan import BufferKind
 from alignedserve.transfer.metrics import locking, show_channels
@@ -76,20 +77,22 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         model_info = instance.model.to_json() if instance.model else ""
         beat = sv.Heartbeat(model_info=model_info, reaches=instance.reaches, gauges=instance.memory.gauges)
         if instance.compute is None or instance.engine is None:
-            beat.holds = self.ranks(instance.rank_pids) + instance.starting.text
+            beat.holds = self.with_ranks(instance.ranks, instance.starting.text)
             return beat
         status, cache = instance.compute.status, instance.cache
         meter = instance.compute.meter
         self.progress, self.busy, self.step_s = meter.count, instance.compute.busy, meter.longest_s
         waiting = status.batch_buffer_requests + status.requests_buffer_requests
         blocks = f"{cache.owned_blocks}/{cache.capacity} cache"
-        running = f"{self.ranks(instance.rank_pids)}{status.running} running, {waiting} candidates"
+        ranks = instance.ranks
+        running = self.with_ranks(ranks, f"{status.running} running, {waiting} candidates")
         beat.holds = f"{running}; blocks: {blocks}{locking(instance.channels)}"
         page = Page(instance=self.settings.id)
         show_stores(page, [self._count()])
         instance.compute.show_metrics(page)
         instance.copier.show_metrics(page)
         instance.engine.show_metrics(page)
+        show_ranks(page, ranks)
         show_channels(page, instance.channels)
         beat.metrics = page.text()
         beat.live = live_decode(status, instance.compute.lengths)

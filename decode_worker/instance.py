@@ -34,6 +34,7 @@ from alignedserve.model import ModelInfo
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.rank_host.link import open_hosts
+from alignedserve.ranks.now import RankNow
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
@@ -265,9 +266,9 @@ class DecodeInstance:
             self.compute.set_lease(self.handover.leased_blocks())
 
     @property
-    def rank_pids(self) -> dict[str, list[int]]:
-        """Of all ranks by node, "" for this one; empty if there is one rank, or before `load`."""
-        return {} if self._ranks is None else self._ranks.pids_by_node
+    def ranks(self) -> list[RankNow]:
+        """All ranks, in order; empty if there is one, or before `load`."""
+        return [] if self._ranks is None else self._ranks.now()
 
     def trouble(self) -> AlignedServeError | None:
         """The error for which this process must be replaced; None if there is none."""

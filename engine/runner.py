@@ -9,7 +9,7 @@ import torch
 
 from alignedserve.engine import attention
 from alignedserve.engine.attention import ActiveForward, Place
-from alignedserve.engine.backends.choice import open_backend
+from alignedserve.engine.backends.choice import Agree, open_backend
 from alignedserve.engine.batch import DecodeTable, ForwardItem, PackedBatch, build_batch
 from alignedserve.engine.model.loader import LoadedModel
 from alignedserve.engine.threads import PassThreads
@@ -55,12 +55,17 @@ class ModelRunner:
     """One model, one store, one attention backend. Not thread-safe: one thread calls `forward`.
 
     `backend` is the value of `engine.attention`. On a GPU it is tested, and for `auto` timed, in the store, whose
-    content is lost. `place`: the part of the store's heads that this process computes. Raises ConfigError and
-    UnsupportedModelError if it cannot serve the model.
+    content is lost. `place`: the part of the store's heads that this process computes. `agree`: has ranks choose the
+    same backend. Raises ConfigError and UnsupportedModelError if it cannot serve the model.
     """
 
     def __init__(
-        self, loaded: LoadedModel, cache: torch.Tensor, backend: str = "torch", place: Place | None = None
+        self,
+        loaded: LoadedModel,
+        cache: torch.Tensor,
+        backend: str = "torch",
+        place: Place | None = None,
+        agree: Agree | None = None,
     ) -> None:
         info = loaded.info
         if cache.dim() != 6 or not cache.is_contiguous():
@@ -80,7 +85,7 @@ class ModelRunner:
         self.cache = cache
         self.block_size = cache.shape[4]
         with self._scope():
-            self._backend = open_backend(backend, self._place.view(cache), loaded.needs)
+            self._backend = open_backend(backend, self._place.view(cache), loaded.needs, agree)
         parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
         on_cpu = loaded.device.type == "cpu"
         self._threads = PassThreads(parameters, len(loaded.layers), info.kv_heads * info.head_dim) if on_cpu else None
@@ -119,10 +124,6 @@ class ModelRunner:
         return 0.0
 
     def show_metrics(self, page: Page) -> None:
-        meaning = (
-            "of an instance of several ranks: seconds in which the first one waited for others within passes, over Gloo"
-        )
-        page.counter("rank_waited_seconds_total", meaning, self.waited_s)
         meaning = "of ranks that share experts: seconds in which all together waited for the last one of each layer"
         page.counter("rank_barrier_idle_seconds_total", meaning, self.barrier_idle_s)
 

@@ -40,6 +40,7 @@ from alignedserve.proto import paired_copies_pb2_grpc as pc_grpc
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import prefill_worker_pb2_grpc as pw_grpc
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.ranks.now import RankNow, show_ranks
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.plan import BufferKind
@@ -113,19 +114,20 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         model_info = instance.model.to_json() if instance.model else ""
         beat = sv.Heartbeat(model_info=model_info, reaches=instance.reaches, gauges=instance.memory.gauges)
         if instance.compute is None:
-            beat.holds = self.ranks(instance.rank_pids) + instance.starting.text
+            beat.holds = self.with_ranks(instance.ranks, instance.starting.text)
             return beat
         meter = instance.compute.meter
         self.progress, self.busy, self.step_s = meter.count, instance.compute.busy, meter.longest_s
         beat.stores.extend(buffer.store.handle().to_proto() for buffer in instance.buffers.values())
         counts = self._counts()
         held = ", ".join(f"{count.owned}/{count.capacity} {count.store.rpartition('/')[2]}" for count in counts)
-        pending = f"{self.ranks(instance.rank_pids)}{instance.compute.pending_tokens} tokens to prefill"
+        ranks = instance.ranks
+        pending = self.with_ranks(ranks, f"{instance.compute.pending_tokens} tokens to prefill")
         beat.holds = f"{pending}; blocks: {held}{locking(instance.channels)}"
-        beat.metrics = self._metrics(instance.compute, counts)
+        beat.metrics = self._metrics(instance.compute, counts, ranks)
         return beat
 
-    def _metrics(self, compute: PrefillLoop, counts: Sequence[StoreCount]) -> str:
+    def _metrics(self, compute: PrefillLoop, counts: Sequence[StoreCount], ranks: Sequence[RankNow]) -> str:
         instance, page = self._instance, Page(instance=self.settings.id)
         show_stores(page, counts)
         compute.show_metrics(page)
@@ -138,6 +140,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         if instance.grammars is not None:
             instance.grammars.meter.show_metrics(page)
         instance.copier.show_metrics(page)
+        show_ranks(page, ranks)
         show_channels(page, instance.channels)
         return page.text()
 

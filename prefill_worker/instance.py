@@ -36,6 +36,7 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.rank_host.link import open_hosts
+from alignedserve.ranks.now import RankNow
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
@@ -347,9 +348,9 @@ class PrefillInstance:
         return self.compute.idle and self.offloader.idle and all(b.holds_nothing() for b in self.buffers.values())
 
     @property
-    def rank_pids(self) -> dict[str, list[int]]:
-        """Of all ranks by node, "" for this one; empty if there is one rank, or before `load`."""
-        return {} if self._ranks is None else self._ranks.pids_by_node
+    def ranks(self) -> list[RankNow]:
+        """All ranks, in order; empty if there is one, or before `load`."""
+        return [] if self._ranks is None else self._ranks.now()
 
     def trouble(self) -> AlignedServeError | None:
         """The error for which this process must be replaced; None if there is none."""

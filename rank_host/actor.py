@@ -142,6 +142,15 @@ class RankHostServer(rh_grpc.RankHostServicer):
             self._children.start(order)
         return self._children.pids
 
+    def now(self) -> rh.RanksNow:
+        """Of each rank; none before they are started."""
+        ranks = [] if self._children is None else self._children.now()
+        told = [
+            rh.RankNow(rank=each.rank, pid=each.pid, resident_bytes=each.resident_bytes, waited_s=each.waited_s)
+            for each in ranks
+        ]
+        return rh.RanksNow(ranks=told)
+
     def _tell(self, key: str, value: bytes) -> None:
         self._send(rh.RankHostEvent(value=rh.RankValue(key=key, value=value)))
 
@@ -228,7 +237,7 @@ class _Session:
     async def beat(self) -> None:
         """Until a rank is lost. Then its error goes first, if it could not load its part."""
         while (lost := self._server.trouble()) is None:
-            self._outbox.put(rh.RankHostEvent(beat=pb.Empty()))
+            self._outbox.put(rh.RankHostEvent(beat=self._server.now()))
             await asyncio.sleep(self._server.beat_s)
         logger.error("%s", lost)
         with contextlib.suppress(TimeoutError):

@@ -27,6 +27,7 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import rank_host_pb2 as rh
 from alignedserve.proto import rank_host_pb2_grpc as rh_grpc
 from alignedserve.ranks.degrees import devices_in
+from alignedserve.ranks.now import RankNow
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.handles import StoreHandle, geometry_to_proto
 from alignedserve.transfer.paired.client import PairClient
@@ -57,7 +58,8 @@ class HostLink(RankHost):
         self._send = from_any_thread(self._link.send)
         self.node_id, self.address, self._address = "", "", address
         self.devices: Sequence[str] = ("cpu",)
-        self.pids: Sequence[int] = ()
+        self._ranks: Sequence[int] = ()  # of its node
+        self._now: Sequence[RankNow] = ()
         self._opened: Future[None] = Future()
         self._said_held: Future[list[tuple[StoreSlice, int]]] = Future()
         self._made: Future[list[StoreHandle]] = Future()
@@ -108,7 +110,12 @@ class HostLink(RankHost):
             self._values.heard(event.value.key, event.value.value)
             self._pass_on(event.value.key, event.value.value)
         elif kind == "started":
-            self.pids = list(event.started.pids)
+            self._now = [RankNow(rank, pid) for rank, pid in zip(self._ranks, event.started.pids, strict=True)]
+        elif kind == "beat" and event.beat.ranks:
+            self._now = [
+                RankNow(each.rank, each.pid, resident_bytes=each.resident_bytes, waited_s=each.waited_s)
+                for each in event.beat.ranks
+            ]
         elif kind == "held" and not self._said_held.done():
             if event.held.HasField("failure"):
                 self._said_held.set_exception(failure_from_proto(event.held.failure))
@@ -143,6 +150,7 @@ class HostLink(RankHost):
 
     def start(self, orders: Sequence[RankOrder], values: Rendezvous, pass_on: Callable[[str, bytes], None]) -> None:
         self._values, self._pass_on = values, pass_on
+        self._ranks = [order.rank for order in orders]
         written = [json.dumps(asdict(order)) for order in orders]
         self._send(rh.RankHostCommand(start=rh.StartRanks(orders=written)))
 
@@ -184,6 +192,9 @@ class HostLink(RankHost):
 
     async def _begin_pair(self, client: PairClient) -> None:
         self._pair = PairedLink(client, self._rpc)
+
+    def now(self) -> Sequence[RankNow]:
+        return self._now
 
     def trouble(self) -> RankLostError | None:
         return self._as_error(self._lost) if self._lost and not self._closed else None

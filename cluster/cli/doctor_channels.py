@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 
-from alignedserve.cluster.launch.gpus import count_gpus
+from alignedserve.cluster.launch.gpus import GpuLinks, count_gpus
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, PlannedRole, plan_roles
 from alignedserve.config import ClusterConfig, Config
 from alignedserve.errors import AlignedServeError
-from alignedserve.ranks.degrees import devices_in
+from alignedserve.ranks.degrees import Degrees, devices_in
+from alignedserve.ranks.neighbours import NVLINK, Distance, apart, neighbours_together
 from alignedserve.scheduler.core.pairing import pair_up
 from alignedserve.transfer.links import ask_driver
 from alignedserve.transfer.pair_choice import choose_pair_channel, cupy_missing
@@ -47,19 +49,33 @@ def examine_channels(config: Config) -> tuple[list[Row], list[Row], list[str]]:
         found = measured(choice.name, first[ours.id], first[theirs.id])
         there, back = found if destination.startswith(f"{ours.id}/") else reversed(found)
         rows.append({**row, "channel": choice.name, "GB/s": there, "GB/s back": back, "reason": choice.reason})
+    distance = _gpu_links()
     for role in planned.values():
         if role.role in MODEL_ROLES and (degrees := config.degrees(role.role)).ranks > 1:
-            rows += _between_ranks(role, str(degrees), measured)
+            rows += _between_ranks(role, degrees, measured, distance)
     return roles, rows, problems
 
 
+def _gpu_links() -> Distance | None:
+    """None where NVML is missing."""
+    try:
+        return GpuLinks().distance
+    except (OSError, AttributeError):
+        return None
+
+
 def _between_ranks(
-    role: PlannedRole, degrees: str, measured: Callable[[str, str, str], tuple[str, str]]
+    role: PlannedRole,
+    degrees: Degrees,
+    measured: Callable[[str, str, str], tuple[str, str]],
+    distance: Distance | None,
 ) -> Iterator[Row]:
-    """The links from the first rank's device to each other one of its instance."""
-    first, *others = devices_in(role.device)
+    """The links from the first rank's device to each other one of its instance, in the order that ranks have them."""
+    devices = devices_in(role.device)
+    apart = "" if distance is None else _apart([name.partition(":")[2] for name in devices], degrees.tensor, distance)
+    first, *others = devices
     for other in others or [first]:
-        to, why = f"its ranks on {other}" if others else "its other ranks", f"it has {degrees}"
+        to, why = f"its ranks on {other}" if others else "its other ranks", f"it has {degrees}{apart}"
         channel, there, back = GLOO, "", ""
         if first == other:
             there, back = measured(channel, first, other)
@@ -70,6 +86,19 @@ def _between_ranks(
             channel, why = NCCL, f"{why}; the two cannot access each other's memory: NCCL takes another way"
         row = {"source": f"{role.id} rank 0", "destination": to, "channel": channel}
         yield {**row, "GB/s": there, "GB/s back": back, "reason": why}
+
+
+def _apart(gpus: Sequence[str], tensor: int, distance: Distance) -> str:
+    """What to say of tensor parallel ranks whose GPUs NVLink does not connect, although it connects others here."""
+    ordered = neighbours_together(gpus, tensor, distance)
+    missing = apart(ordered, min(tensor, len(ordered)), distance)
+    everything = [str(number) for number in range(count_gpus())]
+    joined = [pair for pair in combinations(everything, 2) if distance(*pair) == NVLINK]
+    if not missing or not joined:
+        return ""
+    pairs = ", ".join(f"cuda:{one} and {other}" for one, other in missing)
+    (one, other), *_ = joined
+    return f"; NVLink does not connect {pairs}, which share layers, but others, such as cuda:{one} and {other}"
 
 
 def check_pairs(config: Config) -> str:

@@ -13,19 +13,22 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import ray
 
 from alignedserve.cluster.launch.environment import role_environment
 from alignedserve.cluster.launch.fork_keeper import ForkKeeper, fork_environment
+from alignedserve.cluster.launch.gpus import device_with_neighbours
 from alignedserve.cluster.launch.rank_hosts import host
 from alignedserve.cluster.launch.role_main import Seat
 from alignedserve.cluster.runtime_dir import leave_socket_folder, prepare_socket_folder
+from alignedserve.config_sources import from_tree
 from alignedserve.control.runtime import RoleServer, RoleSettings, new_role
 from alignedserve.errors import AlignedServeError, UnavailableError
-from alignedserve.ranks.degrees import device_of
 
 _M_ARENA_MAX = -8
 _ERROR_POLL_S = 0.25
@@ -48,7 +51,7 @@ class RoleActor:
             ctypes.CDLL(None).mallopt(_M_ARENA_MAX, int(arenas))
         on_gpu = self._settings.device.startswith("cuda") and not self._settings.pinned
         if on_gpu and (assigned := ray.get_gpu_ids()):
-            self._settings = RoleSettings(**{**settings, "device": device_of(assigned)})
+            self._settings = _on_gpus(self._settings, assigned)
         self._seat: Seat | None = None  # None until the event loop runs
         self._error: AlignedServeError | None = None  # why the role has failed; for `wait_ended`
         self._loop = asyncio.new_event_loop()  # the role's, in a thread of its own
@@ -121,6 +124,12 @@ def _leave_nothing(namespace: str) -> None:
     leaving = threading.Thread(target=leave_nothing, args=(namespace, name), name="leave", daemon=True)
     leaving.start()
     leaving.join(LEAVE_S + LEAVE_LATE_S)
+
+
+def _on_gpus(settings: RoleSettings, assigned: Sequence[int | str]) -> RoleSettings:
+    """The settings with the GPUs that Ray has assigned."""
+    tensor = from_tree(settings.config).degrees(settings.role).tensor
+    return replace(settings, device=device_with_neighbours(assigned, tensor))
 
 
 def _require_node(settings: RoleSettings) -> None:
@@ -198,7 +207,7 @@ class RankHostActor:
         _require_node(self._settings)
         os.environ.update(role_environment(self._settings))  # before anything heavy is imported
         if self._settings.device.startswith("cuda") and (assigned := ray.get_gpu_ids()):
-            self._settings = RoleSettings(**{**settings, "device": device_of(assigned)})
+            self._settings = _on_gpus(self._settings, assigned)
         self._address: Future[str] = Future()
         threading.Thread(target=self._run, name="rank-host", daemon=True).start()
 

@@ -302,10 +302,10 @@ ALIGNMENT = (
     ),
     Panel(
         "Ranks wait",
-        "Of instances of several ranks, seconds in a second: the first rank waits for others; all wait for the last one"
+        "Of instances of several ranks, seconds in a second: each rank waits for others; all wait for the last one"
         " of a layer; a pipeline's stage idles, as predicted.",
         [
-            per_second("alignedserve_rank_waited_seconds_total", "instance", "{{instance}} first"),
+            per_second("alignedserve_rank_waited_seconds_total", "instance, rank", "{{instance}} rank {{rank}}"),
             per_second("alignedserve_rank_barrier_idle_seconds_total", "instance", "{{instance}} all"),
             per_second("alignedserve_lanes_idle_predicted_seconds_total", "instance", "{{instance}} stage"),
         ],

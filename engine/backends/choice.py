@@ -7,7 +7,7 @@ and is then timed on shapes of this model. A backend that is wrong, or copies th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,16 +55,21 @@ def refusals(needs: AttentionNeeds) -> list[BackendCandidate]:
     return [BackendCandidate(name, _refusal(name, needs)) for name in BACKENDS.names()]
 
 
-def open_backend(name: str, cache: torch.Tensor, needs: AttentionNeeds) -> AttentionBackend:
+Agree = Callable[[Sequence[BackendCandidate]], Sequence[BackendCandidate]]
+"""Makes what this process has measured what all ranks of its instance have."""
+
+
+def open_backend(name: str, cache: torch.Tensor, needs: AttentionNeeds, agree: Agree | None = None) -> AttentionBackend:
     """The backend called `name`, or for `auto` the fastest, over `cache`, a store that is not in use yet.
 
-    A choice is reused in this process for the same needs. Raises ConfigError for a name that is unknown or cannot serve
-    `needs`, and UnsupportedModelError for a backend with wrong results or that copies the store.
+    A choice is reused in this process for the same needs, unless ranks have to `agree` each time. Raises ConfigError
+    for a name that is unknown or cannot serve `needs`, and UnsupportedModelError for a backend with wrong results or
+    that copies the store.
     """
     needs = replace(needs, block_size=cache.shape[4])
-    choice = _chosen.get((name, needs))
+    choice = _chosen.get((name, needs)) if agree is None else None
     if choice is None:
-        choice = _chosen[name, needs] = choose(name, cache, needs)
+        choice = _chosen[name, needs] = choose(name, cache, needs, agree)
         log.info("%s", choice.describe())
     decode = BACKENDS.get(choice.decode)(cache)
     if choice.decode == choice.prefill:
@@ -75,8 +80,8 @@ def open_backend(name: str, cache: torch.Tensor, needs: AttentionNeeds) -> Atten
 _chosen: dict[tuple[str, AttentionNeeds], Choice] = {}
 
 
-def choose(name: str, cache: torch.Tensor, needs: AttentionNeeds) -> Choice:
-    """See `open_backend`."""
+def choose(name: str, cache: torch.Tensor, needs: AttentionNeeds, agree: Agree | None = None) -> Choice:
+    """See `open_backend`. `agree` is called where several backends are timed."""
     if name != AUTO:
         _require(name, cache, needs)
         return Choice(name, name, (BackendCandidate(name, None),))
@@ -90,7 +95,8 @@ def choose(name: str, cache: torch.Tensor, needs: AttentionNeeds) -> Choice:
             measured = candidates[candidate.name] = measure(candidate.name, trial)
             if measured.refusal is not None:
                 log.warning("attention backend %s is not used: %s", measured.name, measured.refusal)
-    return pick(candidates.values())
+    measured_here = tuple(candidates.values())
+    return pick(measured_here if agree is None else agree(measured_here))
 
 
 def measure(name: str, trial: Trial, *, time: bool = True) -> BackendCandidate:

@@ -55,14 +55,24 @@ def multiply(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -
     return result
 
 
-def pack_linears(model: torch.nn.Module) -> int:
+Faster = dict[tuple[torch.Size, torch.dtype], bool]
+
+
+def pack_linears(model: torch.nn.Module, faster: Faster | None = None) -> int:
     """Replace the linear layers of a CPU model whose packed form is faster here; returns how many.
 
-    Each shape is measured once, which takes a few milliseconds.
+    Each shape is measured once, which takes a few milliseconds. `faster`: of shapes that are known; others are added.
     """
+    faster = {} if faster is None else faster
+    replaced = pack_faster(model, faster)
+    log.info("%d linear layers use packed oneDNN weights; shapes measured: %d", replaced, len(faster))
+    return replaced
+
+
+def pack_faster(model: torch.nn.Module, faster: Faster) -> int:
+    """`pack_linears` without a line in the log."""
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return 0
-    faster: dict[tuple[torch.Size, torch.dtype], bool] = {}
     replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -76,7 +86,6 @@ def pack_linears(model: torch.nn.Module) -> int:
                 bias = child.bias if isinstance(child.bias, torch.Tensor) else None
                 setattr(parent, name, PackedLinear(weight, bias))
                 replaced += 1
-    log.info("%d linear layers use packed oneDNN weights; shapes measured: %d", replaced, len(faster))
     return replaced
 
 

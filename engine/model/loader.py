@@ -39,6 +39,8 @@ class LoadedModel:
     """The requirements of its attention on a backend, as found by the probe with its own block size."""
     layers: range
     """The layers that this process computes."""
+    stages: str = ""
+    """Of several stages: which layers each has, and why; in the process of rank 0."""
 
 
 def load_model(

@@ -22,6 +22,7 @@ from alignedserve.geometry import KvGeometry, StoreSlice
 from alignedserve.proc_stat import is_stopped
 from alignedserve.ranks import forks
 from alignedserve.ranks.degrees import Degrees, RankPlace
+from alignedserve.ranks.now import RankNow, WaitedFile, resident_bytes
 from alignedserve.transfer.paired.rendezvous import Rendezvous
 
 SILENT_S = 60.0  # a rank that says nothing for so long within a pass is lost
@@ -29,6 +30,7 @@ STOPPED_S = 1.0  # a rank that a signal has stopped for so long is lost
 _IDLE_S = 20 * 86400.0  # the next pass may be late; Gloo counts milliseconds in 31 bits
 _END_WAIT_S = 5.0
 _SAYS_WITHIN_S = 2.0
+MOST_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class RankChildren:
         """`values`: by which they find ranks of other nodes."""
         # Without a name, nothing is left behind. It stays open: torch's store opens it by its number until its end.
         self.rendezvous = os.memfd_create("alignedserve-ranks")
+        self._waited = WaitedFile(MOST_RANKS)
         self._values = values
         self._orders: list[RankOrder] = []
         self._children: list[subprocess.Popen[bytes] | forks.ForkedRank] = []
@@ -105,11 +108,18 @@ class RankChildren:
         self._children.append(child)
         self._channels.append(RankChannel(channel, self._values, order.connect_s))
         with contextlib.suppress(OSError):  # it has ended: `trouble`
-            self._channels[-1].send(asdict(order), [self.rendezvous])
+            self._channels[-1].send(asdict(order), [self.rendezvous, self._waited.descriptor])
 
     @property
     def pids(self) -> list[int]:
         return [child.pid for child in self._children]
+
+    def now(self) -> list[RankNow]:
+        """Of each rank: what `/proc` and the rank itself tell."""
+        return [
+            RankNow(order.rank, pid, resident_bytes=resident_bytes(pid), waited_s=self._waited.of(order.rank))
+            for order, pid in zip(self._orders, self.pids, strict=True)
+        ]
 
     def held(self) -> list[tuple[StoreSlice, int]]:
         """What each rank holds of a store, and the bytes of its weights, once all have loaded their part.

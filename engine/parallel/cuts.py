@@ -108,6 +108,11 @@ class Ranks:
         return self.rank * self.info.kv_heads // self.size
 
     @property
+    def kv_range(self) -> tuple[int, int]:
+        """The first KV head, and the one after the last."""
+        return self.kv_begin, self.kv_begin + self.kv_heads
+
+    @property
     def vocabulary(self) -> int:
         """Rows of the vocabulary of each rank; the last ranks have fewer of their own."""
         return self.share(self.info.vocab_size)[1]

@@ -18,6 +18,7 @@ from alignedserve.engine.parallel.children import SILENT_S, RankChildren, RankOr
 from alignedserve.engine.parallel.cuts import Ranks
 from alignedserve.engine.parallel.expert_runner import ExpertRunner
 from alignedserve.engine.parallel.group import LOOPBACK, Groups
+from alignedserve.engine.parallel.layer_times import DECODE, PREFILL, TimedPass
 from alignedserve.engine.parallel.load import load_part
 from alignedserve.engine.parallel.runner import DrivenRunner, RankRunner, held_by
 from alignedserve.engine.parallel.stores import device_parts, host_parts, shared_store
@@ -28,6 +29,7 @@ from alignedserve.geometry import KvGeometry, StoreSlice
 from alignedserve.model import ModelInfo
 from alignedserve.ranks import forks
 from alignedserve.ranks.degrees import Degrees, RankPlace, Spread
+from alignedserve.ranks.now import RankNow, resident_bytes
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.paired.rendezvous import Rendezvous
 from alignedserve.transfer.parted import PartedStore
@@ -45,8 +47,6 @@ class RankHost(ABC):
     """Of its ranks, which have them by turns."""
     address: str
     """At which its ranks are reached."""
-    pids: Sequence[int]
-    """Of its ranks, once they are started."""
 
     @abstractmethod
     def start(self, orders: Sequence[RankOrder], values: Rendezvous, pass_on: Callable[[str, bytes], None]) -> None:
@@ -69,6 +69,10 @@ class RankHost(ABC):
     @abstractmethod
     def store(self, store_id: str, geometry: KvGeometry, blocks: int) -> list[BlockStore]:
         """Have it make its ranks' parts of the store, and give each its own. Blocks. Raises TransferError."""
+
+    @abstractmethod
+    def now(self) -> Sequence[RankNow]:
+        """As `RankChildren.now`, of its last beat; empty before the ranks are started."""
 
     @abstractmethod
     def trouble(self) -> RankLostError | None:
@@ -115,6 +119,7 @@ def start_ranks(
         devices=devices,
         hosts=hosts,
         address=address,
+        timed=PREFILL if role == "prefill" else DECODE,
         connect_s=config.supervisor.start_timeout_s,
     )
     forks.release()
@@ -162,11 +167,12 @@ class RankProcesses:
         devices: Sequence[str] = ("cpu",),
         hosts: Sequence[RankHost] = (),
         address: str = LOOPBACK,
+        timed: TimedPass | None = DECODE,
         connect_s: float = SILENT_S,
     ) -> None:
         """`threads`: of each rank. `own_stores`: each has a store of its own, as on GPUs and on several nodes.
-        `devices`: of this node's ranks, by turns. `hosts`, `address`: as in `start_ranks`. `connect_s`: how long ranks
-        may take until they connect.
+        `devices`: of this node's ranks, by turns. `hosts`, `address`: as in `start_ranks`. `timed`: as for `load_part`.
+        `connect_s`: how long ranks may take until they connect.
 
         Raises ConfigError if so many ranks cannot share the model.
         """
@@ -185,7 +191,7 @@ class RankProcesses:
         """Equal ranges of the cache's blocks, one for each rank that holds all KV of its own requests."""
         self._held: list[StoreSlice] = []  # by each rank; known from `load` on
         self._weight_bytes: list[int] = []  # of each rank; known from `load` on
-        self._info = info
+        self._info, self._timed = info, timed
         self._values = Rendezvous(self._tell_hosts) if hosts else None
         self._children = RankChildren(self._values)
         places = [("", device) for device in self._devices]
@@ -235,7 +241,9 @@ class RankProcesses:
         own = self._own
         try:
             self._groups = own.groups(self._children.rendezvous, self._values)
-            loaded = load_part(self._info, own.place, self._groups, own.device, own.trust_remote_code, progress)
+            loaded = load_part(
+                self._info, own.place, self._groups, own.device, own.trust_remote_code, progress, self._timed
+            )
             self._groups.waits.meet()
         except RankLostError as error:
             raise next((said for each in self._others if (said := each.said()) is not None), error) from None
@@ -304,10 +312,24 @@ class RankProcesses:
         """Of rank 0 and the others of this node, in order."""
         return [os.getpid(), *self._children.pids]
 
-    @property
-    def pids_by_node(self) -> dict[str, list[int]]:
-        """Of all ranks; "": of this node."""
-        return {"": self.pids, **{host.node_id: list(host.pids) for host in self._hosts}}
+    def now(self) -> list[RankNow]:
+        """Of all ranks, in order."""
+        waited_s = 0.0 if self._groups is None else self._groups.waited_s
+        first = RankNow(0, os.getpid(), resident_bytes=resident_bytes(os.getpid()), waited_s=waited_s)
+        found = [first, *self._children.now()]
+        for host in self._hosts:
+            found += [replace(each, node=host.node_id) for each in host.now()]
+        if len(found) > len(self._weight_bytes):  # they still load
+            return found
+        several = self._spread.degrees.stages > 1
+        return [
+            replace(
+                each,
+                layers=range(held.layer_begin, held.layer_end) if several else None,
+                weight_bytes=size,
+            )
+            for each, held, size in zip(found, self._held, self._weight_bytes, strict=False)
+        ]
 
     def trouble(self) -> RankLostError | None:
         """The error if a rank has ended before `close`, or is stopped: then the instance cannot go on."""

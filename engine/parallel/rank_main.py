@@ -8,10 +8,11 @@ import os
 import socket
 import sys
 from dataclasses import asdict
+from functools import partial
 
 import torch
 
-from alignedserve.engine.parallel.children import RankOrder, StoreOrder
+from alignedserve.engine.parallel.children import MOST_RANKS, RankOrder, StoreOrder
 from alignedserve.engine.parallel.load import load_part
 from alignedserve.engine.parallel.processes import bytes_of, runner_of
 from alignedserve.engine.parallel.rendezvous import MESSAGE_BYTES, AskedValues
@@ -20,14 +21,16 @@ from alignedserve.engine.parallel.stores import opened_part
 from alignedserve.engine.runner import allocate_cache
 from alignedserve.errors import AlignedServeError, RankLostError
 from alignedserve.model import ModelInfo
+from alignedserve.ranks.now import WaitedFile
 
 
 def compute(channel: socket.socket) -> None:
     """Load the part that the channel's other end orders, and compute until it ends."""
-    written, descriptors, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 1)
+    written, descriptors, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 2)
     if not written:  # rank 0 needs no more ranks
         return
     order = RankOrder(**json.loads(written))
+    waited = WaitedFile(MOST_RANKS, descriptors[1])
     torch.set_num_threads(order.threads)
     if order.device != "cpu":
         torch.cuda.set_device(order.device)
@@ -53,7 +56,8 @@ def compute(channel: socket.socket) -> None:
         memory = memoryview(mmap.mmap(descriptors[0], 0))
         cache = allocate_cache(geometry, shape.blocks, "cpu", memory, held if shape.own else None)
     try:
-        runner_of(loaded, cache, order.place, groups, order.backend, own=shape.own).follow()
+        runner = runner_of(loaded, cache, order.place, groups, order.backend, own=shape.own)
+        runner.follow(partial(waited.note, order.rank))
     except RankLostError as error:
         print(f"rank {order.rank} ends: {error.message}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from alignedserve.engine.attention import Place
 from alignedserve.engine.batch import DecodeTable, ForwardItem, PackedBatch, build_batch
 from alignedserve.engine.model.loader import LoadedModel
+from alignedserve.engine.parallel.backends import agreed
 from alignedserve.engine.parallel.cuts import Ranks
 from alignedserve.engine.parallel.group import Groups
 from alignedserve.engine.parallel.steps import from_words, to_words
@@ -45,7 +47,7 @@ class DrivenRunner(ModelRunner):
     def __init__(
         self, loaded: LoadedModel, cache: torch.Tensor, place: RankPlace, groups: Groups, backend: str
     ) -> None:
-        super().__init__(loaded, cache, backend, _place_in(cache, loaded, place))
+        super().__init__(loaded, cache, backend, _place_in(cache, loaded, place), partial(agreed, groups.waits))
         self._at, self._groups = place, groups
         self._lost: RankLostError | None = None
         self.lost_elsewhere: Callable[[], RankLostError | None] = lambda: None
@@ -72,8 +74,8 @@ class DrivenRunner(ModelRunner):
         return build_batch(items, self.block_size, self.cache.shape[0], self.loaded.device)
 
     @torch.inference_mode()
-    def follow(self) -> None:
-        """Compute what rank 0 computes until it ends. For the other ranks."""
+    def follow(self, note: Callable[[float], None] = lambda waited_s: None) -> None:
+        """Compute what rank 0 computes until it ends. For the other ranks. `note` is called after each pass."""
         head, waits = torch.zeros(2, dtype=torch.int64), self._groups.waits
         graphs: GraphFollower | None = None
         while (kind := int(waits.told(head)[0])) != _END:
@@ -86,6 +88,7 @@ class DrivenRunner(ModelRunner):
                 raise RankLostError(f"rank {self._at.rank} has captured no passes, and rank 0 replays one")
             else:
                 graphs.replay(kind, message)
+            note(self.waited_s)
         waits.meet()
 
     def _captured(self, sizes: list[int]) -> GraphFollower | None:

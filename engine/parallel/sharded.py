@@ -11,9 +11,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from alignedserve.device_memory import most_layers
 from alignedserve.engine import attention
+from alignedserve.engine.model.cpu_linear import Faster
 from alignedserve.engine.parallel.checkpoint import Checkpoint
 from alignedserve.engine.parallel.cuts import WHOLE, Cut, Plan, Ranks, Style, cut_of
+from alignedserve.engine.parallel.division import Division
 from alignedserve.engine.parallel.experts import ExpertShare
 from alignedserve.engine.parallel.group import Groups, RankGroup
 from alignedserve.engine.parallel.stages import Stage
@@ -34,14 +37,17 @@ class ShardedModel:
         device: torch.device,
         trust_remote_code: bool = False,
         progress: Progress = lambda done, count: None,
+        divide: Callable[[ShardedModel], Division] | None = None,
     ) -> None:
         """Asks the files for the rank's slice of each tensor.
+
+        `divide`: says which layers each of several stages has, before there are weights; by default weights do.
 
         Raises ConfigError if the ranks cannot share the model, UnsupportedModelError if there is no plan for it, and
         ModelError for a checkpoint that lacks something.
         """
         attention.register()
-        self.info, self._device = info, device
+        self.info, self.place, self.device = info, place, device
         self.ranks = Ranks(info, place.part, place.degrees.tensor)
         self.ranks.require()
         config = AutoConfig.from_pretrained(info.path, local_files_only=True, trust_remote_code=trust_remote_code)
@@ -50,19 +56,26 @@ class ShardedModel:
             self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention.SERVING, trust_remote_code=trust_remote_code
             )
+        self.model.eval()
         self._reduced: list[str] = []
+        self.faster: Faster = {}
+        """The shapes of linear layers whose packed form is known to be faster, or not."""
         self._normed: list[tuple[Any, int]] = []
         folder = Path(info.path)
         with Checkpoint(weight_files(folder, check_model_folder(folder)), self.model) as checkpoint:
             tied = self._settle_ties(checkpoint)
-            self._stage = Stage(self.model, info.layers, place)
-            self.layers = self._stage.layers
             self._experts = ExpertShare(self.model, info.name, place)
             self._plan = Plan(config.get_text_config(decoder=True), self.model.base_model_prefix, self.ranks.size)
             self._fill_buffers(checkpoint, device)
-            self._load(checkpoint, self._cut(), tied, device, dtype, progress)
-        self._localise_attention()
-        self.model.eval()
+            wanted = self._cut()
+            self._localise_attention()
+            self.stage, self.stages = Stage(self.model, info.layers, place), ""
+            if place.degrees.stages > 1:
+                division = (divide or by_weights)(self)
+                self.stages = division.description
+                self._keep(division.stages[place.stage], wanted)
+            self.layers = self.stage.layers
+            self._load(checkpoint, wanted, tied, device, dtype, progress)
 
     def _settle_ties(self, checkpoint: Checkpoint) -> dict[str, list[str]]:
         """As transformers does at a load: what the checkpoint has with different values is not tied.
@@ -82,6 +95,14 @@ class ShardedModel:
                 else:
                     tied.setdefault(first, []).append(other)
         return tied
+
+    def _keep(self, layers: range, wanted: dict[nn.Parameter, tuple[str, torch.Size, Cut]]) -> None:
+        """Keep these layers and what else the stage computes, and read no more than that."""
+        self.stage.keep(layers)
+        kept, modules = set(self.model.parameters()), dict(self.model.named_modules())
+        for parameter in wanted.keys() - kept:
+            del wanted[parameter]
+        self._reduced = [name for name in self._reduced if name in modules]
 
     def _fill_buffers(self, checkpoint: Checkpoint, device: torch.device) -> None:
         """Compute the buffers, such as rotary frequencies, as transformers does at a load, or read them."""
@@ -215,7 +236,7 @@ class ShardedModel:
             config = self.model.config.get_text_config(decoder=True)
             self._experts.install(groups.pipe, config.hidden_size, self.model.dtype)
         else:
-            self._stage.install(groups.pipe, self._device)
+            self.stage.install(groups.pipe, self.device)
 
     def _share_layers(self, group: RankGroup) -> None:
         for name in self._reduced:
@@ -224,7 +245,7 @@ class ShardedModel:
             )
         for norm, elements in self._normed:
             norm.forward = _norm_over_ranks(norm, elements, group)
-        if not self._stage.embeds:
+        if not self.stage.embeds:
             return
         embedding: Any = self.model.get_input_embeddings()
         begin, share = self.ranks.rank * self.ranks.vocabulary, self.ranks.vocabulary
@@ -237,6 +258,12 @@ class ShardedModel:
             return group.sum(found.contiguous())
 
         embedding.forward = embed
+
+
+def by_weights(part: ShardedModel, why: str = "") -> Division:
+    """Stages of equal weights. `why`: the reason if times are not known."""
+    stages, info = part.place.degrees.stages, part.info
+    return Division.by(part.stage.by_weights(why), stages, most_layers(info, part.place.degrees))
 
 
 class _OwnHeads:

@@ -6,9 +6,8 @@ before has sent, and after the last own layer the pass ends here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, wraps
-from itertools import accumulate
+from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,31 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from alignedserve.engine.parallel.division import Costs, by_weights
 from alignedserve.engine.parallel.group import RankGroup
 from alignedserve.errors import UnsupportedModelError
 from alignedserve.ranks.degrees import RankPlace
-
-
-def shares(costs: Sequence[float], stages: int, end: float) -> list[range]:
-    """Stages of layers with these costs, so that the most expensive one costs the least. The last one costs `end` more.
-
-    Of equal ones the earlier stages have fewer layers, since the first also does the driver's work.
-    """
-    sums = list(accumulate(costs, initial=0.0))
-
-    @cache
-    def best(begin: int, stages: int) -> tuple[float, int]:
-        """The cost of the most expensive stage of the layers from `begin` on, and where the first of them ends."""
-        if stages == 1:
-            return sums[-1] - sums[begin] + end, len(costs)
-        ends = range(begin + 1, len(costs) - stages + 2)
-        return min((max(sums[at] - sums[begin], best(at, stages - 1)[0]), at) for at in ends)
-
-    found, begin = [], 0
-    for left in range(stages, 0, -1):
-        found.append(range(begin, best(begin, left)[1]))
-        begin = found[-1].stop
-    return found
 
 
 class Pipe:
@@ -66,12 +44,17 @@ class Pipe:
         self._group.send(states.contiguous(), self._place.rank + self._place.degrees.tensor)
 
 
-class _Elsewhere(nn.Module):
-    """In place of a layer that another stage computes."""
+def said_by(layer: nn.Module) -> dict[str, str | int]:
+    """What a model may ask of a layer, such as its type of attention."""
+    return {name: value for name, value in vars(layer).items() if isinstance(value, str | int)}
+
+
+class Elsewhere(nn.Module):
+    """In place of a layer that is computed elsewhere: it passes on what it gets."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.__dict__.update({name: value for name, value in vars(layer).items() if isinstance(value, str | int)})
+        self.__dict__.update(said_by(layer))
 
     def forward(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         return hidden_states
@@ -89,24 +72,31 @@ class Stage:
     """The stage `place.stage` of a model that has no weights yet; all of it, if it is the only one."""
 
     def __init__(self, model: PreTrainedModel, layers: int, place: RankPlace) -> None:
-        """Removes what other stages compute. Raises UnsupportedModelError if the layers are not found."""
+        """Raises ConfigError for fewer layers than stages, UnsupportedModelError if the layers are not found."""
         self.layers = range(layers)
         self._place = place
         self._model: Any = model
-        if place.degrees.stages == 1:
-            return
-        place.degrees.require_layers(type(model).__name__, layers)
-        found = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == layers]
-        if not found:
-            raise UnsupportedModelError(f"{type(model).__name__} has no list of {layers} layers to share out")
-        self._layers = found[0]
-        embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        self.path = ""
+        """Of the list of layers in the model; empty for a single stage."""
+        if place.degrees.stages > 1:
+            place.degrees.require_layers(type(model).__name__, layers)
+            self.path = _path_of_layers(model, layers)
+
+    def by_weights(self, why: str = "") -> Costs:
+        """What layers and the head cost. `why`: the reason if times are not known."""
+        model = self._model
         chosen = getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None) or 0
-        costs = [_active(layer, chosen) for layer in self._layers]
-        self.layers = shares(costs, place.degrees.stages, head.weight.numel())[place.stage]
-        for number, layer in enumerate(self._layers):
-            if number not in self.layers:
-                self._layers[number] = _Elsewhere(layer)
+        head = model.get_output_embeddings().weight.numel()
+        return by_weights(model.get_submodule(self.path), chosen, head, why)
+
+    def keep(self, layers: range) -> None:
+        """Remove what other stages compute. `layers`: of this one."""
+        self.layers = layers
+        model, place, listed = self._model, self._place, self._model.get_submodule(self.path)
+        for number, layer in enumerate(listed):
+            if number not in layers:
+                listed[number] = Elsewhere(layer)
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         tied = embedding.weight is head.weight
         if place.stage and not (place.is_last_stage and tied):
             _drop(embedding)
@@ -123,6 +113,7 @@ class Stage:
         as its logits are the hidden states behind it.
         """
         model = self._model
+        layers = model.get_submodule(self.path)
         dtype, width = model.dtype, model.config.get_text_config(decoder=True).hidden_size
         pipe = Pipe(group, self._place, width, dtype, device)
         taken: list[torch.Tensor] = []
@@ -131,9 +122,9 @@ class Stage:
             embedding.forward = lambda ids: torch.zeros(
                 (*ids.shape, embedding.embedding_dim), dtype=dtype, device=ids.device
             )
-            self._layers[self.layers.start].register_forward_pre_hook(_replacing(taken), with_kwargs=True)
+            layers[self.layers.start].register_forward_pre_hook(_replacing(taken), with_kwargs=True)
         if not self._place.is_last_stage:
-            self._layers[self.layers.stop - 1].register_forward_hook(_end)
+            layers[self.layers.stop - 1].register_forward_hook(_end)
         plain = model.forward
 
         @wraps(plain)
@@ -149,16 +140,11 @@ class Stage:
         model.forward = forward
 
 
-def _active(layer: nn.Module, chosen: int) -> float:
-    """The weights that a token is multiplied with: of a mixture, those of the `chosen` experts."""
-    found = 0.0
-    for module in layer.modules():
-        experts = getattr(module, "num_experts", None)
-        for each in module._parameters.values():
-            if each is not None:
-                is_stacked = isinstance(experts, int) and each.dim() == 3 and each.shape[0] == experts
-                found += each.numel() * (chosen / each.shape[0] if is_stacked and chosen else 1.0)
-    return found
+def _path_of_layers(model: nn.Module, layers: int) -> str:
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            return str(path)
+    raise UnsupportedModelError(f"{type(model).__name__} has no list of {layers} layers to share out")
 
 
 def _drop(module: nn.Module) -> None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from alignedserve.proto import common_pb2 as alignedserve_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"alignedserve/proto/rank_host.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\"\xd7\x01\n\x0fRankHostCommand\x12/\n\x05hello\x18\x01 \x01(\x0b\x32\x1e.alignedserve.v1.RankHostHelloH\x00\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1a.alignedserve.v1.RankValueH\x00\x12,\n\x05start\x18\x03 \x01(\x0b\x32\x1b.alignedserve.v1.StartRanksH\x00\x12\x30\n\nmake_parts\x18\x04 \x01(\x0b\x32\x1a.alignedserve.v1.MakePartsH\x00\x42\x06\n\x04\x62ody\"\xd3\x02\n\rRankHostEvent\x12\x31\n\x06opened\x18\x01 \x01(\x0b\x32\x1f.alignedserve.v1.RankHostOpenedH\x00\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1a.alignedserve.v1.RankValueH\x00\x12\x30\n\x07started\x18\x03 \x01(\x0b\x32\x1d.alignedserve.v1.RanksStartedH\x00\x12*\n\x04held\x18\x04 \x01(\x0b\x32\x1a.alignedserve.v1.RanksHeldH\x00\x12*\n\x04made\x18\x05 \x01(\x0b\x32\x1a.alignedserve.v1.PartsMadeH\x00\x12(\n\x04lost\x18\x06 \x01(\x0b\x32\x18.alignedserve.v1.FailureH\x00\x12&\n\x04\x62\x65\x61t\x18\x07 \x01(\x0b\x32\x16.alignedserve.v1.EmptyH\x00\x42\x06\n\x04\x62ody\"=\n\rRankHostHello\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\"m\n\x0eRankHostOpened\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\"\'\n\tRankValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\x1c\n\nStartRanks\x12\x0e\n\x06orders\x18\x01 \x03(\t\"\x1c\n\x0cRanksStarted\x12\x0c\n\x04pids\x18\x01 \x03(\x03\"`\n\tRanksHeld\x12(\n\x05ranks\x18\x01 \x03(\x0b\x32\x19.alignedserve.v1.RankHeld\x12)\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x18.alignedserve.v1.Failure\"n\n\x08RankHeld\x12\x13\n\x0blayer_begin\x18\x01 \x01(\r\x12\x11\n\tlayer_end\x18\x02 \x01(\r\x12\x12\n\nhead_begin\x18\x03 \x01(\r\x12\x10\n\x08head_end\x18\x04 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x05 \x01(\x04\"Z\n\tMakeParts\x12\x10\n\x08store_id\x18\x01 \x01(\t\x12+\n\x08geometry\x18\x02 \x01(\x0b\x32\x19.alignedserve.v1.Geometry\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\"d\n\tPartsMade\x12,\n\x06stores\x18\x01 \x03(\x0b\x32\x1c.alignedserve.v1.StoreHandle\x12)\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x18.alignedserve.v1.Failure2X\n\x08RankHost\x12L\n\x04Host\x12 .alignedserve.v1.RankHostCommand\x1a\x1e.alignedserve.v1.RankHostEvent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"alignedserve/proto/rank_host.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\"\xd7\x01\n\x0fRankHostCommand\x12/\n\x05hello\x18\x01 \x01(\x0b\x32\x1e.alignedserve.v1.RankHostHelloH\x00\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1a.alignedserve.v1.RankValueH\x00\x12,\n\x05start\x18\x03 \x01(\x0b\x32\x1b.alignedserve.v1.StartRanksH\x00\x12\x30\n\nmake_parts\x18\x04 \x01(\x0b\x32\x1a.alignedserve.v1.MakePartsH\x00\x42\x06\n\x04\x62ody\"\xd6\x02\n\rRankHostEvent\x12\x31\n\x06opened\x18\x01 \x01(\x0b\x32\x1f.alignedserve.v1.RankHostOpenedH\x00\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1a.alignedserve.v1.RankValueH\x00\x12\x30\n\x07started\x18\x03 \x01(\x0b\x32\x1d.alignedserve.v1.RanksStartedH\x00\x12*\n\x04held\x18\x04 \x01(\x0b\x32\x1a.alignedserve.v1.RanksHeldH\x00\x12*\n\x04made\x18\x05 \x01(\x0b\x32\x1a.alignedserve.v1.PartsMadeH\x00\x12(\n\x04lost\x18\x06 \x01(\x0b\x32\x18.alignedserve.v1.FailureH\x00\x12)\n\x04\x62\x65\x61t\x18\x07 \x01(\x0b\x32\x19.alignedserve.v1.RanksNowH\x00\x42\x06\n\x04\x62ody\"=\n\rRankHostHello\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\"m\n\x0eRankHostOpened\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\"\'\n\tRankValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\x1c\n\nStartRanks\x12\x0e\n\x06orders\x18\x01 \x03(\t\"\x1c\n\x0cRanksStarted\x12\x0c\n\x04pids\x18\x01 \x03(\x03\"`\n\tRanksHeld\x12(\n\x05ranks\x18\x01 \x03(\x0b\x32\x19.alignedserve.v1.RankHeld\x12)\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x18.alignedserve.v1.Failure\"n\n\x08RankHeld\x12\x13\n\x0blayer_begin\x18\x01 \x01(\r\x12\x11\n\tlayer_end\x18\x02 \x01(\r\x12\x12\n\nhead_begin\x18\x03 \x01(\r\x12\x10\n\x08head_end\x18\x04 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x05 \x01(\x04\"3\n\x08RanksNow\x12\'\n\x05ranks\x18\x01 \x03(\x0b\x32\x18.alignedserve.v1.RankNow\"N\n\x07RankNow\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\x03\x12\x16\n\x0eresident_bytes\x18\x03 \x01(\x04\x12\x10\n\x08waited_s\x18\x04 \x01(\x01\"Z\n\tMakeParts\x12\x10\n\x08store_id\x18\x01 \x01(\t\x12+\n\x08geometry\x18\x02 \x01(\x0b\x32\x19.alignedserve.v1.Geometry\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\"d\n\tPartsMade\x12,\n\x06stores\x18\x01 \x03(\x0b\x32\x1c.alignedserve.v1.StoreHandle\x12)\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x18.alignedserve.v1.Failure2X\n\x08RankHost\x12L\n\x04Host\x12 .alignedserve.v1.RankHostCommand\x1a\x1e.alignedserve.v1.RankHostEvent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,25 +35,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RANKHOSTCOMMAND']._serialized_start=89
   _globals['_RANKHOSTCOMMAND']._serialized_end=304
   _globals['_RANKHOSTEVENT']._serialized_start=307
-  _globals['_RANKHOSTEVENT']._serialized_end=646
-  _globals['_RANKHOSTHELLO']._serialized_start=648
-  _globals['_RANKHOSTHELLO']._serialized_end=709
-  _globals['_RANKHOSTOPENED']._serialized_start=711
-  _globals['_RANKHOSTOPENED']._serialized_end=820
-  _globals['_RANKVALUE']._serialized_start=822
-  _globals['_RANKVALUE']._serialized_end=861
-  _globals['_STARTRANKS']._serialized_start=863
-  _globals['_STARTRANKS']._serialized_end=891
-  _globals['_RANKSSTARTED']._serialized_start=893
-  _globals['_RANKSSTARTED']._serialized_end=921
-  _globals['_RANKSHELD']._serialized_start=923
-  _globals['_RANKSHELD']._serialized_end=1019
-  _globals['_RANKHELD']._serialized_start=1021
-  _globals['_RANKHELD']._serialized_end=1131
-  _globals['_MAKEPARTS']._serialized_start=1133
-  _globals['_MAKEPARTS']._serialized_end=1223
-  _globals['_PARTSMADE']._serialized_start=1225
-  _globals['_PARTSMADE']._serialized_end=1325
-  _globals['_RANKHOST']._serialized_start=1327
-  _globals['_RANKHOST']._serialized_end=1415
+  _globals['_RANKHOSTEVENT']._serialized_end=649
+  _globals['_RANKHOSTHELLO']._serialized_start=651
+  _globals['_RANKHOSTHELLO']._serialized_end=712
+  _globals['_RANKHOSTOPENED']._serialized_start=714
+  _globals['_RANKHOSTOPENED']._serialized_end=823
+  _globals['_RANKVALUE']._serialized_start=825
+  _globals['_RANKVALUE']._serialized_end=864
+  _globals['_STARTRANKS']._serialized_start=866
+  _globals['_STARTRANKS']._serialized_end=894
+  _globals['_RANKSSTARTED']._serialized_start=896
+  _globals['_RANKSSTARTED']._serialized_end=924
+  _globals['_RANKSHELD']._serialized_start=926
+  _globals['_RANKSHELD']._serialized_end=1022
+  _globals['_RANKHELD']._serialized_start=1024
+  _globals['_RANKHELD']._serialized_end=1134
+  _globals['_RANKSNOW']._serialized_start=1136
+  _globals['_RANKSNOW']._serialized_end=1187
+  _globals['_RANKNOW']._serialized_start=1189
+  _globals['_RANKNOW']._serialized_end=1267
+  _globals['_MAKEPARTS']._serialized_start=1269
+  _globals['_MAKEPARTS']._serialized_end=1359
+  _globals['_PARTSMADE']._serialized_start=1361
+  _globals['_PARTSMADE']._serialized_end=1461
+  _globals['_RANKHOST']._serialized_start=1463
+  _globals['_RANKHOST']._serialized_end=1551
 # @@protoc_insertion_point(module_scope)

@@ -34,8 +34,8 @@ class RankHostEvent(_message.Message):
     held: RanksHeld
     made: PartsMade
     lost: _common_pb2.Failure
-    beat: _common_pb2.Empty
-    def __init__(self, opened: _Optional[_Union[RankHostOpened, _Mapping]] = ..., value: _Optional[_Union[RankValue, _Mapping]] = ..., started: _Optional[_Union[RanksStarted, _Mapping]] = ..., held: _Optional[_Union[RanksHeld, _Mapping]] = ..., made: _Optional[_Union[PartsMade, _Mapping]] = ..., lost: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., beat: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ...) -> None: ...
+    beat: RanksNow
+    def __init__(self, opened: _Optional[_Union[RankHostOpened, _Mapping]] = ..., value: _Optional[_Union[RankValue, _Mapping]] = ..., started: _Optional[_Union[RanksStarted, _Mapping]] = ..., held: _Optional[_Union[RanksHeld, _Mapping]] = ..., made: _Optional[_Union[PartsMade, _Mapping]] = ..., lost: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., beat: _Optional[_Union[RanksNow, _Mapping]] = ...) -> None: ...
 
 class RankHostHello(_message.Message):
     __slots__ = ("process",)
@@ -96,6 +96,24 @@ class RankHeld(_message.Message):
     head_end: int
     weight_bytes: int
     def __init__(self, layer_begin: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_begin: _Optional[int] = ..., head_end: _Optional[int] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
+
+class RanksNow(_message.Message):
+    __slots__ = ("ranks",)
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedCompositeFieldContainer[RankNow]
+    def __init__(self, ranks: _Optional[_Iterable[_Union[RankNow, _Mapping]]] = ...) -> None: ...
+
+class RankNow(_message.Message):
+    __slots__ = ("rank", "pid", "resident_bytes", "waited_s")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    pid: int
+    resident_bytes: int
+    waited_s: float
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., waited_s: _Optional[float] = ...) -> None: ...
 
 class MakeParts(_message.Message):
     __slots__ = ("store_id", "geometry", "blocks")

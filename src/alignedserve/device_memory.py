@@ -75,13 +75,8 @@ class RanksHere:
         return self.number * int(held * (1.0 + UNEQUAL) + RANK_EXTRA_BYTES)
 
     def layers(self, model: ModelInfo) -> int:
-        """At most, of one rank. Stages are balanced by active weights, of which the last has the head, too."""
-        stages = self.degrees.stages
-        if stages == 1:
-            return model.layers
-        end = _end_bytes(model)
-        least = max(1.0, (model.weight_bytes - model.expert_bytes - 2 * end) / model.layers)  # active ones of a layer
-        return min(model.layers - stages + 1, int((model.layers + end / least) / stages) + 2)
+        """At most, of one rank."""
+        return most_layers(model, self.degrees)
 
     def block_bytes(self, model: ModelInfo, geometry: KvGeometry) -> int:
         """At most, of a block of the instance's cache. Ranks that share experts have equal parts of the blocks."""
@@ -90,6 +85,19 @@ class RanksHere:
         heads = max(1, geometry.kv_heads // self.degrees.tensor)
         head_bytes = geometry.block_bytes // (geometry.layers * geometry.kv_heads)
         return self.number * head_bytes * self.layers(model) * heads
+
+
+def most_layers(model: ModelInfo, degrees: Degrees) -> int:
+    """The layers of a stage at most. No stage has more, whatever times are measured.
+
+    Layers may be divided by active weights, of which the last stage has the head, too, and a little otherwise.
+    """
+    stages = degrees.stages
+    if stages == 1:
+        return model.layers
+    end = _end_bytes(model)
+    least = max(1.0, (model.weight_bytes - model.expert_bytes - 2 * end) / model.layers)  # active ones of a layer
+    return min(model.layers - stages + 1, int((model.layers + end / least) / stages) + 2)
 
 
 def _hidden(model: ModelInfo) -> int:

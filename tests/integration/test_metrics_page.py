@@ -16,6 +16,7 @@ from alignedserve.errors import UnavailableError
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.grammar.compiled import GrammarMeter
 from alignedserve.metrics import PREFIX, Page
+from alignedserve.ranks.now import RankNow, show_ranks
 from alignedserve.request import SamplingParams
 from alignedserve.scheduler.systems import served_settings
 from alignedserve.testing.models import make_model
@@ -69,6 +70,8 @@ def test_the_page_describes_every_metric_that_a_cluster_exports(tmp_path: Path) 
     gateway.on_call_failed(UnavailableError("nothing"))
     grammars = Page(instance="decode-0")  # of processes of a model with a tokenizer
     GrammarMeter().show_metrics(grammars)
+    ranks = Page(instance="decode-0")  # of an instance of several
+    show_ranks(ranks, [RankNow(0, 1), RankNow(1, 2)])
     page, found = described(), {}
     whole, own = exported(tmp_path)
     assert own.keys() >= {"scheduler-0", "kv_pool-0", "prefill-0", "decode-0", "node_agent-0"}
@@ -76,7 +79,7 @@ def test_the_page_describes_every_metric_that_a_cluster_exports(tmp_path: Path) 
         assert not text or f'instance="{name}"' in text
         assert {line for line in text.splitlines() if line.startswith("# HELP")} <= set(whole.splitlines()), name
     assert "alignedserve_decode_iterations_total" in own["decode-0"]
-    for family in text_string_to_metric_families(merge([whole, gateway.text(), grammars.text()])):
+    for family in text_string_to_metric_families(merge([whole, gateway.text(), grammars.text(), ranks.text()])):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = {frozenset(sample.labels) - {"le"} for sample in family.samples}
         assert len(labels) == 1, name

@@ -168,10 +168,17 @@ async def check_tokens(folder: Path, prefill: Degrees, decode: Degrees, cache_bl
                     assert answer.error is None
                     assert answer.tokens == greedy(reference, prompt, NEW_TOKENS, answer.tokens)
             await wait_nothing_held(cluster)
-        told = {peer.process.id: peer.holds for peer in (await cluster.status()).peers}
+        status = await cluster.status()
+        told, metrics = {peer.process.id: peer.holds for peer in status.peers}, status.metrics
         for role, degrees in (("prefill-0", prefill), ("decode-0", decode)):
             assert (str(degrees) in told[role]) == (degrees.ranks > 1)
             assert all(str(pid) in told[role] for pid in ranks_of(pids[role]))
+            assert told[role].count("pid ") == (degrees.ranks if degrees.ranks > 1 else 0)
+            assert told[role].count("layer") == (degrees.ranks if degrees.stages > 1 else 0)
+            each = [
+                f'alignedserve_rank_weight_bytes{{instance="{role}",rank="{rank}"}}' for rank in range(degrees.ranks)
+            ]
+            assert all((name in metrics) == (degrees.ranks > 1) for name in each)
     await wait_ended(others)
 
 

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 
 from alignedserve.config import EngineConfig
 from alignedserve.engine.backends import choice
 from alignedserve.engine.backends.base import AttentionNeeds, AttentionOptions
-from alignedserve.engine.backends.choice import AUTO, BackendCandidate, choose, measure, open_backend, pick, refusals
+from alignedserve.engine.backends.choice import (
+    AUTO,
+    BackendCandidate,
+    Choice,
+    choose,
+    measure,
+    open_backend,
+    pick,
+    refusals,
+)
 from alignedserve.engine.backends.composite import CompositeBackend
 from alignedserve.engine.backends.registry import BACKENDS
 from alignedserve.engine.backends.torch_backend import TorchBackend
 from alignedserve.engine.backends.trial import Trial
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.model.loader import load_model
+from alignedserve.engine.parallel.backends import agreed
+from alignedserve.engine.parallel.group import RankGroup
 from alignedserve.errors import ConfigError, UnsupportedModelError
 from alignedserve.registry import Registry
 from alignedserve.testing.attention import paged_case
@@ -186,3 +200,90 @@ def test_on_a_gpu_backends_are_tried_and_timed() -> None:
     assert taken["torch"].refusal is None
     assert taken[chosen.decode].decode_us == min(c.decode_us for c in chosen.candidates if c.decode_us)
     assert not bool(cache.any())
+
+
+class Quick(TorchBackend):
+    """What ranks choose between, in the test below."""
+
+
+class Slow(TorchBackend):
+    """See Quick."""
+
+
+RANK_TIMES = {  # by rank: microseconds of a layer's decode and prefill
+    0: {"torch": (9.0, 90.0), "quick": (1.0, 80.0), "slow": (4.0, 10.0)},
+    1: {"torch": (9.0, 90.0), "quick": (8.0, 20.0), "slow": (5.0, 30.0)},
+    2: {"torch": (9.0, 90.0), "quick": (2.0, 20.0), "slow": (3.0, 95.0)},
+}
+
+
+def choices_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: dict[int, dict[str, str]]
+) -> dict[int, Choice | Exception]:
+    """What each of three ranks chooses, in threads. `faults`: by rank and backend."""
+    own = {"torch": TorchBackend, "quick": Quick, "slow": Slow}
+    registry: Registry[Any] = Registry("attention backend", dict.fromkeys(own, f"{HERE}.torch_backend:TorchBackend"))
+    monkeypatch.setattr(registry, "get", own.__getitem__)
+    monkeypatch.setattr(choice, "BACKENDS", registry)
+    here = threading.local()
+
+    def measured(name: str, trial: Trial) -> BackendCandidate:
+        if (fault := faults.get(here.rank, {}).get(name)) is not None:
+            return BackendCandidate(name, fault)
+        return BackendCandidate(name, None, *RANK_TIMES[here.rank][name])
+
+    monkeypatch.setattr(choice, "measure", measured)
+    found: dict[int, Choice | Exception] = {}
+
+    def choose_in(rank: int) -> None:
+        here.rank = rank
+        store_of_all = torch.distributed.FileStore(str(tmp_path / "ranks"), 3)
+        group = RankGroup(store_of_all, rank, 3, 30.0)
+        try:
+            found[rank] = choose(AUTO, store(2), replace(NEEDS, device="cuda"), partial(agreed, group))
+        except UnsupportedModelError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=choose_in, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    return found
+
+
+def test_ranks_choose_the_backend_whose_slowest_rank_is_the_fastest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, rank 0 would take "quick" for decode and "slow" for prefill."""
+    found = choices_of_ranks(tmp_path, monkeypatch, {})
+    assert len(found) == 3
+    for chosen in found.values():
+        assert isinstance(chosen, Choice)
+        assert (chosen.decode, chosen.prefill) == ("slow", "quick")
+        assert chosen.candidates == next(iter(found.values())).candidates  # type: ignore[union-attr]
+
+
+def test_a_backend_that_one_rank_has_not_proved_is_used_by_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = {1: {"slow": "its result has an error of 2"}, 2: {"quick": "it fails here"}}
+    found = choices_of_ranks(tmp_path, monkeypatch, faults)
+    assert [(each.decode, each.prefill) for each in found.values() if isinstance(each, Choice)] == [("torch",) * 2] * 3
+    said = [{each.name: each.refusal for each in found[rank].candidates} for rank in range(3)]  # type: ignore[union-attr]
+    assert said[0] == {"torch": None, "quick": "it is not used in rank 2", "slow": "it is not used in rank 1"}
+    assert said[1]["slow"] == "its result has an error of 2"
+
+
+def test_ranks_that_have_no_backend_in_common_all_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = {0: {"torch": "it fails here"}, 1: {"slow": "it fails here"}, 2: {"quick": "it fails here"}}
+    found = choices_of_ranks(tmp_path, monkeypatch, faults)
+    assert [type(found[rank]) for rank in range(3)] == [UnsupportedModelError] * 3
+    assert "slow: it is not used in rank 1" in str(found[0])
+
+
+def test_on_a_cpu_ranks_have_nothing_to_agree_on() -> None:
+    def never(_own: Any) -> Any:
+        raise AssertionError("there is one backend")
+
+    assert choose(AUTO, store(2), NEEDS, never).decode == "torch"

@@ -16,7 +16,6 @@ from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.parallel.checkpoint import Checkpoint
 from alignedserve.engine.parallel.cuts import Cut, Ranks
 from alignedserve.engine.parallel.sharded import ShardedModel
-from alignedserve.engine.parallel.stages import shares
 from alignedserve.engine.parallel.steps import from_words, to_words
 from alignedserve.errors import ConfigError, ModelError, UnsupportedModelError
 from alignedserve.ranks.degrees import Degrees, RankPlace
@@ -196,14 +195,6 @@ def test_ranks_hold_each_weight_once_but_small_ones(degrees: Degrees, folders: l
         most = 1.6 if degrees.stages == 1 else 2.2
         assert max(held) < whole / size * most, folder.name
         assert sum(held) < whole * most, folder.name
-
-
-def test_stages_are_as_balanced_as_can_be() -> None:
-    assert shares([1.0] * 6, 2, 0.0) == [range(3), range(3, 6)]
-    assert shares([1.0] * 6, 2, 2.0) == [range(4), range(4, 6)]
-    assert shares([1.0] * 5, 2, 0.0) == [range(2), range(2, 5)]  # the first also does the driver's work
-    assert shares([1.0] * 3, 3, 50.0) == [range(1), range(1, 2), range(2, 3)]
-    assert shares([3.0, 1.0, 1.0, 1.0], 2, 0.0) == [range(1), range(1, 4)]
 
 
 def test_of_a_mixture_the_experts_that_a_token_chooses_count(tmp_path: Path) -> None:
