@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -99,8 +100,12 @@ async def test_stages_on_two_nodes_give_the_same_tokens(
                     assert answer.error is None
                     assert answer.tokens == greedy(reference, prompt, NEW_TOKENS, answer.tokens)
             await wait_nothing_held(cluster)
-        told = " ".join(peer.holds for peer in (await cluster.status()).peers)
-        assert all(str(pid) in told for pid in theirs)
+        status = await cluster.status()
+        told = " ".join(peer.holds for peer in status.peers)
+        assert all(re.search(rf"pid {pid} on [\w-]+: layers? [\d-]+, [\d.]+ MiB", told) for pid in theirs), told
+        waited = re.findall(r"alignedserve_rank_waited_seconds_total\{.*\} (.+)", status.metrics)
+        assert len(waited) == sum(degrees.ranks for degrees in (prefill, decode) if degrees.ranks > 1)
+        assert all(float(seconds) > 0.0 for seconds in waited)
     await wait_ended([*hosts.values(), *theirs])
 
 
