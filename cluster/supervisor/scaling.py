@@ -18,7 +18,7 @@ from alignedserve.cluster.supervisor.nodes import NodeBook
 from alignedserve.cluster.supervisor.plan import PlannedRole, Shape, check_gpus, gpus_of, resolve_device
 from alignedserve.cluster.supervisor.roster import DRAINED, Roster
 from alignedserve.config import Config
-from alignedserve.device_memory import PREFILL
+from alignedserve.device_memory import PREFILL, most_share
 from alignedserve.errors import ConfigError, ResourceError, UnavailableError
 from alignedserve.memory import describe_bytes
 from alignedserve.model import ModelInfo
@@ -126,8 +126,8 @@ class Scaling:
         """
         if not self._on_cpu():
             return PROCESS_BYTES
-        spread, block_bytes = self._config.spread(role), model.geometry(plan.block_size).block_bytes
-        share = spread.ranks_of(part) / spread.degrees.ranks
+        block_bytes = model.geometry(plan.block_size).block_bytes
+        share = most_share(model, self._config.spread(role), part_number(part))
         cache = plan.prefill_cache if role == PREFILL else plan.decode_cache
         needed = PROCESS_BYTES + int(share * (cache * block_bytes + instance_bytes(self._config, role, model)))
         if role == PREFILL and self._config.cluster.prefetch and not part_number(part):

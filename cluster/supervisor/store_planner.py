@@ -12,7 +12,7 @@ from alignedserve.cluster.supervisor.nodes import NodeBook
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, SPARE
 from alignedserve.cluster.supervisor.roster import Roster
 from alignedserve.config import Config
-from alignedserve.device_memory import DECODE, FREE_GAUGE, PREFILL, TOTAL_GAUGE, DeviceMemory, describe_plan
+from alignedserve.device_memory import DECODE, FREE_GAUGE, PREFILL, TOTAL_GAUGE, DeviceMemory, describe_plan, most_share
 from alignedserve.model import ModelInfo
 from alignedserve.sizing import HostMemory, plan_stores
 
@@ -58,7 +58,7 @@ class StorePlanner:
             weights = ModelInfo.from_json(member.beat.model_info).weights
             self.model_info = replace(ModelInfo.from_json(self.model_info), weights=weights).to_json()
         self._note_device(member)
-        if self.model_info and not self.store_plan and (hosts := self._hosts()) is not None:
+        if self.model_info and not self.store_plan and (hosts := self._hosts(ModelInfo.from_json(self.model_info))):
             self._plan(ModelInfo.from_json(self.model_info), hosts)
         return before != (self.model_info, self.store_plan)
 
@@ -74,7 +74,7 @@ class StorePlanner:
                     "have changed: `alignedserve restart` makes all instances load them"
                 )
 
-    def _hosts(self) -> list[HostMemory] | None:
+    def _hosts(self, model: ModelInfo) -> list[HostMemory] | None:
         """The memory and instances of each node; None while not all of it is known."""
         slots = self._roster.slots.values()
         planned = [self._nodes.planned(slot) for slot in slots if slot.planned.role in MODEL_ROLES]
@@ -94,7 +94,7 @@ class StorePlanner:
             if nodes is None or not agents.keys() >= set(nodes):
                 return None
             for number, node_id in enumerate(nodes):
-                shares[node_id, instance.role] += len(spread.ranks(number)) / spread.degrees.ranks
+                shares[node_id, instance.role] += most_share(model, spread, number)
         spares = sum(slot.planned.role == SPARE for slot in slots)
         return [
             HostMemory(

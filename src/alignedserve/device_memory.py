@@ -18,7 +18,7 @@ from alignedserve.geometry import DTYPE_BYTES, KvGeometry
 from alignedserve.graph_sizes import graph_sizes
 from alignedserve.memory import GIB, describe_bytes
 from alignedserve.model import ModelInfo
-from alignedserve.ranks.degrees import Degrees, devices_in
+from alignedserve.ranks.degrees import Degrees, Spread, devices_in
 
 TOTAL_GAUGE, FREE_GAUGE = "device_total_bytes", "device_free_bytes"  # in a worker's heartbeat
 
@@ -98,6 +98,14 @@ def most_layers(model: ModelInfo, degrees: Degrees) -> int:
     end = _end_bytes(model)
     least = max(1.0, (model.weight_bytes - model.expert_bytes - 2 * end) / model.layers)  # active ones of a layer
     return min(model.layers - stages + 1, int((model.layers + end / least) / stages) + 2)
+
+
+def most_share(model: ModelInfo, spread: Spread, node: int) -> float:
+    """Of an instance's layers, that its node of this number has at most."""
+    if spread.nodes == 1:
+        return 1.0
+    stages = len(spread.ranks(node)) // spread.degrees.tensor
+    return min(1.0, stages * most_layers(model, spread.degrees) / model.layers)
 
 
 def _hidden(model: ModelInfo) -> int:

@@ -27,7 +27,7 @@ INDEX_BYTES = 128  # of the prefix index for each block, beside the block's toke
 class HostMemory:
     """One node's free memory before any weights were loaded, and the processes planned there.
 
-    `prefill`, `decode`: instances; of one that is spread over nodes, the share of its ranks that is there. `buffers`:
+    `prefill`, `decode`: instances; of one that is spread over nodes, the most that may be there. `buffers`:
     prefill instances whose candidate buffers are there, by default all. `shard`: whether a shard of the pool is there.
     """
 
