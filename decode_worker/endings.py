@@ -50,7 +50,9 @@ class Endings:
         self._pool_id = pool_id
         self._held: dict[RequestKey, int] = {}  # number of blocks
         self._copying: set[RequestKey] = set()
-        self._most = int(allocator.capacity * MOST_SHARE)
+        # Of all together, so that the cache of one rank is not full of them, where ranks have a cache each.
+        self._most = int(allocator.request_blocks * MOST_SHARE)
+        self._ranges = allocator.capacity // max(1, allocator.request_blocks)
         self.running = 0  # requests in the last iteration
         self.given_up = 0  # blocks of answers that there was no room for, here or in the shard
 
@@ -66,7 +68,7 @@ class Endings:
         room = self._most - sum(self._held.values())  # of a long answer the beginning is held
         if stored.pool_id != self._pool_id and len(lacking) > room:
             room = 0
-        if self._allocator.available_beside(lacking[0]) < FREE_PER_REQUEST * self.running:
+        if self._allocator.available_beside(lacking[0]) * self._ranges < FREE_PER_REQUEST * self.running:
             room = 0
         if held := lacking[: max(0, room)]:
             self._allocator.retain(held, ("ended", key))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -41,6 +41,7 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
+from alignedserve.transfer.completion import Completion
 from alignedserve.transfer.copier import Copier
 from alignedserve.transfer.device import compile_copies, reached_devices
 from alignedserve.transfer.links import connect
@@ -176,9 +177,16 @@ class DecodeInstance:
         """How requests go to the cache of another rank; None if ranks have none of their own."""
         if not isinstance(cache, RangedStore):
             return None
-        channel = self._connect(cache, cache)
-        self._own_channels.append(channel)
-        return partial(self.copier.copy_anew, channel)
+        opened: list[Channel] = []
+
+        def copy(source_ids: Sequence[int], block_ids: Sequence[int], label: str) -> Completion:
+            """The channels are opened for the first move: some placements make none."""
+            if not opened:
+                opened.append(self._connect(cache, cache))
+                self._own_channels.append(opened[0])
+            return self.copier.copy_anew(opened[0], source_ids, block_ids, label)
+
+        return copy
 
     async def read(self, pool_id: str, keys: Collection[RequestKey]) -> dict[RequestKey, pb.StoredRequest]:
         """The stored requests of these keys in the shard that can be decoded here."""

@@ -29,11 +29,12 @@ class Moves:
     ) -> None:
         """`copy`: None if the scheduler moves nothing."""
         self._scheduler, self._held, self._copy, self._tell = scheduler, held, copy, tell
-        self._moves = self._blocks = 0  # since the start
+        self._moves = self._failed = self._blocks = 0  # since the start
 
     def show_metrics(self, page: Page) -> None:
         meaning = "where ranks have a cache each: requests that went from one to another"
         page.counter("decode_moves_total", meaning, self._moves)
+        page.counter("decode_failed_moves_total", "moves whose copy failed: the request stayed", self._failed)
         page.counter("decode_moved_blocks_total", "blocks that were copied for them", self._blocks)
 
     def begin(self, move: Relocate) -> None:
@@ -42,19 +43,21 @@ class Moves:
         live, label = self._held[move.key].live, move.key.request_id
         assert live is not None
         live.spec.stopwatch.enter(Stage.HANDOVER, time.time_ns())
-        self._moves += 1
-        self._blocks += len(move.block_ids)
         try:
             copy = self._copy(move.source_ids, move.block_ids, label)
         except TransferError as error:
             copy = Completion(label)
             copy.finish(error)
-        copy.add_callback(lambda ended: self._tell(lambda outcome: self._ended(move.key, ended.error, outcome)))
+        copy.add_callback(lambda ended: self._tell(lambda outcome: self._ended(move, ended.error, outcome)))
 
-    def _ended(self, key: RequestKey, error: TransferError | None, outcome: Outcome) -> None:
+    def _ended(self, move: Relocate, error: TransferError | None, outcome: Outcome) -> None:
+        key = move.key
         if error is None:
+            self._moves += 1
+            self._blocks += len(move.block_ids)
             runs_on = self._scheduler.copied_in(key)
         else:
+            self._failed += 1
             logger.warning("a move between ranks failed: %s", error, extra={"request_id": key.request_id})
             runs_on = self._scheduler.copy_failed(key)
         if not runs_on:  # cancelled meanwhile

@@ -32,7 +32,7 @@ class PipelinedCost(StepCost):
         if stages > layers:
             raise ConfigError(f"{stages} stages, but the model has {layers} layers: give at most {layers}")
         self._cost, self._hop_s = cost, hop_s
-        most, more = divmod(layers, stages)  # the first stages have the fewer layers, as in an instance
+        most, more = divmod(layers, stages)  # an instance divides them by measured times
         self._shares = [(most + (stage >= stages - more)) / layers for stage in range(stages)]
 
     @classmethod

@@ -70,7 +70,7 @@ def _between_ranks(
     measured: Callable[[str, str, str], tuple[str, str]],
     distance: Distance | None,
 ) -> Iterator[Row]:
-    """The links from the first rank's device to each other one of its instance, in the order that ranks have them."""
+    """The links from the first rank's device to each other one of its instance."""
     devices = devices_in(role.device)
     apart = "" if distance is None else _apart([name.partition(":")[2] for name in devices], degrees.tensor, distance)
     first, *others = devices

@@ -45,7 +45,10 @@ END_TIMEOUT_S = 2.0
 ASK_TIMEOUT_S = 10.0
 UNAVAILABLE_RETRY_S = 0.5
 LOOPBACK = "127.0.0.1"
-ALL_DEVICES_VISIBLE = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+ALL_DEVICES_VISIBLE = {
+    # Ray and NVML count GPUs by their places on the bus.
+    "env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+}
 
 
 class RayLauncher(Launcher):

@@ -5,6 +5,7 @@ Not yet run on GPUs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -31,7 +32,7 @@ class DeviceGroup(RankGroup):
     ) -> None:
         """`nccl`: a store that lives as long as the group."""
         super().__init__(store, rank, size, silent_s)
-        self._device = device
+        self._device, self.waited_s = device, math.nan
         options = _dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=silent_s)
         try:

@@ -1,7 +1,7 @@
 """How the layers of a model are divided into the stages of a pipeline.
 
-By what a layer, the embedding and the head cost: measured times (`layer_times.py`), or the weights that a token is
-multiplied with. Rank 0 decides for all ranks of its instance, and tells them.
+By what a layer, the embedding and the head cost: measured times (`layer_times.py`), or the weights that a pass of
+`ROWS` tokens reads. Rank 0 decides for all ranks of its instance, and tells them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from alignedserve.engine.parallel.group import RankGroup
+
+ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ def shares(
 
 
 def by_weights(layers: Sequence[nn.Module], chosen: int, head: int, why: str = "") -> Costs:
-    """The weights that a token is multiplied with. `chosen`: experts of a mixture for a token. `head`: its weights."""
+    """The weights that a pass reads. `chosen`: experts of a mixture for a token. `head`: its weights."""
     return Costs([_active(layer, chosen) for layer in layers], end=float(head), why=why)
 
 
@@ -102,17 +104,22 @@ def describe(stages: Sequence[range], costs: Costs) -> str:
     return f"layers {numbers} (measured: {', '.join(f'{_ms(each)}' for each in sums)})"
 
 
+def read_share(chosen: int, experts: int) -> float:
+    """Of a layer's experts, that a pass reads in the mean."""
+    return 1.0 - (1.0 - chosen / experts) ** ROWS
+
+
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.{1 if seconds < 0.0995 else 0}f} ms"
 
 
 def _active(layer: nn.Module, chosen: int) -> float:
-    """Of a mixture, the weights of the `chosen` experts count."""
+    """Of a mixture, so many experts count as `ROWS` tokens choose by chance."""
     found = 0.0
     for module in layer.modules():
         experts = getattr(module, "num_experts", None)
         for each in module._parameters.values():
             if each is not None:
                 is_stacked = isinstance(experts, int) and each.dim() == 3 and each.shape[0] == experts
-                found += each.numel() * (chosen / each.shape[0] if is_stacked and chosen else 1.0)
+                found += each.numel() * (read_share(chosen, each.shape[0]) if is_stacked and chosen else 1.0)
     return found

@@ -260,5 +260,5 @@ class Groups:
 
     @property
     def waited_s(self) -> float:
-        """Time spent waiting for others within passes."""
+        """Time spent waiting for others within passes; NaN if it is their devices that wait (`DeviceGroup`)."""
         return self.sums.waited_s + (0.0 if self.pipe is None else self.pipe.waited_s)

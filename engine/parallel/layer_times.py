@@ -121,7 +121,7 @@ def _bounded(
 ) -> TimedPass:
     """The pass with fewer tokens if it would exceed MOST_KV_BYTES, the model's positions, or MOST_FLOP on a CPU."""
     size = _token_bytes(info, heads)
-    longest = min(info.max_positions, MOST_KV_BYTES // (size * timed.rows)) if info.max_positions else timed.cached
+    longest = min(info.max_positions or timed.cached + timed.new, MOST_KV_BYTES // (size * timed.rows))
     new, rows = timed.new, timed.rows
     if device.type == "cpu":
         tokens = max(1, int(MOST_FLOP / (2 * max(1, sum(each.numel() for each in layer.parameters())))))
@@ -246,8 +246,14 @@ class _Bench:
         shape = (1 if on_gpu else each * count, 1, kv_heads, 2, BLOCK, self.info.head_dim)
         cache = torch.full(shape, 0.01, dtype=dtype, device=self.device)
         self.backend: AttentionBackend = _Unread(cache, self.windows) if on_gpu else TorchBackend(cache)
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]  # the rank's part of it
         items = [
-            ForwardItem([0] * self.timed.new, self.timed.cached, list(range(number * each, (number + 1) * each)))
+            ForwardItem(
+                # Different tokens, so that a mixture's rows choose different experts.
+                [(number * 7919 + at * 31) % vocabulary for at in range(self.timed.new)],
+                self.timed.cached,
+                list(range(number * each, (number + 1) * each)),
+            )
             for number in range(count)
         ]
         self._batch: PackedBatch = build_batch(items, BLOCK, each * count, self.device)
@@ -307,9 +313,11 @@ def _samples(bench: _Bench, clock: _Clock, cold: torch.Tensor) -> list[_Sample]:
 
 
 def _now_s(device: torch.device) -> float:
-    """On a CPU, of the time in which this process computes: other instances start at the same time on its cores."""
+    """On a CPU, of the time in which this thread computes: other instances start at the same time on its cores. Where
+    several threads share a product it computes as long as the others.
+    """
     if device.type == "cpu":
-        return time.process_time() / torch.get_num_threads()
+        return time.thread_time()
     torch.cuda.synchronize(device)
     return time.perf_counter()
 

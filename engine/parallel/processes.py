@@ -319,16 +319,17 @@ class RankProcesses:
         found = [first, *self._children.now()]
         for host in self._hosts:
             found += [replace(each, node=host.node_id) for each in host.now()]
-        if len(found) > len(self._weight_bytes):  # they still load
+        if not self._weight_bytes:  # they still load
             return found
         several = self._spread.degrees.stages > 1
         return [
             replace(
                 each,
                 layers=range(held.layer_begin, held.layer_end) if several else None,
-                weight_bytes=size,
+                weight_bytes=self._weight_bytes[each.rank],
             )
-            for each, held, size in zip(found, self._held, self._weight_bytes, strict=False)
+            for each in found
+            for held in [self._held[each.rank]]
         ]
 
     def trouble(self) -> RankLostError | None:

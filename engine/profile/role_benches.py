@@ -12,24 +12,23 @@ from alignedserve.engine.model.loader import load_model
 from alignedserve.engine.parallel.processes import RankProcesses, start_ranks
 from alignedserve.engine.profile.passes import Measurement, PassBench, PassShape
 from alignedserve.model import ModelInfo
-from alignedserve.ranks.degrees import Degrees
 
 
 class RoleBenches:
-    """For CPUs. Roles of the same degrees share a bench. `close` ends the other ranks."""
+    """For CPUs. Roles of the same degrees without stages share a bench. `close` ends the other ranks."""
 
     def __init__(self, config: Config, info: ModelInfo, plan: Sequence[Measurement]) -> None:
         """Raises ConfigError if the ranks cannot share the model, and what loading it raises."""
         self._ranks: list[RankProcesses] = []
         self.degrees = {role: config.degrees(role) for role in ("prefill", "decode")}
-        self._benches: dict[Degrees, tuple[PassBench, int]] = {}
+        self._benches: dict[object, tuple[PassBench, int]] = {}  # and the threads, by `_key`
         threads = torch.get_num_threads()
         try:
-            for role, degrees in self.degrees.items():
-                if degrees not in self._benches:
+            for role in self.degrees:
+                if self._key(role) not in self._benches:
                     torch.set_num_threads(threads)
                     bench = self._bench(config, role, info, plan)
-                    self._benches[degrees] = bench, torch.get_num_threads()
+                    self._benches[self._key(role)] = bench, torch.get_num_threads()
         except BaseException:
             self.close()
             raise
@@ -53,8 +52,13 @@ class RoleBenches:
         for ranks in self._ranks:
             ranks.close()
 
+    def _key(self, role: str) -> object:
+        """Equal for roles with the same bench. Stages are divided for each role's own passes."""
+        degrees = self.degrees[role]
+        return (role, degrees) if degrees.stages > 1 else degrees
+
     def _of(self, role: str) -> PassBench:
-        bench, threads = self._benches[self.degrees[role]]
+        bench, threads = self._benches[self._key(role)]
         torch.set_num_threads(threads)
         return bench
 

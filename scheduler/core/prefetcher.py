@@ -367,7 +367,7 @@ class PrefetchPlanner:
 
     def _fitting(self, decode: DecodeView, entries: Sequence[Entry] | Sequence[Record]) -> list[Record]:
         """The records of the requests that the instance's cache can hold up to their maximum length."""
-        most = decode.cache_blocks * self._block_size
+        most = decode.request_blocks * self._block_size
         records = (self._state.table.get(entry.key) for entry in entries)
         return [record for record in records if record is not None and record.meta.max_total_tokens <= most]
 

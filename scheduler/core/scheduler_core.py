@@ -392,7 +392,8 @@ class SchedulerCore:
         decode = self._state.instances.decode.get(event.decode_id)
         if decode is not None:
             waited = decode.report is not None and decode.report.pool_wait_blocks
-            if decode.report is None or decode.report.cache_blocks != event.cache_blocks:
+            sizes = decode.cache_blocks, decode.request_blocks
+            if decode.report is None or sizes != (event.cache_blocks, event.request_blocks or event.cache_blocks):
                 self._state.sharing.instances_changed()
             decode.take_report(event)
             self._prefetcher.learn_batch_id(event.batch_id)

@@ -9,7 +9,7 @@ far as it finds that worth the copies (`scheduler/ranks/`). A request pauses whi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from itertools import count as counting
 
@@ -26,6 +26,7 @@ from alignedserve.scheduler.ranks.group_room import GroupRoom, count
 from alignedserve.scheduler.ranks.ranked_batch import RankedBatch, Share
 
 ASKED_AFTER = 64  # plans without a change after which the placement is asked for moves: unequal numbers grow apart
+STAYS_FOR = 256  # plans in which a request whose move has failed stays where it is
 
 
 class GroupScheduler(IterationScheduler):
@@ -58,6 +59,8 @@ class GroupScheduler(IterationScheduler):
         self._moved = 0  # since the start
         self._asked_of: list[tuple[RequestKey, Phase]] = []  # members when the placement was last asked for moves
         self._unasked = 0  # plans since then
+        self._plans = 0  # since the start
+        self._stays: dict[RequestKey, int] = {}  # requests whose move has failed, until which plan
 
     @classmethod
     def of_ranks(
@@ -76,12 +79,16 @@ class GroupScheduler(IterationScheduler):
             return super().copy_failed(key)
         member = self._copying(key, Phase.ENTERING)
         self._batch.turn_back(member)
+        self._stays[key] = self._plans + STAYS_FOR
         if member.cancelled:
             self._batch.remove(member)
         return not member.cancelled
 
     def plan(self, now_s: float) -> IterationPlan:
         self._moves = []
+        self._plans += 1
+        if self._stays:
+            self._stays = {key: until for key, until in self._stays.items() if until > self._plans}
         plan = super().plan(now_s)
         if not self._draining and self._waiting.first_due_s() == math.inf:  # an overdue candidate waits for room
             self._even_out()
@@ -111,31 +118,39 @@ class GroupScheduler(IterationScheduler):
         plenty = size + max(size, self._config.watermark_blocks)  # each needs at most one block now and one later
         if min(self._batch.available()) >= plenty and len(self._batch.running) <= self._max_running:
             return evictions
-        for share in self._batch.shares():
-            self._move_away(share)
+        shares = self._batch.shares()
+        for share in shares:
+            self._move_away(share, shares)
             others = len(self._batch.running) - len(share.running)
             for victim in to_relieve(share, self._config, self._max_running - others, self._batch_id):
                 evictions.append(self._evict(victim, now_s))
                 share.leave(victim)
         return evictions
 
-    def _move_away(self, share: Share) -> None:
+    def _move_away(self, share: Share, shares: Sequence[Share]) -> None:
         """Until the rank's free blocks, with those on their way out, reach the watermark, or no other rank has room.
 
-        The first to move is the one that would be evicted first. One request always stays: alone it has room.
+        The first to move is the one that would be evicted first. One request always stays: alone it has room. Room that
+        an overdue candidate waits for is not taken.
         """
         watermark = self._config.watermark_blocks
-        if self._placement.STICKY or len(share.running) <= 1 or Shortfall(share, watermark).blocks() <= 0:
+        if self._placement.STICKY or self._waiting.first_due_s() < math.inf:
+            return
+        if len(share.running) <= 1 or Shortfall(share, watermark).blocks() <= 0:
             return
         room, others = self._room(), [rank for rank in range(self._batch.ranks) if rank != share.rank]
-        movable = [member for member in reversed(share.running.values()) if member.iterations]
+        movable = [
+            member for member in reversed(share.running.values()) if member.iterations and member.key not in self._stays
+        ]
         for member in sorted(movable, key=lambda each: each.eviction_rank(self._batch_id), reverse=True):
             grown = _grown(member)
             open_to = [rank for rank in others if room.has_room(grown, Seat(rank, []))]
             if not open_to:
                 continue
-            self._relocate(member, min(open_to, key=lambda rank: (room.counters[rank].tokens, rank)))
+            rank = min(open_to, key=lambda rank: (room.counters[rank].tokens, rank))
+            self._relocate(member, rank)
             share.depart(self._batch.departures[member.key])
+            shares[rank].entering[member.key] = member
             if len(share.running) <= 1 or Shortfall(share, watermark).blocks() <= 0:
                 return
             room = self._room()
@@ -147,7 +162,7 @@ class GroupScheduler(IterationScheduler):
         if not present or (present == self._asked_of and self._unasked < ASKED_AFTER):
             return
         self._asked_of, self._unasked = present, 0
-        shares, members = self._batch.shares(), _Movable(self._batch)
+        shares, members = self._batch.shares(), _Movable(self._batch, self._stays)
         counters = [count(share, self._config, slots=self._max_running) for share in shares]
         for move in self._placement.moves(counters, members):
             self._relocate(self._batch.running[move.key], move.to_rank)
@@ -159,17 +174,17 @@ class GroupScheduler(IterationScheduler):
 
 
 class _Movable(Members):
-    """Requests that have run since they joined or moved."""
+    """Requests that have run since they joined or moved, but those that must stay."""
 
-    def __init__(self, batch: RankedBatch) -> None:
-        self._batch = batch
+    def __init__(self, batch: RankedBatch, stays: Container[RequestKey]) -> None:
+        self._batch, self._stays = batch, stays
 
     def of(self, rank: int) -> Iterable[Ready]:
         batch = self._batch
         return [
             Ready(member.key, member.kv_tokens, batch.blocks_for(member.kv_tokens + 1), number)
             for number, member in enumerate(batch.running.values())
-            if member.iterations and batch.rank_of(member) == rank
+            if member.iterations and member.key not in self._stays and batch.rank_of(member) == rank
         ]
 
 

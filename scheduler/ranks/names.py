@@ -19,11 +19,12 @@ PLACEMENTS: Mapping[str, type[Placement]] = {
     "shared-pool": SharedPool,
 }
 DEFAULT = "shared-pool"
+ALIASES = {"balanced": "balance-route"}
 
 
 def placement_class(name: str) -> type[Placement]:
     """Raises ConfigError for an unknown name, with the nearest one."""
-    found = PLACEMENTS.get(name)
+    found = PLACEMENTS.get(ALIASES.get(name, name))
     if found is None:
         near = difflib.get_close_matches(name, PLACEMENTS, n=1)
         meant = f"; did you mean {near[0]}? Choose" if near else "; choose"

@@ -167,7 +167,8 @@ class RankedBatch(RunningBatch):
         self.allocator.retain(departure.block_ids, member.key)
         self.allocator.release_all(departure.holder)
         member.block_ids, member.resident = departure.block_ids, departure.resident
-        member.iterations = departure.iterations  # it may lack the block to run before it moves, or is evicted, again
+        has_next = len(member.block_ids) * self.block_size > member.kv_tokens
+        member.iterations = 0 if has_next else departure.iterations  # it runs first, unless it lacks the block for that
         self.move(member, Phase.RUNNING)
 
     def _residents(self, members: Iterable[RunningRequest]) -> Iterator[Resident]:

@@ -13,7 +13,7 @@ from typing import Any
 from alignedserve.batch_size import LEAST, MOST
 from alignedserve.errors import ConfigError
 from alignedserve.graph_sizes import graph_sizes
-from alignedserve.ranks.degrees import PLACEMENTS, Degrees, Spread
+from alignedserve.ranks.degrees import PLACEMENT_NAMES, Degrees, Spread
 from alignedserve.resources import parse_resources
 
 CPU_PASS_TOKENS = 512
@@ -148,7 +148,7 @@ class DecodeConfig:
     pipeline_parallel: int = _key(0, "of decode instances; 0: cluster.pipeline_parallel", low=0, high=64)
     nodes: int = _key(1, "nodes over which the stages of a decode instance are spread", low=1, high=64)
     expert_parallel: int = _key(1, "ranks that share experts, each with requests of its own", low=1, high=64)
-    placement: str = _key("shared-pool", "which of them computes a request (scheduler/ranks)", choices=PLACEMENTS)
+    placement: str = _key("shared-pool", "which of them computes a request (scheduler/ranks)", choices=PLACEMENT_NAMES)
     cache_blocks: int = _key(0, "KV blocks of an instance's decode cache; 0: from the model and free memory", low=0)
     max_running: int = _key(
         0,

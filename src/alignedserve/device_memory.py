@@ -8,6 +8,7 @@ prefill      : about a quarter of the rest is the cache; then candidate batch bu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -88,16 +89,17 @@ class RanksHere:
 
 
 def most_layers(model: ModelInfo, degrees: Degrees) -> int:
-    """The layers of a stage at most. No stage has more, whatever times are measured.
+    """The layers of a stage at most, whatever is measured: a quarter more than an equal share, and one.
 
-    Layers may be divided by active weights, of which the last stage has the head, too, and a little otherwise.
+    Less if the head, which the last stage has, has fewer weights than that.
     """
     stages = degrees.stages
     if stages == 1:
         return model.layers
     end = _end_bytes(model)
     least = max(1.0, (model.weight_bytes - model.expert_bytes - 2 * end) / model.layers)  # active ones of a layer
-    return min(model.layers - stages + 1, int((model.layers + end / least) / stages) + 2)
+    by_head = int((model.layers + end / least) / stages) + 2
+    return min(model.layers - stages + 1, by_head, math.ceil(1.25 * model.layers / stages) + 1)
 
 
 def most_share(model: ModelInfo, spread: Spread, node: int) -> float:
@@ -371,7 +373,8 @@ def _max_running(
 
 def _decode_blocks(config: Config, wanted: Wanted, rest: int) -> dict[str, int]:
     """At most room for `max_running` requests of the greatest length. Ranks that share experts have equal parts."""
-    most, ranks = config.decode.max_running * wanted.largest, config.degrees("decode").experts
+    ranks = config.degrees("decode").experts
+    most = max(config.decode.max_running, ranks) * wanted.largest
     return {"cache": config.decode.cache_blocks or max(ranks * wanted.least, min(most, rest) // ranks * ranks)}
 
 

@@ -10,6 +10,8 @@ from alignedserve.errors import ConfigError
 
 PLACEMENTS = ("shared-pool", "balance-route", "least-tokens", "least-requests", "round-robin")
 """Names of `scheduler/ranks/names.py`, the default first."""
+PLACEMENT_NAMES = (*PLACEMENTS, "balanced")
+"""With the other name of balance-route."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -21,7 +22,8 @@ _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 class RankNow:
     """One rank. `node`: "" for the first one's. `layers`: of its stage; None if there is one, or it has not loaded.
 
-    `resident_bytes`: of its process, with memory that it shares. `waited_s`: for others within passes, since its start.
+    `resident_bytes`: of its process, with memory that it shares. `waited_s`: for others within passes, since its start;
+    NaN: unknown, as over NCCL.
     """
 
     rank: int
@@ -41,7 +43,7 @@ class RankNow:
             said.append(f"layer {last}" if len(self.layers) == 1 else f"layers {self.layers.start}-{last}")
         if self.resident_bytes:
             said.append(describe_bytes(self.resident_bytes))
-        if waiting is not None:
+        if waiting is not None and not math.isnan(waiting):
             said.append(f"waits {waiting:.0%}")
         return ": ".join(filter(None, (where, ", ".join(said))))
 
@@ -60,7 +62,7 @@ class RankWatch:
             self._at, self._shares = (now_s, waited), None
         elif (passed_s := now_s - self._at[0]) >= WINDOW_S:
             self._shares = [
-                min(1.0, (after - before) / passed_s) for before, after in zip(self._at[1], waited, strict=True)
+                min((after - before) / passed_s, 1.0) for before, after in zip(self._at[1], waited, strict=True)
             ]
             self._at = (now_s, waited)
         shares: Sequence[float | None] = self._shares or [None] * len(ranks)
@@ -99,7 +101,8 @@ def show_ranks(page: Page, ranks: Sequence[RankNow]) -> None:
     for each in ranks:
         rank = str(each.rank)
         meaning = "of an instance of several ranks: seconds in which a rank waited for others within passes, over Gloo"
-        page.counter("rank_waited_seconds_total", meaning, each.waited_s, rank=rank)
+        if not math.isnan(each.waited_s):
+            page.counter("rank_waited_seconds_total", meaning, each.waited_s, rank=rank)
         meaning = "of an instance of several ranks: bytes of a rank's part of the weights"
         page.gauge("rank_weight_bytes", meaning, each.weight_bytes, rank=rank)
         meaning = "of an instance of several ranks: resident memory of a rank's process, with what it shares"

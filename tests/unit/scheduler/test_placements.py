@@ -53,6 +53,7 @@ def placed(placement: Placement, state: list[Rank], *requests: Ready) -> list[Pl
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     assert [placement_class(name) for name in PLACEMENTS] == list(PLACEMENTS.values())
+    assert placement_class("balanced") is PLACEMENTS["balance-route"]
     with pytest.raises(ConfigError, match="did you mean least-tokens"):
         placement_class("least-token")
     with pytest.raises(ConfigError, match="round-robin, least-requests"):

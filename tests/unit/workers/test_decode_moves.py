@@ -44,7 +44,7 @@ def test_moves_failures_and_cancellations_in_any_order(seed: int) -> None:
         here.turn()
     here.settle()
     here.check_ended()
-    assert here.moved > 5
+    assert here.moved > 2
     assert begun
     page = Page(instance="decode-0")
     here.loop.show_metrics(page)

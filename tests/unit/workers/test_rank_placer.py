@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from alignedserve.decode_worker.rank_placer import RankPlacer
-from alignedserve.ranks.degrees import PLACEMENTS
+from alignedserve.ranks.degrees import PLACEMENT_NAMES, PLACEMENTS
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.plan import RunItem
 from alignedserve.scheduler.ranks import names
@@ -25,6 +25,7 @@ def loads(run: Sequence[RunItem], ranks: Sequence[int], size: int) -> list[int]:
 def test_the_names_are_those_of_the_simulator() -> None:
     assert set(PLACEMENTS) == set(names.PLACEMENTS)
     assert PLACEMENTS[0] == names.DEFAULT
+    assert set(PLACEMENT_NAMES) == {*names.PLACEMENTS, *names.ALIASES}
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)

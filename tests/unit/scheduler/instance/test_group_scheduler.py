@@ -131,6 +131,41 @@ def test_a_move_that_fails_leaves_the_request_where_it_was() -> None:
     assert group.scheduler.status().moves == 1
 
 
+def test_if_all_moves_fail_requests_are_evicted_in_time_and_the_others_run() -> None:
+    group, ran, evicted = two_against_one(), 0, 0
+    for _ in range(4 * EACH):
+        plan = group.plan()
+        for move in plan.moves:
+            assert group.scheduler.copy_failed(move.key)
+        for eviction in plan.evictions:
+            evicted += 1
+            group.scheduler.copied_out(eviction.key)
+        ran += len(plan.run)
+        if not group.ranks():
+            break
+    assert evicted
+    assert ran >= EACH
+    group.scheduler.check_integrity()
+
+
+def test_room_that_an_overdue_candidate_waits_for_is_not_taken_by_moves() -> None:
+    group = two_against_one()
+    group.plan()
+    group.offer("late-1", 30)
+    group.scheduler.mark_urgent({RequestKey("late-1"): 0.0})
+    evicted: list[str] = []
+    for _ in range(EACH):
+        plan = group.plan()
+        assert not plan.moves
+        evicted += keys(plan.evictions)
+        for eviction in plan.evictions:
+            group.scheduler.copied_out(eviction.key)
+        if "late-1" in group.ranks():
+            break
+    assert "late-1" in group.ranks()
+    assert evicted == ["c-1"]
+
+
 @pytest.mark.parametrize("placement", ["least-tokens", "least-requests", "round-robin", "balance-route"])
 def test_placements_that_choose_once_move_nothing(placement: str) -> None:
     group = Group(placement)
