@@ -33,6 +33,7 @@ from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.model.loader import load_model
 from alignedserve.engine.parallel.backends import agreed
 from alignedserve.engine.parallel.group import RankGroup
+from alignedserve.engine.parallel.rendezvous import FileValues, GroupStore
 from alignedserve.errors import ConfigError, UnsupportedModelError
 from alignedserve.registry import Registry
 from alignedserve.testing.attention import paged_case
@@ -237,8 +238,8 @@ def choices_of_ranks(
 
     def choose_in(rank: int) -> None:
         here.rank = rank
-        store_of_all = torch.distributed.FileStore(str(tmp_path / "ranks"), 3)
-        group = RankGroup(store_of_all, rank, 3, 30.0)
+        values = FileValues(str(tmp_path / "ranks"), 3, 30.0)
+        group = RankGroup(GroupStore(values, "waits", 30.0), rank, 3, 30.0)
         try:
             found[rank] = choose(AUTO, store(2), replace(NEEDS, device="cuda"), partial(agreed, group))
         except UnsupportedModelError as error:
