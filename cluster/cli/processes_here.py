@@ -18,7 +18,8 @@ STACK_WITHIN_S = 20.0
 MOST_LOG_BYTES = 4 << 20  # of each log, from its end
 # Titles that Ray gives to the processes of actors and replicas.
 _OURS = re.compile(
-    r"ray::(?:ServeReplica:[^:]*:)?(Supervisor|Gateway|NodeAgent|Scheduler|KvPool|PrefillWorker|DecodeWorker|Spare)\b"
+    r"ray::(?:ServeReplica:[^:]*:)?"
+    r"(Supervisor|Gateway|NodeAgent|Scheduler|KvPool|PrefillWorker|DecodeWorker|RankHostActor|Spare)\b"
 )
 
 
