@@ -20,7 +20,7 @@ from alignedserve.transfer.ranged import RangedStore
 
 
 def books_of(store: BlockStore) -> BlockAllocator:
-    """Who owns which block of a decode cache: nobody."""
+    """The books of a decode cache, in which all blocks are free."""
     if isinstance(store, RangedStore):
         return RangedAllocator(len(store.ranges), store.each, store.store_id)
     return BlockAllocator(store.capacity_blocks, store.store_id)

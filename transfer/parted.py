@@ -23,8 +23,50 @@ from alignedserve.transfer.runs import check_ids
 Connect = Callable[[BlockStore, BlockStore], Channel]
 
 
-class PartedStore(BlockStore):
-    """Parts of equal capacity; block `i` is the blocks `i` of all. It owns them."""
+class ComposedStore(BlockStore):
+    """Several stores that are one of whole blocks to everything else. It owns them."""
+
+    def __init__(self, store_id: str, stores: Sequence[BlockStore]) -> None:
+        self._store_id, self._stores = store_id, tuple(stores)
+
+    @property
+    def store_id(self) -> str:
+        return self._store_id
+
+    @property
+    def geometry(self) -> KvGeometry:
+        return self._stores[0].geometry
+
+    @property
+    def slice(self) -> StoreSlice:
+        return StoreSlice.whole(self.geometry)
+
+    @property
+    def device(self) -> str:
+        """Of the first one."""
+        return self._stores[0].device
+
+    def handle(self) -> StoreHandle:
+        parts = tuple(store.handle() for store in self._stores)
+        first = parts[0]
+        return StoreHandle(
+            self._store_id,
+            first.kind,
+            self.geometry,
+            self.slice,
+            self.capacity_blocks,
+            first.node_id,
+            device=first.device,
+            parts=parts,
+        )
+
+    def close(self) -> None:
+        for store in self._stores:
+            store.close()
+
+
+class PartedStore(ComposedStore):
+    """Parts of equal capacity; block `i` is the blocks `i` of all."""
 
     def __init__(self, store_id: str, parts: Sequence[BlockStore]) -> None:
         """`parts` together hold each head of each layer. Several may hold the same: they are equal at all times.
@@ -32,8 +74,8 @@ class PartedStore(BlockStore):
         Raises TransferError if something is missing or held twice in part, GeometryMismatchError for parts of
         different models.
         """
-        first = parts[0]
-        self._store_id, self.parts = store_id, tuple(parts)
+        super().__init__(store_id, parts)
+        first, self.parts = parts[0], self._stores
         self.once = tuple({part.slice: part for part in reversed(parts)}.values())[::-1]
         """The first of equal parts: together they hold everything once."""
         for part in parts:
@@ -47,39 +89,8 @@ class PartedStore(BlockStore):
             raise TransferError(f"store {store_id}: its parts do not make whole blocks ({held})", store_id=store_id)
 
     @property
-    def store_id(self) -> str:
-        return self._store_id
-
-    @property
-    def geometry(self) -> KvGeometry:
-        return self.parts[0].geometry
-
-    @property
-    def slice(self) -> StoreSlice:
-        return StoreSlice.whole(self.geometry)
-
-    @property
     def capacity_blocks(self) -> int:
         return self.parts[0].capacity_blocks
-
-    @property
-    def device(self) -> str:
-        """Of the first part."""
-        return self.parts[0].device
-
-    def handle(self) -> StoreHandle:
-        parts = tuple(part.handle() for part in self.parts)
-        first = parts[0]
-        return StoreHandle(
-            self._store_id,
-            first.kind,
-            self.geometry,
-            self.slice,
-            self.capacity_blocks,
-            first.node_id,
-            device=first.device,
-            parts=parts,
-        )
 
     def read_block(self, block: int) -> memoryview:
         layers, heads = self.slice.shape
@@ -89,10 +100,6 @@ class PartedStore(BlockStore):
             place = slice(held.layer_begin, held.layer_end), slice(held.head_begin, held.head_end)
             whole[place] = found.reshape(*held.shape, -1)
         return whole.reshape(-1).data
-
-    def close(self) -> None:
-        for part in self.parts:
-            part.close()
 
 
 class JoinedChannel(Channel):

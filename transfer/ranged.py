@@ -11,25 +11,24 @@ from functools import partial
 import numpy as np
 
 from alignedserve.errors import TransferError
-from alignedserve.geometry import KvGeometry, StoreSlice
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.completion import Completion
 from alignedserve.transfer.handles import StoreHandle
-from alignedserve.transfer.parted import Connect, JoinedChannel, PartedChannel, PartedStore
+from alignedserve.transfer.parted import ComposedStore, Connect, JoinedChannel, PartedChannel, PartedStore
 from alignedserve.transfer.runs import IdArray, check_ids
 
 Pair = tuple[int, int]
 """The range that is read, and the one that is written."""
 
 
-class RangedStore(BlockStore):
-    """Ranges of `each` blocks: range `r` has the blocks `r * each` to `(r + 1) * each - 1`. It owns their stores."""
+class RangedStore(ComposedStore):
+    """Ranges of `each` blocks: range `r` has the blocks `r * each` to `(r + 1) * each - 1`."""
 
     def __init__(self, store_id: str, ranges: Sequence[BlockStore]) -> None:
         """Raises TransferError for ranges of unequal capacity, GeometryMismatchError for ranges of different models."""
-        first = ranges[0]
-        self._store_id, self.ranges, self.each = store_id, tuple(ranges), first.capacity_blocks
+        super().__init__(store_id, ranges)
+        first, self.ranges, self.each = ranges[0], self._stores, ranges[0].capacity_blocks
         for store in ranges:
             first.geometry.require_same(store.geometry)
             if (store.capacity_blocks, store.slice) != (self.each, self.slice):
@@ -40,39 +39,8 @@ class RangedStore(BlockStore):
                 )
 
     @property
-    def store_id(self) -> str:
-        return self._store_id
-
-    @property
-    def geometry(self) -> KvGeometry:
-        return self.ranges[0].geometry
-
-    @property
-    def slice(self) -> StoreSlice:
-        return StoreSlice.whole(self.geometry)
-
-    @property
     def capacity_blocks(self) -> int:
         return self.each * len(self.ranges)
-
-    @property
-    def device(self) -> str:
-        """Of the first range."""
-        return self.ranges[0].device
-
-    def handle(self) -> StoreHandle:
-        parts = tuple(store.handle() for store in self.ranges)
-        first = parts[0]
-        return StoreHandle(
-            self._store_id,
-            first.kind,
-            self.geometry,
-            self.slice,
-            self.capacity_blocks,
-            first.node_id,
-            device=first.device,
-            parts=parts,
-        )
 
     def read_block(self, block: int) -> memoryview:
         return self.ranges[block // self.each].read_block(block % self.each)
@@ -84,10 +52,6 @@ class RangedStore(BlockStore):
             where = wanted // self.each == number
             found[where] = self.ranges[number].checksums((wanted[where] % self.each).tolist())
         return [int(one) for one in found]
-
-    def close(self) -> None:
-        for store in self.ranges:
-            store.close()
 
 
 class RangedChannel(JoinedChannel):

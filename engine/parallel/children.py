@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from alignedserve.engine.parallel.group import LOOPBACK, Groups
-from alignedserve.engine.parallel.rendezvous import FileValues, RankChannel, Values
+from alignedserve.engine.parallel.rendezvous import FileValues, RankChannel
 from alignedserve.engine.parallel.stores import RankStore
 from alignedserve.errors import AlignedServeError, RankLostError, by_code
 from alignedserve.geometry import KvGeometry, StoreSlice
@@ -23,6 +23,7 @@ from alignedserve.proc_stat import is_stopped
 from alignedserve.ranks import forks
 from alignedserve.ranks.degrees import Degrees, RankPlace
 from alignedserve.ranks.now import RankNow, WaitedFile, resident_bytes
+from alignedserve.transfer.paired.addresses import Values
 from alignedserve.transfer.paired.rendezvous import Rendezvous
 
 SILENT_S = 60.0  # a rank that says nothing for so long within a pass is lost

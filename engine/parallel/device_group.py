@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from alignedserve.engine.parallel.group import RankGroup
-from alignedserve.engine.parallel.rendezvous import GroupStore
 from alignedserve.errors import RankLostError
+from alignedserve.transfer.paired.addresses import GroupStore
 
 _dist: Any = dist  # its process groups are untyped
 

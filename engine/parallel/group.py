@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from alignedserve.engine.parallel.rendezvous import FileValues, GroupStore, Values
+from alignedserve.engine.parallel.rendezvous import FileValues
 from alignedserve.errors import RankLostError, TransferError
 from alignedserve.ranks.degrees import RankPlace
+from alignedserve.transfer.paired.addresses import GroupStore, Values
 from alignedserve.transfer.paired.identity import PROOF_BYTES, SECRET_BYTES, check_proof, close_door, proof
 
 logger = logging.getLogger(__name__)

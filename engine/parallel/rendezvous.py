@@ -10,10 +10,9 @@ import socket
 import threading
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed
-from torch._C._distributed_c10d import Store
 
 from alignedserve.errors import RankLostError, TransferError
 from alignedserve.transfer.paired.rendezvous import Rendezvous
@@ -21,15 +20,6 @@ from alignedserve.transfer.paired.rendezvous import Rendezvous
 MESSAGE_BYTES = 1 << 17
 _SET, _GET = "set", "get"
 _dist: Any = torch.distributed  # untyped
-
-
-class Values(Protocol):
-    """Also a `Rendezvous`."""
-
-    def set(self, key: str, value: bytes) -> None: ...
-
-    def get(self, key: str, timeout_s: float) -> bytes:
-        """Waits for the value. Raises TransferError, RuntimeError."""
 
 
 class FileValues:
@@ -47,30 +37,8 @@ class FileValues:
         return bytes(self.store.get(key))
 
 
-class GroupStore(Store):
-    """The values of one group. It also notes what this rank has published, which contains its listening address."""
-
-    def __init__(self, values: Values, name: str, timeout_s: float) -> None:
-        super().__init__()
-        self.name = name
-        self.own = b""
-        self._values, self._timeout_s = values, timeout_s
-
-    def set(self, key: str, value: Any) -> None:
-        said = value.encode() if isinstance(value, str) else bytes(value)
-        self.own += said
-        self._values.set(f"{self.name}/{key}", said)
-
-    def get(self, key: str) -> bytes:
-        return self._values.get(f"{self.name}/{key}", self._timeout_s)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        for key in keys:
-            self.get(key)
-
-
 class AskedValues:
-    """The values of a rank that is not the first of its node: it asks its parent, who uses `RankChannel`."""
+    """The values of a rank that is not the first of its node: it asks its parent, which answers over `RankChannel`."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel

@@ -111,7 +111,7 @@ class IterationMachine(RuleBasedStateMachine):
         self.now_s = 0.0
 
     def words(self, key: RequestKey, count: int) -> list[str]:
-        """The first tokens of a request: some are everybody's, some its group's, and the rest its own."""
+        """The first tokens of a request: some of all requests, some of its group, the rest its own."""
         number = int(key.request_id)
         group = number // GROUP_SIZE
         ends = min(COMMON, self.prompts[group]), self.prompts[group] + 2

@@ -149,7 +149,7 @@ class ScriptedCell:
         pull.completion.finish(TransferError("as it was told to") if fails else None)
 
     def end_move(self, index: int = 0, *, fails: bool = False) -> None:
-        """Until here the blocks on both sides are nobody else's."""
+        """Until here no other request has the blocks on either side."""
         copy = self.copies.pop(index)
         if fails:
             copy.completion.finish(TransferError("as it was told to"))

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from alignedserve.errors import TransferError
+from alignedserve.transfer.paired.addresses import GroupStore
 from alignedserve.transfer.paired.identity import PROOF_BYTES, SECRET_BYTES, check_proof, close_door, proof
 from alignedserve.transfer.paired.rendezvous import Rendezvous
 from alignedserve.transfer.paired.transport import Portion, Transport, Wiring
@@ -24,27 +24,6 @@ from alignedserve.transfer.paired.transport import Portion, Transport, Wiring
 logger = logging.getLogger(__name__)
 
 _dist: Any = dist  # its process groups are untyped
-
-
-class _Addresses(Store):
-    """The addresses by which Gloo finds its peer, sent over the pair's stream, so that no store port has to be open."""
-
-    def __init__(self, rendezvous: Rendezvous, name: str, timeout_s: float) -> None:
-        super().__init__()
-        self._rendezvous, self._name, self._timeout_s = rendezvous, name, timeout_s
-        self.own = b""  # what this end published, including its listening address
-
-    def set(self, key: str, value: Any) -> None:
-        said = value.encode() if isinstance(value, str) else bytes(value)
-        self.own += said
-        self._rendezvous.set(f"{self._name}/{key}", said)
-
-    def get(self, key: str) -> bytes:
-        return self._rendezvous.get(f"{self._name}/{key}", self._timeout_s)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        for key in keys:
-            self.get(key)
 
 
 class GlooTransport(Transport):
@@ -60,7 +39,7 @@ class GlooTransport(Transport):
         options._timeout, options._threads = self._silent, 1
         try:
             options._devices = [_dist.ProcessGroupGloo.create_device(hostname=wiring.host)]
-            store = _Addresses(rendezvous, name, wiring.silent_s)
+            store = GroupStore(rendezvous, name, wiring.silent_s)
             self._group: Any = _dist.ProcessGroupGloo(store, wiring.rank, 2, options)
         except RuntimeError as error:
             raise TransferError(f"Gloo could not connect ({name}, at {wiring.host}): {error}") from error

@@ -33,11 +33,12 @@ from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.model.loader import load_model
 from alignedserve.engine.parallel.backends import agreed
 from alignedserve.engine.parallel.group import RankGroup
-from alignedserve.engine.parallel.rendezvous import FileValues, GroupStore
+from alignedserve.engine.parallel.rendezvous import FileValues
 from alignedserve.errors import ConfigError, UnsupportedModelError
 from alignedserve.registry import Registry
 from alignedserve.testing.attention import paged_case
 from alignedserve.testing.models import make_model
+from alignedserve.transfer.paired.addresses import GroupStore
 
 NEEDS = AttentionNeeds("cpu", "float32", heads=4, kv_heads=2, head_dim=16, block_size=16)
 HERE = "alignedserve.engine.backends"

@@ -12,8 +12,9 @@ import torch
 
 from alignedserve.engine.parallel import group as group_module
 from alignedserve.engine.parallel.group import RankGroup
-from alignedserve.engine.parallel.rendezvous import AskedValues, GroupStore, RankChannel, Values
+from alignedserve.engine.parallel.rendezvous import AskedValues, RankChannel
 from alignedserve.errors import RankLostError, TransferError
+from alignedserve.transfer.paired.addresses import GroupStore, Values
 from alignedserve.transfer.paired.identity import listening
 from alignedserve.transfer.paired.rendezvous import Rendezvous
 
