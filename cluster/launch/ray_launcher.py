@@ -227,7 +227,7 @@ class RayLauncher(Launcher):
             await self._end_rank_hosts(settings.id)
             bundles, nodes = await self._look(), {node["NodeID"]: node for node in await asyncio.to_thread(ray.nodes)}
             starting = [self._start_rank_host(settings, part, bundles, nodes) for part in parts]
-            found = await asyncio.gather(*starting, return_exceptions=True)  # none starts after another has failed
+            found = await asyncio.gather(*starting, return_exceptions=True)  # so that none starts later
             failed = next((each for each in found if isinstance(each, BaseException)), None)
             if failed is not None:
                 await self._end_rank_hosts(settings.id)
