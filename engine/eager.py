@@ -151,8 +151,12 @@ class StagedDecode(EagerDecode):
         return False
 
     def launch(self, items: Sequence[DecodeItem]) -> DecodeStep:
+        return self._begun(items, lambda: self._runner.begin([_forward_item(item) for item in items]))
+
+    def _begun(self, items: Sequence[DecodeItem], begin: Callable[[], Callable[[], torch.Tensor]]) -> DecodeStep:
+        """`begin` begins the pass of the items; what it returns waits for their logits."""
         try:
-            logits = self._runner.begin([_forward_item(item) for item in items])
+            logits = begin()
         except Exception as error:
             return _Known([error] * len(items), error)
 

@@ -163,6 +163,11 @@ class ModelRunner:
             self._backend.begin_table(table)
             return self._logits(input_ids, position_ids)
 
+    @property
+    def row_width(self) -> int:
+        """The values of a row that `forward_table` returns."""
+        return self.loaded.info.vocab_size
+
     def tell_capture(self, sizes: Sequence[int]) -> None:
         """`forward_table` is about to be captured for batches of these sizes, the last one first."""
 
@@ -175,6 +180,14 @@ class ModelRunner:
     def replaying(self, size: int, sent: torch.Tensor) -> Iterator[None]:
         """Around a replay. `sent`: its inputs (`StepBuffers.send`), which may change later."""
         yield
+
+    def begin_replay(
+        self, size: int, sent: torch.Tensor, replay: Callable[[], None], rows: torch.Tensor
+    ) -> Callable[[], torch.Tensor]:
+        """`begin` of a captured pass of `size` rows, where there are several stages. `replay` computes what the first
+        passes on into `rows` `[size, row_width]`; `sent` is as in `replaying`.
+        """
+        raise UnsupportedModelError(f"{self.loaded.info.name} is computed in one stage")
 
     def _logits(
         self,

@@ -55,7 +55,7 @@ class StepBuffers:
     """Buffers of one store and model, for at most `capacity` rows of at most `width` blocks."""
 
     def __init__(
-        self, device: GraphDevice, where: torch.device, capacity: int, width: int, vocab_size: int, blocks: int
+        self, device: GraphDevice, where: torch.device, capacity: int, width: int, row_width: int, blocks: int
     ) -> None:
         """`blocks`: number of blocks in the store. `capacity` is rounded up to an even number."""
         self.capacity = capacity = capacity + capacity % 2
@@ -63,7 +63,7 @@ class StepBuffers:
         size = COLUMNS * capacity + 2 * capacity * width
         self._inputs = torch.zeros(size, dtype=torch.int32, device=where)
         self._table = torch.zeros(capacity, width, dtype=torch.int32, device=where)
-        self.logits = torch.zeros(capacity, vocab_size, dtype=torch.float32, device=where)
+        self.logits = torch.zeros(capacity, row_width, dtype=torch.float32, device=where)
         self.chosen = torch.zeros(capacity, dtype=torch.int64, device=where)
         self.reported = torch.zeros(capacity, dtype=torch.int64, device=where)
         self.staging = tuple(
@@ -81,7 +81,7 @@ class StepBuffers:
         """A request has room for as many tokens as the model has positions and the store has blocks."""
         info, blocks = runner.loaded.info, runner.cache.shape[0]
         width = min(blocks, -(-info.max_positions // runner.block_size))
-        return cls(device, runner.loaded.device, capacity, width, info.vocab_size, blocks)
+        return cls(device, runner.loaded.device, capacity, width, runner.row_width, blocks)
 
     @property
     def nbytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,7 +12,10 @@ from alignedserve.engine.graphs.buffers import Column, StepBuffers
 from alignedserve.engine.graphs.device import GraphDevice, Replay
 from alignedserve.engine.graphs.drawing import draw
 from alignedserve.engine.runner import ModelRunner
+from alignedserve.errors import RankLostError
 from alignedserve.graph_sizes import size_for
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
@@ -56,13 +60,36 @@ class CapturedPasses:
             self._buffers.forget()
         self.memory_bytes = max(0, device.memory_bytes() - before)
 
+    def capture_if_possible(self, progress: Progress, *, chooses: bool = True) -> bool:
+        """As `capture`, in all ranks. False, with a warning, if this or another rank's model cannot be captured."""
+        self._runner.tell_capture(self.sizes)
+        try:
+            self.capture(progress, chooses=chooses)
+        except RankLostError:
+            raise
+        except Exception as error:  # foreign model code: anything in it may prevent a capture
+            logger.warning(
+                "%s decodes without CUDA graphs, which is slower: a pass of %d rows could not be captured (%s: %s)",
+                self._runner.loaded.info.name,
+                self.sizes[-1],
+                type(error).__name__,
+                " ".join(str(error).split())[:300],
+            )
+            return False
+        return True
+
+    def size_for(self, rows: int) -> int:
+        """How many rows a pass of `rows` computes, including padding."""
+        size = size_for(self.sizes, rows)
+        assert size is not None, "a batch of more rows than were captured"
+        return size
+
     def replay(self, rows: int, drawn: bool, sent: torch.Tensor | None = None) -> int:
         """Compute the buffers' contents of `rows` rows; returns how many rows were computed, including padding.
 
         `sent`: what the buffers were filled with, for other ranks.
         """
-        size = size_for(self.sizes, rows)
-        assert size is not None, "a batch of more rows than were captured"
+        size = self.size_for(rows)
         with contextlib.nullcontext() if sent is None else self._runner.replaying(size, sent):
             self.forward(size)
         self._choose[size, drawn]()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +16,8 @@ from alignedserve.engine.graphs.captured import CapturedPasses, Progress
 from alignedserve.engine.graphs.device import GraphDevice, Mark
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.engine.sampling.sampler import SampledToken, Sampler, SampleRow
-from alignedserve.errors import AccountingError, GrammarError, NumericsError, RankLostError
+from alignedserve.errors import AccountingError, GrammarError, NumericsError
 from alignedserve.metrics import Page
-
-logger = logging.getLogger(__name__)
 
 Results = list[SampledToken | Exception]
 
@@ -31,6 +28,18 @@ class GraphCounts:
     padded_rows: int = 0  # computed in addition to those of the batches
     eager: int = 0  # iterations computed without a graph
     sampled_outside: int = 0  # rows whose tokens the Sampler chose on the host from a graph's logits
+
+    def show(self, page: Page, sizes: Sequence[int], graph_memory_bytes: int) -> None:
+        meaning = "on a GPU: iterations computed from a CUDA graph"
+        page.counter("decode_graph_replays_total", meaning, self.replays)
+        meaning = "on a GPU: padding rows computed beside those of the batches"
+        page.counter("decode_graph_padded_rows_total", meaning, self.padded_rows)
+        meaning = "on a GPU: iterations computed without a graph"
+        page.counter("decode_eager_iterations_total", meaning, self.eager)
+        meaning = "on a GPU: rows whose tokens were chosen outside the graph"
+        page.counter("decode_sampled_outside_total", meaning, self.sampled_outside)
+        page.gauge("decode_graph_sizes", "on a GPU: batch sizes that were captured", len(sizes))
+        page.gauge("decode_graph_bytes", "on a GPU: memory of the graphs", graph_memory_bytes)
 
 
 class GraphDecode(DecodeEngine):
@@ -82,17 +91,7 @@ class GraphDecode(DecodeEngine):
         return len(rows) <= self._passes.sizes[-1] and not any(row.needs_host for row in rows)
 
     def show_metrics(self, page: Page) -> None:
-        counts = self.counts
-        meaning = "on a GPU: iterations computed from a CUDA graph"
-        page.counter("decode_graph_replays_total", meaning, counts.replays)
-        meaning = "on a GPU: padding rows computed beside those of the batches"
-        page.counter("decode_graph_padded_rows_total", meaning, counts.padded_rows)
-        meaning = "on a GPU: iterations computed without a graph"
-        page.counter("decode_eager_iterations_total", meaning, counts.eager)
-        meaning = "on a GPU: rows whose tokens were chosen outside the graph"
-        page.counter("decode_sampled_outside_total", meaning, counts.sampled_outside)
-        page.gauge("decode_graph_sizes", "on a GPU: batch sizes that were captured", len(self.sizes))
-        page.gauge("decode_graph_bytes", "on a GPU: memory of the graphs", self.graph_memory_bytes)
+        self.counts.show(page, self.sizes, self.graph_memory_bytes)
 
     def device_fault(self) -> Exception | None:
         return self._runner.device_fault()
@@ -102,20 +101,7 @@ class GraphDecode(DecodeEngine):
             self._eager.warm_up()
             if self._tune is not None:
                 self._tune()
-            self._runner.tell_capture(self._passes.sizes)
-            try:
-                self._passes.capture(self._progress)
-                self._captured = True
-            except RankLostError:
-                raise
-            except Exception as error:  # foreign model code: anything in it may prevent a capture
-                logger.warning(
-                    "%s decodes without CUDA graphs, which is slower: a pass of %d rows could not be captured (%s: %s)",
-                    self._runner.loaded.info.name,
-                    self._passes.sizes[-1],
-                    type(error).__name__,
-                    " ".join(str(error).split())[:300],
-                )
+            self._captured = self._passes.capture_if_possible(self._progress)
 
     def replay_seconds(self, rows: int, drawn: bool, count: int) -> float:
         """Device time of one replay of the last iteration, which had `rows` rows, averaged over `count` replays.

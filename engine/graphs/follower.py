@@ -31,3 +31,7 @@ class GraphFollower:
         with torch.inference_mode(), self._device.scope():
             self._buffers.take(inputs)
             self._passes.forward(size)
+
+    def rows(self, size: int) -> torch.Tensor:
+        """What the last replay of this size has computed: logits, or hidden states of a stage before the last, fp32."""
+        return self._buffers.logits[:size]

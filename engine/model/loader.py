@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -22,6 +22,9 @@ from alignedserve.engine.step_progress import Progress
 from alignedserve.errors import AlignedServeError, ModelError, ResourceError
 from alignedserve.model import ModelInfo, check_model_folder
 from alignedserve.weights.files import read_tensors, weight_files
+
+if TYPE_CHECKING:
+    from alignedserve.engine.parallel.stages import Pipe
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ class LoadedModel:
     """The layers that this process computes."""
     stages: str = ""
     """Of several stages: which layers each has, and why; in the process of rank 0."""
+    pipe: Pipe | None = None
+    """What connects it with the stages before and behind it."""
 
 
 def load_model(

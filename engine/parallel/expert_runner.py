@@ -33,6 +33,10 @@ class ExpertRunner(DrivenRunner):
         self._all = groups.pipe
         self._exchanges = list(exchanges_of(loaded.model))
 
+    @property
+    def captures(self) -> bool:
+        return False
+
     @torch.inference_mode()
     def forward(self, items: Sequence[ForwardItem], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """For rank 0. `on_layer` is called at the end. Raises AccountingError for an item whose rank is not there, or

@@ -92,7 +92,7 @@ class RankGroup:
     @property
     def in_graphs(self) -> bool:
         """Whether a CUDA graph may hold what all compute."""
-        return False
+        return self.size == 1
 
     def spread(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace a contiguous tensor by that of the group's first rank."""

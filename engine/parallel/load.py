@@ -45,9 +45,9 @@ def load_part(
     if target.type == "cpu":
         pack_linears(model, part.faster)
     groups.waits.meet()  # others may read their weights for longer
-    part.install(groups)
+    pipe = part.install(groups)
     own = before_probe(replace(info, kv_heads=part.ranks.kv_heads, heads=part.ranks.heads), model, target)
-    own = replace(own, layers=part.layers, stages=part.stages)
+    own = replace(own, layers=part.layers, stages=part.stages, pipe=pipe)
     return replace(own, info=info, needs=probe(own))
 
 

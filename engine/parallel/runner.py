@@ -30,6 +30,7 @@ from alignedserve.ranks.degrees import RankPlace
 if TYPE_CHECKING:
     from alignedserve.engine.graphs.device import GraphDevice
     from alignedserve.engine.graphs.follower import GraphFollower
+    from alignedserve.engine.parallel.stages import Pipe
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +59,6 @@ class DrivenRunner(ModelRunner):
         return self._at.degrees.stages
 
     @property
-    def captures(self) -> bool:
-        """Not over stages, nor where ranks sum in host memory."""
-        return super().captures and self.depth == 1 and self._groups.sums.in_graphs
-
-    @property
     def driven(self) -> bool:
         return True
 
@@ -87,7 +83,7 @@ class DrivenRunner(ModelRunner):
             elif graphs is None:
                 raise RankLostError(f"rank {self._at.rank} has captured no passes, and rank 0 replays one")
             else:
-                graphs.replay(kind, message)
+                self.follow_replay(kind, message, graphs)
             note(self.waited_s)
         waits.meet()
 
@@ -104,6 +100,10 @@ class DrivenRunner(ModelRunner):
             logger.warning("rank %d captures no pass: %s", self._at.rank, error)
             return None
         return graphs
+
+    def follow_replay(self, size: int, sent: torch.Tensor, graphs: GraphFollower) -> None:
+        """This rank's part of a captured pass."""
+        graphs.replay(size, sent)
 
     def new_graph_device(self) -> GraphDevice:
         from alignedserve.engine.graphs.device import CudaGraphs
@@ -164,6 +164,19 @@ def _place_in(cache: torch.Tensor, loaded: LoadedModel, place: RankPlace) -> Pla
 class RankRunner(DrivenRunner):
     """One rank's passes, where ranks share layers or are stages."""
 
+    @property
+    def captures(self) -> bool:
+        """Not where ranks sum in host memory."""
+        return super().captures and self._groups.sums.in_graphs
+
+    @property
+    def row_width(self) -> int:
+        return self.loaded.info.vocab_size if self._pipe is None or self._at.is_last_stage else self._pipe.width
+
+    @property
+    def _pipe(self) -> Pipe | None:
+        return self.loaded.pipe
+
     def forward_batch(self, batch: PackedBatch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """The logits; in a stage before the last, something else."""
 
@@ -205,10 +218,8 @@ class RankRunner(DrivenRunner):
         with self._noting_a_loss():
             self._tell(items)
             self.forward_batch(batch)
-            assert self._groups.pipe is not None
             rows = batch.logit_rows.numel()
-            answer = torch.empty((max(1, rows), self.loaded.info.vocab_size))
-            wait = self._groups.pipe.receiving(answer, self._at.degrees.ranks - self._at.degrees.tensor)
+            wait = self._answered(rows)
 
         def logits() -> torch.Tensor:
             self._require_all()
@@ -222,8 +233,42 @@ class RankRunner(DrivenRunner):
 
     @torch.inference_mode()
     def forward_table(self, input_ids: torch.Tensor, position_ids: torch.Tensor, table: DecodeTable) -> torch.Tensor:
-        """For each rank. The tokens are those of rank 0."""
-        return super().forward_table(self._groups.sums.spread(input_ids), position_ids, table)
+        """For each rank. The tokens are those of rank 0. A stage before the last returns its hidden states."""
+        if self._pipe is None:
+            return super().forward_table(self._groups.sums.spread(input_ids), position_ids, table)
+        with self._pipe.captured():  # the host knows the tokens, and has told them to all
+            return super().forward_table(input_ids, position_ids, table)
+
+    def _captured(self, sizes: list[int]) -> GraphFollower | None:
+        if self._pipe is not None and self._at.stage:
+            self._pipe.hold(sizes[-1])
+        return super()._captured(sizes)
+
+    def follow_replay(self, size: int, sent: torch.Tensor, graphs: GraphFollower) -> None:
+        if self._pipe is None:
+            graphs.replay(size, sent)
+            return
+        last = self._at.is_last_stage
+        self._pipe.replay(size, lambda: graphs.replay(size, sent), None if last else graphs.rows(size))
+        if last and self._at.part == 0:
+            self._answer(graphs.rows(size).clone())
+
+    @torch.inference_mode()
+    def begin_replay(
+        self, size: int, sent: torch.Tensor, replay: Callable[[], None], rows: torch.Tensor
+    ) -> Callable[[], torch.Tensor]:
+        if self._pipe is None:
+            return super().begin_replay(size, sent, replay, rows)
+        with self.replaying(size, sent):
+            self._pipe.replay(size, replay, rows)
+            wait = self._answered(size)
+
+        def logits() -> torch.Tensor:
+            self._require_all()
+            with self._noting_a_loss():
+                return wait().to(self.loaded.device)
+
+        return logits
 
     def tell_capture(self, sizes: Sequence[int]) -> None:
         with self._noting_a_loss():
@@ -250,6 +295,12 @@ class RankRunner(DrivenRunner):
         with self._noting_a_loss():
             self._tell_all(size, sent.clone())
             yield
+
+    def _answered(self, rows: int) -> Callable[[], torch.Tensor]:
+        """Begin to receive the logits of so many rows from the last stage. What is returned waits for them."""
+        assert self._groups.pipe is not None
+        answer = torch.empty((max(1, rows), self.loaded.info.vocab_size))
+        return self._groups.pipe.receiving(answer, self._at.degrees.ranks - self._at.degrees.tensor)
 
     def _answer(self, logits: torch.Tensor) -> None:
         """Give rank 0 the logits. A pass without any ends with a sign, too: then all KV is written."""

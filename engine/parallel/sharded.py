@@ -19,7 +19,7 @@ from alignedserve.engine.parallel.cuts import WHOLE, Cut, Plan, Ranks, Style, cu
 from alignedserve.engine.parallel.division import Division
 from alignedserve.engine.parallel.experts import ExpertShare
 from alignedserve.engine.parallel.group import Groups, RankGroup
-from alignedserve.engine.parallel.stages import Stage
+from alignedserve.engine.parallel.stages import Pipe, Stage
 from alignedserve.engine.step_progress import Progress
 from alignedserve.errors import ModelError, ResourceError, UnsupportedModelError
 from alignedserve.model import ModelInfo, check_model_folder
@@ -223,20 +223,21 @@ class ShardedModel:
                 if hasattr(module, "qkv_proj"):
                     module.config = _OwnHeads(module.config, ranks)
 
-    def install(self, groups: Groups) -> None:
+    def install(self, groups: Groups) -> Pipe | None:
         """From now on the model computes with the other ranks.
 
         Its head gives the logits of the rank's vocabulary; a stage before the last gives the hidden states behind it.
+        Returns what connects several stages.
         """
         if self.ranks.size > 1:
             self._share_layers(groups.sums)
         if groups.pipe is None:
-            return
+            return None
         if self._experts.size > 1:
             config = self.model.config.get_text_config(decoder=True)
             self._experts.install(groups.pipe, config.hidden_size, self.model.dtype)
-        else:
-            self.stage.install(groups.pipe, self.device)
+            return None
+        return self.stage.install(groups.pipe, self.device)
 
     def _share_layers(self, group: RankGroup) -> None:
         for name in self._reduced:

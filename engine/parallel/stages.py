@@ -6,7 +6,8 @@ before has sent, and after the last own layer the pass ends here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
@@ -29,19 +30,50 @@ class Pipe:
     ) -> None:
         """`group`: of all ranks. `device`: of this one."""
         self._group, self._place = group, place
-        self._width, self._dtype, self._device = width, dtype, device
+        self.width = width
+        self._dtype, self._device = dtype, device
+        self._held: torch.Tensor | None = None  # what captured passes begin with
+        self._captured = False
 
     def take(self, tokens: int) -> torch.Tensor:
-        states = torch.empty((1, tokens, self._width), dtype=self._dtype)
+        if self._captured:
+            assert self._held is not None
+            return self._held[:, :tokens]
+        states = torch.empty((1, tokens, self.width), dtype=self._dtype)
         return self._group.receiving(states, self._place.rank - self._place.degrees.tensor)().to(self._device)
 
     def give(self, states: torch.Tensor) -> None:
-        if states.dtype is not self._dtype or states.shape[2] != self._width:
+        if self._captured:
+            return
+        if states.dtype is not self._dtype or states.shape[2] != self.width:
             raise UnsupportedModelError(
-                f"a stage passes on {self._width} values of {self._dtype} a token, not {states.shape[2]} of "
+                f"a stage passes on {self.width} values of {self._dtype} a token, not {states.shape[2]} of "
                 f"{states.dtype}"
             )
         self._group.send(states.contiguous(), self._place.rank + self._place.degrees.tensor)
+
+    def hold(self, tokens: int) -> None:
+        """Make the memory that captured passes of at most so many tokens begin with."""
+        self._held = torch.zeros((1, tokens, self.width), dtype=self._dtype, device=self._device)
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[None]:
+        """Within it a pass begins with what is held, and gives nothing: messages are no part of a CUDA graph."""
+        self._captured = True
+        try:
+            yield
+        finally:
+            self._captured = False
+
+    def replay(self, tokens: int, replay: Callable[[], None], states: torch.Tensor | None) -> None:
+        """A captured pass of so many tokens, with its messages. `states`: `[tokens, width]`, which it leaves for the
+        next stage; None in the last one.
+        """
+        if self._held is not None:
+            self._held[:, :tokens].copy_(self.take(tokens))
+        replay()
+        if states is not None:  # a copy, since the next pass writes there
+            self.give(states.to(self._dtype, copy=True).unsqueeze(0))
 
 
 def said_by(layer: nn.Module) -> dict[str, str | int]:
@@ -108,7 +140,7 @@ class Stage:
         """Whether it begins with the tokens."""
         return self._place.stage == 0
 
-    def install(self, group: RankGroup, device: torch.device) -> None:
+    def install(self, group: RankGroup, device: torch.device) -> Pipe:
         """From now on the model computes with the stages around it, on this device. What a stage before the last gives
         as its logits are the hidden states behind it.
         """
@@ -138,6 +170,7 @@ class Stage:
                 return SimpleNamespace(logits=end.states)
 
         model.forward = forward
+        return pipe
 
 
 def _path_of_layers(model: nn.Module, layers: int) -> str:

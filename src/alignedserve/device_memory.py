@@ -57,8 +57,10 @@ class RanksHere:
 
     @property
     def captures(self) -> bool:
-        """Whether decode iterations are CUDA graphs. What ranks that share experts exchange differs each time."""
-        return self.degrees.stages == self.degrees.experts == 1 and self.number == 1
+        """Whether decode iterations are CUDA graphs. They hold no sums by Gloo, nor what ranks that share experts
+        exchange, which differs each time.
+        """
+        return self.degrees.experts == 1 and (self.degrees.tensor == 1 or self.number == 1)
 
     def weight_bytes(self, model: ModelInfo) -> int:
         """At most: what all ranks hold (norms, KV heads that are fewer than ranks), and a stage with both ends."""

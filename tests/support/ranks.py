@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch.multiprocessing
 from alignedserve.engine.batch import ForwardItem
 from alignedserve.engine.decoding import DecodeItem, DecodeStep
 from alignedserve.engine.eager import EagerDecode
-from alignedserve.engine.graphs.decode import GraphDecode
+from alignedserve.engine.graphs.decode import GraphCounts, GraphDecode
+from alignedserve.engine.graphs.staged import StagedGraphDecode
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.parallel.group import Groups
 from alignedserve.engine.parallel.load import load_part
@@ -47,12 +49,15 @@ def generated_by_ranks(
 
 
 def captured_by_ranks(
-    degrees: Degrees, folder: Path, prompts: list[list[int]], count: int, work: Path
-) -> list[list[int]]:
-    """The same of one model, decoded from captured passes that are launched before the last tokens are known."""
-    _run(degrees.ranks, _capturing, degrees, folder, prompts, count, work)
-    answers: list[list[int]] = json.loads((work / "answers.json").read_text())
-    return answers
+    degrees: Degrees, folder: Path, prompts: list[list[int]], count: int, work: Path, sizes: tuple[int, ...] = (2, 4)
+) -> tuple[list[list[int]], GraphCounts]:
+    """The same of one model, decoded from captured passes of these sizes, and what the engine has counted.
+
+    Without several stages each pass is launched before the last tokens are known.
+    """
+    _run(degrees.ranks, _capturing, degrees, folder, prompts, count, work, sizes)
+    answers, counts = json.loads((work / "answers.json").read_text())
+    return answers, GraphCounts(**counts)
 
 
 def without_a_rank(degrees: Degrees, folder: Path, work: Path) -> str:
@@ -82,40 +87,77 @@ def _generating(
         (work / "answers.json").write_text(json.dumps(answers))
 
 
-def _capturing(rank: int, degrees: Degrees, folder: Path, prompts: list[list[int]], count: int, work: Path) -> None:
+def _capturing(
+    rank: int,
+    degrees: Degrees,
+    folder: Path,
+    prompts: list[list[int]],
+    count: int,
+    work: Path,
+    sizes: tuple[int, ...],
+) -> None:
     DrivenRunner.new_graph_device = lambda self: TwinDevice(records=False)  # type: ignore[method-assign]
     runner = _runner(RankPlace(rank, degrees), folder, work, own=True)
     if rank:
         runner.follow()
         return
-    eager = EagerDecode(runner, overlaps=False)
-    engine = GraphDecode(runner, eager, runner.new_graph_device(), (2, 4), lambda done, of: None)
-    engine.warm_up()
-    assert engine.sizes == (2, 4)
     answers: list[list[int]] = []
     blocks = [list(range(1 + number, BLOCKS, len(prompts))) for number in range(len(prompts))]
+    device, progress = runner.new_graph_device(), lambda done, of: None
+    engine: GraphDecode | StagedGraphDecode
+    if degrees.stages > 1:
+        engine = StagedGraphDecode(runner, device, sizes, progress)
+    else:
+        engine = GraphDecode(runner, EagerDecode(runner, overlaps=False), device, sizes, progress)
+    engine.warm_up()
+    assert engine.sizes == sizes
     for prompt, own in zip(prompts, blocks, strict=True):
         answers.append([int(runner.forward([ForwardItem(prompt, 0, own)])[-1].argmax())])
     sampling = SamplingParams(temperature=0.0, max_tokens=count)
     rows = [SampleRow(sampling, prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    step: DecodeStep | None = None
-    for number in range(count - 1):
+
+    def launch(lane: Sequence[int], number: int, *, known: bool) -> DecodeStep:
+        """Pass `number` of these requests, whose last tokens the host knows, or only the device."""
         items = [
-            DecodeItem(row, answer[-1] if step is None else None, at, len(prompt) + number, own, number + 1)
-            for at, (row, answer, prompt, own) in enumerate(zip(rows, answers, prompts, blocks, strict=True))
+            DecodeItem(
+                rows[at],
+                answers[at][-1] if known else None,
+                row,
+                len(prompts[at]) + number,
+                blocks[at],
+                number + 1,
+            )
+            for row, at in enumerate(lane)
         ]
-        after = engine.launch(items)
-        if step is not None:
-            _take(step, answers)
-        step = after
-    assert step is not None
-    _take(step, answers)
-    assert engine.counts.replays == count - 1
+        return engine.launch(items)
+
+    passes = _in_lanes if degrees.stages > 1 else _in_a_chain
+    passes(launch, answers, count, runner.depth)
     runner.end()
-    (work / "answers.json").write_text(json.dumps(answers))
+    (work / "answers.json").write_text(json.dumps([answers, asdict(engine.counts)]))
 
 
-def _take(step: DecodeStep, answers: list[list[int]]) -> None:
+def _in_a_chain(launch: Callable[..., DecodeStep], answers: list[list[int]], count: int, _depth: int) -> None:
+    """Each pass is launched before the last one's tokens are known."""
+    every = range(len(answers))
+    step = launch(every, 0, known=True)
+    for number in range(1, count - 1):
+        after = launch(every, number, known=False)
+        _take(step, answers)
+        step = after
+    _take(step, answers)
+
+
+def _in_lanes(launch: Callable[..., DecodeStep], answers: list[list[int]], count: int, depth: int) -> None:
+    """A pass for each lane is under way."""
+    lanes = [range(number, len(answers), depth) for number in range(depth)]
+    for number in range(count - 1):
+        begun = [launch(lane, number, known=True) for lane in lanes]
+        for lane, step in zip(lanes, begun, strict=True):
+            _take(step, [answers[at] for at in lane])
+
+
+def _take(step: DecodeStep, answers: Sequence[list[int]]) -> None:
     for answer, result in zip(answers, step.tokens(), strict=True):
         assert isinstance(result, SampledToken), result
         answer.append(result.token_id)

@@ -131,7 +131,7 @@ class Batches:
     """Buffers with a growing batch, and the number of block ids sent in each iteration."""
 
     def __init__(self, capacity: int) -> None:
-        self.buffers = StepBuffers(TwinDevice(), torch.device("cpu"), capacity, width=40, vocab_size=8, blocks=5000)
+        self.buffers = StepBuffers(TwinDevice(), torch.device("cpu"), capacity, width=40, row_width=8, blocks=5000)
         self.sent: list[int] = []
 
     def send(self, items: list[DecodeItem]) -> None:

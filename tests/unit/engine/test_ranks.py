@@ -65,11 +65,31 @@ def test_every_architecture_gives_the_same_tokens(
             assert answer == greedy(reference, prompt, NEW_TOKENS, answer), folder.name
 
 
-@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_captured_passes_of_ranks_give_the_same_tokens(tensor: int, folders: list[Path], tmp_path: Path) -> None:
-    """The others get the inputs of each, and rank 0's tokens within it."""
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        Degrees(2),
+        Degrees(1, 2),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (Degrees(4), Degrees(1, 3), Degrees(2, 2))),
+    ],
+)
+def test_captured_passes_of_ranks_give_the_same_tokens(degrees: Degrees, folders: list[Path], tmp_path: Path) -> None:
+    """The others get the inputs of each, and rank 0's tokens within it or, between stages, before it."""
     folder, prompts = folders[KINDS.index("llama")], random_prompts((19, 5, 30), VOCAB_SIZE, seed=49)
-    found, reference = captured_by_ranks(Degrees(tensor), folder, prompts, NEW_TOKENS, tmp_path), load_reference(folder)
+    (found, counts), reference = (
+        captured_by_ranks(degrees, folder, prompts, NEW_TOKENS, tmp_path),
+        load_reference(folder),
+    )
+    assert counts.replays == (NEW_TOKENS - 1) * degrees.stages  # of each lane
+    for prompt, answer in zip(prompts, found, strict=True):
+        assert answer == greedy(reference, prompt, NEW_TOKENS, answer)
+
+
+def test_lanes_larger_than_the_captured_passes_are_computed_beside_them(folders: list[Path], tmp_path: Path) -> None:
+    folder, prompts = folders[KINDS.index("gemma2")], random_prompts((19, 5, 30), VOCAB_SIZE, seed=50)
+    found, counts = captured_by_ranks(Degrees(1, 2), folder, prompts, NEW_TOKENS, tmp_path, sizes=(1,))
+    assert counts.eager == counts.replays == NEW_TOKENS - 1
+    reference = load_reference(folder)
     for prompt, answer in zip(prompts, found, strict=True):
         assert answer == greedy(reference, prompt, NEW_TOKENS, answer)
 
