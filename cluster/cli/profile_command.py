@@ -18,7 +18,7 @@ from alignedserve.cluster.launch.environment import role_environment
 from alignedserve.cluster.launch.gpus import count_gpus
 from alignedserve.cluster.launch.preflight import check_model
 from alignedserve.cluster.runtime_dir import new_token
-from alignedserve.cluster.supervisor.plan import MODEL_ROLES, resolve_device
+from alignedserve.cluster.supervisor.plan import resolve_device
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
 from alignedserve.control.runtime import RoleSettings
@@ -40,8 +40,6 @@ def run_profile(config: Config, out: str, limit_s: float | None, in_cluster: boo
     """
     device = resolve_device(config, count_gpus())
     config = config.on_device(device)
-    if device != "cpu" and any(config.degrees(role).ranks > 1 for role in MODEL_ROLES):
-        raise ConfigError("profile measures instances of several ranks on CPUs only so far: use --device cpu")
     if limit_s is None:
         limit_s = CPU_S if device == "cpu" else GPU_S
     if not (math.isfinite(limit_s) and limit_s >= LEAST_S):

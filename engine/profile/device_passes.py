@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +27,7 @@ from alignedserve.engine.profile.passes import (
     Grid,
     Measurement,
     PassShape,
+    lanes_of,
     measure,
     plan_measurements,
 )
@@ -101,11 +103,17 @@ class DevicePassBench:
     the time of the device, or of the host if that is longer. Prompts are computed one pass at a time.
     """
 
-    def __init__(self, runner: ModelRunner, engine: DecodeEngine, timer: Timer) -> None:
-        self.runner, self._engine, self._timer = runner, engine, timer
+    def __init__(
+        self, runner: ModelRunner, engine: DecodeEngine, timer: Timer, ranges: int = 1, held: object = None
+    ) -> None:
+        """`ranges`: of the instance's blocks, of which the runner's store is the first; requests take them by turns.
+        `held`: what must live as long as the store.
+        """
+        self.runner, self._engine, self._timer, self._held = runner, engine, timer, held
+        self.blocks, self._ranges = runner.cache.shape[0], ranges
         self._sampler = Sampler()
         self._row = SampleRow(SamplingParams(temperature=0.0), [1], [])
-        self._order = list(range(runner.cache.shape[0]))
+        self._order = list(range(self.blocks))
         random.Random(0).shuffle(self._order)
 
     def run(self, shape: PassShape) -> float:
@@ -113,36 +121,50 @@ class DevicePassBench:
         return self._run_pass(shape) if shape.chunks else self._run_decodes(shape)
 
     def _run_decodes(self, shape: PassShape) -> float:
-        used, items = 0, []
-        for length in shape.lengths:
-            blocks = self._take(used, length + 1)
-            used += len(blocks)
-            items.append(DecodeItem(self._row, 1, 0, length, blocks, 0))
-        before = self._engine.launch(items)  # keeps the device busy while the host prepares the next launch
+        places = self._places([length + 1 for length in shape.lengths])
+        items = [
+            DecodeItem(self._row, 1, 0, length, blocks, 0, rank)
+            for length, (blocks, rank) in zip(shape.lengths, places, strict=True)
+        ]
+        depth = self.runner.depth
+        lanes = deque([items[at] for at in lane] for lane in lanes_of(shape.lengths, depth))
+        steps = deque(self._engine.launch(lane) for lane in lanes)  # keep devices busy while the host prepares the next
         self._timer.begin()
-        for _ in range(LAUNCHES):
-            step = self._engine.launch(items)
-            _require_tokens(before)
-            before = step
+        for _ in range(LAUNCHES * len(lanes)):
+            if depth > 1:  # until then the lane's requests are under way
+                _require_tokens(steps.popleft())
+            steps.append(self._engine.launch(lanes[0]))
+            lanes.rotate(-1)
+            if depth == 1:
+                _require_tokens(steps.popleft())
         seconds = self._timer.seconds() / LAUNCHES
-        _require_tokens(before)
+        for step in steps:
+            _require_tokens(step)
         return seconds
 
     def _run_pass(self, shape: PassShape) -> float:
-        used, items = 0, []
         chunks = [(chunk.tokens, chunk.cached_tokens) for chunk in shape.chunks]
-        for tokens, start in (*chunks, *((1, length) for length in shape.lengths)):
-            blocks = self._take(used, tokens + start)
-            used += len(blocks)
-            items.append(ForwardItem([1] * tokens, start, blocks))
+        passed = [*chunks, *((1, length) for length in shape.lengths)]
+        places = self._places([tokens + start for tokens, start in passed])
+        items = [
+            ForwardItem([1] * tokens, start, blocks, rank=rank)
+            for (tokens, start), (blocks, rank) in zip(passed, places, strict=True)
+        ]
         rows = [self._row] * len(items)
         self._sampler.sample(self.runner.forward(items), rows)  # one-time compilation for such a pass is not measured
         self._timer.begin()
         self._sampler.sample(self.runner.forward(items), rows)
         return self._timer.seconds()
 
-    def _take(self, used: int, tokens: int) -> list[int]:
-        return self._order[used : used - (-tokens // BLOCK_SIZE)]
+    def _places(self, widths: Sequence[int]) -> list[tuple[list[int], int]]:
+        """Blocks for so many tokens of each request, and the rank that has them."""
+        used, found = [0] * self._ranges, []
+        for number, tokens in enumerate(widths):
+            rank, count = number % self._ranges, -(-tokens // BLOCK_SIZE)
+            own = self._order[used[rank] : used[rank] + count]
+            used[rank] += count
+            found.append(([rank * self.blocks + block for block in own], rank))
+        return found
 
 
 def _require_tokens(step: DecodeStep) -> None:
@@ -218,8 +240,7 @@ def gpu_benches(
 
     Decodes run as they are served, from CUDA graphs of these sizes if the backend's passes can be captured.
     """
-    graphs = replace(config.decode, graph_sizes=",".join(map(str, sizes)), max_running=sizes[-1])
-    as_served = replace(config, decode=graphs)
+    as_served = as_captured(config, sizes)
 
     def bench(store: torch.Tensor, name: str) -> DevicePassBench:
         runner = ModelRunner(loaded, store, name)
@@ -234,6 +255,12 @@ def gpu_benches(
     split = config.engine.attention if config.engine.attention != NO_SPLIT else AUTO
     names = [split] if refused[NO_SPLIT] else [split, NO_SPLIT]
     return {name: partial(bench, name=name) for name in names}
+
+
+def as_captured(config: Config, sizes: Sequence[int]) -> Config:
+    """`config` with CUDA graphs of these sizes."""
+    graphs = replace(config.decode, graph_sizes=",".join(map(str, sizes)), max_running=sizes[-1])
+    return replace(config, decode=graphs)
 
 
 def device_rates(

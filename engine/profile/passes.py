@@ -186,12 +186,9 @@ class PassBench:
 
     def _round_s(self, items: list[ForwardItem], rows: list[SampleRow]) -> float:
         """Each lane's next pass begins when its last one has ended, while the others are under way."""
-        depth = self.runner.depth
-        order = sorted(range(len(items)), key=lambda number: items[number].start)
         lanes = deque(
             ([items[number] for number in lane], [rows[number] for number in lane])
-            for lane in (order[place::depth] for place in range(depth))
-            if lane
+            for lane in lanes_of([item.start for item in items], self.runner.depth)
         )
         waits = deque(self.runner.begin(own) for own, _ in lanes)
         begun_s = 0.0
@@ -222,6 +219,12 @@ class PassBench:
             rows.append(SampleRow(SamplingParams(temperature=0.0), [1], []))
             used += count
         return items, rows
+
+
+def lanes_of(lengths: Sequence[int], depth: int) -> list[list[int]]:
+    """Requests, by number, of a pipeline's lanes: in order, of like lengths. At most `depth`, none empty."""
+    order = sorted(range(len(lengths)), key=lambda number: lengths[number])
+    return [lane for lane in (sorted(order[place::depth]) for place in range(depth)) if lane]
 
 
 def _widths(shape: PassShape) -> list[int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import platform
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from alignedserve.engine.model.loader import load_model
 from alignedserve.engine.profile.copies import host_copies
 from alignedserve.engine.profile.fit import Profiled, fit_profile
 from alignedserve.engine.profile.other_work import QUIET_SHARE, OtherWork
-from alignedserve.engine.profile.passes import measure, plan_measurements
-from alignedserve.engine.profile.role_benches import RoleBenches
+from alignedserve.engine.profile.passes import Measurement, PassBench, measure, plan_measurements
+from alignedserve.engine.profile.role_benches import ROLES, LoadedRole, RoleBenches
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.errors import ConfigError
 from alignedserve.memory import available_memory_bytes
@@ -50,11 +51,17 @@ def profile(config: Config, device: str, limit_s: float, host_overhead_s: HostOv
     info = inspect_model(config.served_model_name, path, config.model.dtype, device, trusted)
     shape = _shape(info, path, trusted)
     if device == "cuda":
-        from alignedserve.engine.profile.profiler_gpu import profile_gpu  # needs Triton
+        from alignedserve.engine.profile.profiler_gpu import profile_gpu, profile_gpus  # needs Triton
 
-        return profile_gpu(config, load_model(info, "cuda:0", trusted), shape, memory_bytes, limit_s, host_overhead_s)
+        if all(config.degrees(role).ranks == 1 for role in ROLES):
+            loaded = load_model(info, "cuda:0", trusted)
+            return profile_gpu(config, loaded, shape, memory_bytes, limit_s, host_overhead_s)
+        gpus = torch.cuda.device_count()
+        return profile_gpus(config, info, shape, memory_bytes, limit_s, host_overhead_s, gpus)
     plan, threads = plan_measurements(info.max_positions), torch.get_num_threads()
-    with contextlib.closing(RoleBenches(config, info, plan)) as benches:
+    made: RoleBenches[PassBench] = RoleBenches(config, info)
+    with contextlib.closing(made) as benches:
+        benches.open(lambda part: _bench(config, plan, part))
         others = OtherWork()
         rounds = measure(benches.run, plan, limit_s, time.monotonic)
         decode = benches.decode
@@ -72,10 +79,15 @@ def profile(config: Config, device: str, limit_s: float, host_overhead_s: HostOv
         host_s=host_s,
     )
     content = fit_profile(profiled)
-    content["fit"] |= {"rounds": rounds, "passes_by_clock": dict(benches.clocks)}
+    clocks: Counter[str] = sum((bench.clocks for bench in benches.benches), Counter())
+    content["fit"] |= {"rounds": rounds, "passes_by_clock": dict(clocks)}
     content["degrees"] = {role: asdict(degrees) for role, degrees in benches.degrees.items()}
     content["dtype"] = info.dtype
     return with_other_work(content, others)
+
+
+def _bench(config: Config, plan: Sequence[Measurement], part: LoadedRole) -> PassBench:
+    return PassBench(part.loaded, plan, config.engine.attention, ranks=part.ranks, experts=part.experts)
 
 
 def with_other_work(content: dict[str, Any], others: OtherWork) -> dict[str, Any]:

@@ -77,4 +77,10 @@ def _compare(context: Context, kind: str, degrees: Degrees, devices: list[str], 
     theirs = [greedy(reference, prompt, new_tokens) for prompt in prompts]
     found = agreement(reference, prompts, [job.tokens for job in jobs], theirs)
     total.add(found)
-    context.record.note(f"{kind}, {degrees}", answers=found.answers, equal=found.equal_answers, wrong=found.wrong)
+    context.record.note(
+        f"{kind}, {degrees}",
+        answers=found.answers,
+        equal=found.equal_answers,
+        wrong=found.wrong,
+        engine=type(engine).__name__,
+    )
