@@ -182,10 +182,12 @@ class ModelRunner:
         yield
 
     def begin_replay(
-        self, size: int, sent: torch.Tensor, replay: Callable[[], None], rows: torch.Tensor
+        self, rows: int, sent: torch.Tensor, replay: Callable[[], None], results: torch.Tensor
     ) -> Callable[[], torch.Tensor]:
-        """`begin` of a captured pass of `size` rows, where there are several stages. `replay` computes what the first
-        passes on into `rows` `[size, row_width]`; `sent` is as in `replaying`.
+        """`begin` of a captured pass of so many rows, for several stages: what is returned waits for their logits.
+
+        `replay` computes the first stage, and leaves its hidden states in `results` `[rows and padding, row_width]`.
+        `sent`: as in `replaying`.
         """
         raise UnsupportedModelError(f"{self.loaded.info.name} is computed in one stage")
 

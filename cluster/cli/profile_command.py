@@ -15,7 +15,7 @@ from typing import Any
 from alignedserve.cluster.cli.profile_cluster import measure_in_cluster, signals_as_exits
 from alignedserve.cluster.cli.progress import for_about
 from alignedserve.cluster.launch.environment import role_environment
-from alignedserve.cluster.launch.gpus import count_gpus
+from alignedserve.cluster.launch.gpus import count_gpus, device_with_neighbours
 from alignedserve.cluster.launch.preflight import check_model
 from alignedserve.cluster.runtime_dir import new_token
 from alignedserve.cluster.supervisor.plan import resolve_device
@@ -114,7 +114,7 @@ def _measure(config: Config, device: str, limit_s: float) -> dict[str, Any]:
     from alignedserve.decode_worker.loop_overhead import loop_overhead_s
     from alignedserve.engine.profile.profiler import profile
 
-    content = profile(config, device, limit_s, loop_overhead_s)
+    content = profile(config, device, limit_s, loop_overhead_s, device_with_neighbours)
     content["hardware"]["message_s"] = round(asyncio.run(measure_message_s(new_token())), 9)
     return content
 

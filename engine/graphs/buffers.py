@@ -57,13 +57,16 @@ class StepBuffers:
     def __init__(
         self, device: GraphDevice, where: torch.device, capacity: int, width: int, row_width: int, blocks: int
     ) -> None:
-        """`blocks`: number of blocks in the store. `capacity` is rounded up to an even number."""
+        """`blocks`: number of blocks in the store. `capacity` is rounded up to an even number.
+
+        `row_width`: of the results, which are logits, or the hidden states of a pipeline's stage before the last.
+        """
         self.capacity = capacity = capacity + capacity % 2
         self.width, self._blocks = width, blocks
         size = COLUMNS * capacity + 2 * capacity * width
         self._inputs = torch.zeros(size, dtype=torch.int32, device=where)
         self._table = torch.zeros(capacity, width, dtype=torch.int32, device=where)
-        self.logits = torch.zeros(capacity, row_width, dtype=torch.float32, device=where)
+        self.results = torch.zeros(capacity, row_width, dtype=torch.float32, device=where)
         self.chosen = torch.zeros(capacity, dtype=torch.int64, device=where)
         self.reported = torch.zeros(capacity, dtype=torch.int64, device=where)
         self.staging = tuple(
@@ -86,7 +89,7 @@ class StepBuffers:
     @property
     def nbytes(self) -> int:
         """On the device."""
-        held = (self._inputs, self._table, self.logits, self.chosen, self.reported)
+        held = (self._inputs, self._table, self.results, self.chosen, self.reported)
         return sum(tensor.nbytes for tensor in held)
 
     # ---- inputs of the graphs
@@ -152,6 +155,11 @@ class StepBuffers:
         if count:
             where = self._inputs[head : head + count].to(torch.int64)
             self._table.view(-1).index_copy_(0, where, self._inputs[head + count : head + 2 * count])
+
+    def rows_in(self, sent: torch.Tensor) -> int:
+        """How many rows of what `send` has sent are no padding. `sent`: in host memory."""
+        begin = Column.LENGTH * self.capacity
+        return int((sent[begin : begin + self.capacity] > 0).sum())
 
     def _update(self, items: Sequence[DecodeItem], block_size: int) -> tuple[np.ndarray, np.ndarray]:
         """Write the columns; returns places in the flat block table and their new block ids, both int32 `[changes]`."""

@@ -34,19 +34,18 @@ class CapturedPasses:
     def capture(self, progress: Progress, *, chooses: bool = True) -> None:
         """Capture all sizes, the largest first: the others' intermediate tensors then fit into its memory.
 
-        `progress(done, all)` is called after each size. `chooses` False: only forward passes, for a rank that follows.
-        Overwrites block 0. Raises the error that prevents a capture, also in another rank; graphs captured before it
-        are discarded.
+        `progress(done, all)` is called after each size. `chooses` False: only forward passes. Overwrites block 0.
+        Raises the error that prevents a capture; graphs captured before it are discarded. To be called within
+        `ModelRunner.captured_everywhere`.
         """
         device = self._device
         device.prepare()
         before = device.memory_bytes()
         self._buffers.fill_for_capture()
         try:
-            with self._runner.captured_everywhere():
-                for done, size in enumerate(reversed(self.sizes), start=1):
-                    self._forward[size] = device.capture(lambda size=size: self._run_forward(size))  # type: ignore[misc]
-                    progress(done, len(self.sizes))
+            for done, size in enumerate(reversed(self.sizes), start=1):
+                self._forward[size] = device.capture(lambda size=size: self._run_forward(size))  # type: ignore[misc]
+                progress(done, len(self.sizes))
             for size in reversed(self.sizes) if chooses else ():
                 for drawn in (False, True):
                     self._choose[size, drawn] = device.capture(
@@ -64,7 +63,8 @@ class CapturedPasses:
         """As `capture`, in all ranks. False, with a warning, if this or another rank's model cannot be captured."""
         self._runner.tell_capture(self.sizes)
         try:
-            self.capture(progress, chooses=chooses)
+            with self._runner.captured_everywhere():
+                self.capture(progress, chooses=chooses)
         except RankLostError:
             raise
         except Exception as error:  # foreign model code: anything in it may prevent a capture
@@ -96,7 +96,7 @@ class CapturedPasses:
         return size
 
     def forward(self, size: int) -> None:
-        """Compute the logits of the buffers' first `size` rows."""
+        """Compute the results of the buffers' first `size` rows."""
         self._forward[size]()
 
     def _run_forward(self, size: int) -> None:
@@ -107,12 +107,12 @@ class CapturedPasses:
         table = buffers.table(size)
         positions = (table.lengths - 1).clamp(min=0).to(torch.int64)
         logits = self._runner.forward_table(token_ids.unsqueeze(0), positions.unsqueeze(0), table)
-        buffers.logits[:size].copy_(logits)
+        buffers.results[:size].copy_(logits)
 
     def _run_choose(self, size: int, drawn: bool) -> None:
         """Choose tokens, and report -1 to the host for rows with logits that are not finite (a NaN is the maximum)."""
         buffers = self._buffers
-        logits, chosen = buffers.logits[:size], buffers.chosen[:size]
+        logits, chosen = buffers.results[:size], buffers.chosen[:size]
         top, best = logits.max(dim=-1)
         chosen.copy_(best)
         if drawn:

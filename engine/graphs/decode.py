@@ -177,8 +177,8 @@ class GraphDecode(DecodeEngine):
         """Choose the tokens of these rows of the last replay, on the device; returns the rows' errors."""
         with torch.inference_mode(), self._device.scope():
             buffers = self._buffers
-            where = torch.tensor(indices, dtype=torch.int64).to(buffers.logits.device, non_blocking=True)
-            logits = buffers.logits.index_select(0, where)
+            where = torch.tensor(indices, dtype=torch.int64).to(buffers.results.device, non_blocking=True)
+            logits = buffers.results.index_select(0, where)
             rows, places = [item.row for item in items], [item.position for item in items]
             tokens, finite, errors = self._sampler.choose_masked(logits, rows, places)
             buffers.chosen.index_copy_(0, where, tokens)
@@ -188,8 +188,8 @@ class GraphDecode(DecodeEngine):
     def _choose(self, indices: Sequence[int], items: Sequence[DecodeItem]) -> Results:
         """The Sampler's tokens for these rows of the last replay."""
         with torch.inference_mode(), self._device.scope():
-            where = torch.tensor(indices, dtype=torch.int64).to(self._buffers.logits.device, non_blocking=True)
-            logits = self._buffers.logits.index_select(0, where)
+            where = torch.tensor(indices, dtype=torch.int64).to(self._buffers.results.device, non_blocking=True)
+            logits = self._buffers.results.index_select(0, where)
             try:
                 return list(self._sampler.sample(logits, [item.row for item in items], [i.position for i in items]))
             except Exception:  # choose one by one: only the items at fault fail

@@ -32,6 +32,10 @@ class GraphFollower:
             self._buffers.take(inputs)
             self._passes.forward(size)
 
-    def rows(self, size: int) -> torch.Tensor:
-        """What the last replay of this size has computed: logits, or hidden states of a stage before the last, fp32."""
-        return self._buffers.logits[:size]
+    def results(self, rows: int) -> torch.Tensor:
+        """The first rows of the last replay, fp32: logits, or the hidden states of a stage before the last."""
+        return self._buffers.results[:rows]
+
+    def rows_in(self, inputs: torch.Tensor) -> int:
+        """How many rows are no padding."""
+        return self._buffers.rows_in(inputs)

@@ -40,9 +40,14 @@ class StagedGraphDecode(StagedDecode):
             if self._passes.capture_if_possible(self._progress, chooses=False):
                 self.sizes = self._passes.sizes
 
+    @property
+    def graph_memory_bytes(self) -> int:
+        """As of `GraphDecode`."""
+        return self._buffers.nbytes + self._passes.memory_bytes
+
     def show_metrics(self, page: Page) -> None:
         super().show_metrics(page)
-        self.counts.show(page, self.sizes, self._buffers.nbytes + self._passes.memory_bytes)
+        self.counts.show(page, self.sizes, self.graph_memory_bytes)
 
     def launch(self, items: Sequence[DecodeItem]) -> DecodeStep:
         if not self.sizes:
@@ -59,11 +64,11 @@ class StagedGraphDecode(StagedDecode):
         with torch.inference_mode(), self._device.scope():
             try:
                 sent = buffers.send(items, self._runner.block_size, buffers.staging[self._turn])
-                replay, states = (lambda: self._passes.forward(size)), buffers.logits[:size]
-                logits = self._runner.begin_replay(size, sent, replay, states)
+                replay, results = (lambda: self._passes.forward(size)), buffers.results[:size]
+                logits = self._runner.begin_replay(rows, sent, replay, results)
             except Exception:
                 buffers.forget()
                 raise
         self.counts.replays += 1
         self.counts.padded_rows += size - rows
-        return lambda: logits()[:rows]
+        return logits

@@ -89,17 +89,21 @@ class DrivenRunner(ModelRunner):
 
     def _captured(self, sizes: list[int]) -> GraphFollower | None:
         """Passes captured with rank 0; None if they cannot be, in any rank."""
-        from alignedserve.engine.graphs.follower import GraphFollower  # torch for CPUs comes without Triton
-
-        graphs = GraphFollower(self, self.new_graph_device(), sizes)
         try:
-            graphs.capture()
+            with self.captured_everywhere():
+                graphs = self._new_follower(sizes)
+                graphs.capture()
         except RankLostError:
             raise
         except Exception as error:  # rank 0 says so, too
             logger.warning("rank %d captures no pass: %s", self._at.rank, error)
             return None
         return graphs
+
+    def _new_follower(self, sizes: list[int]) -> GraphFollower:
+        from alignedserve.engine.graphs.follower import GraphFollower  # torch for CPUs comes without Triton
+
+        return GraphFollower(self, self.new_graph_device(), sizes)
 
     def follow_replay(self, size: int, sent: torch.Tensor, graphs: GraphFollower) -> None:
         """This rank's part of a captured pass."""
@@ -239,29 +243,30 @@ class RankRunner(DrivenRunner):
         with self._pipe.captured():  # the host knows the tokens, and has told them to all
             return super().forward_table(input_ids, position_ids, table)
 
-    def _captured(self, sizes: list[int]) -> GraphFollower | None:
+    def _new_follower(self, sizes: list[int]) -> GraphFollower:
         if self._pipe is not None and self._at.stage:
             self._pipe.hold(sizes[-1])
-        return super()._captured(sizes)
+        return super()._new_follower(sizes)
 
     def follow_replay(self, size: int, sent: torch.Tensor, graphs: GraphFollower) -> None:
         if self._pipe is None:
-            graphs.replay(size, sent)
+            super().follow_replay(size, sent, graphs)
             return
         last = self._at.is_last_stage
-        self._pipe.replay(size, lambda: graphs.replay(size, sent), None if last else graphs.rows(size))
+        self._pipe.replay(size, lambda: graphs.replay(size, sent), None if last else graphs.results(size))
         if last and self._at.part == 0:
-            self._answer(graphs.rows(size).clone())
+            self._answer(graphs.results(graphs.rows_in(sent)).clone())  # the next pass writes there
 
     @torch.inference_mode()
     def begin_replay(
-        self, size: int, sent: torch.Tensor, replay: Callable[[], None], rows: torch.Tensor
+        self, rows: int, sent: torch.Tensor, replay: Callable[[], None], results: torch.Tensor
     ) -> Callable[[], torch.Tensor]:
         if self._pipe is None:
-            return super().begin_replay(size, sent, replay, rows)
+            return super().begin_replay(rows, sent, replay, results)
+        size = len(results)
         with self.replaying(size, sent):
-            self._pipe.replay(size, replay, rows)
-            wait = self._answered(size)
+            self._pipe.replay(size, replay, results)
+            wait = self._answered(rows)
 
         def logits() -> torch.Tensor:
             self._require_all()

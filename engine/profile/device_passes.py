@@ -1,4 +1,4 @@
-"""Measures passes and rates of a GPU: decodes as they are served, each launched while the previous one runs."""
+"""Measures passes and rates of a GPU. Decodes run as they are served."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ class DevicePassBench:
     """Runs passes of one runner, every request in its own blocks. `run` is what `profile.measure` calls.
 
     Decodes go through `engine`. Each is launched before the tokens of the previous one are requested, so a pass takes
-    the time of the device, or of the host if that is longer. Prompts are computed one pass at a time.
+    the time of the device, or of the host if that is longer. In a pipeline a pass is a round of lanes: each is launched
+    when its last tokens are known, while the others are under way. Prompts are computed one pass at a time.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class DevicePassBench:
         """`ranges`: of the instance's blocks, of which the runner's store is the first; requests take them by turns.
         `held`: what must live as long as the store.
         """
-        self.runner, self._engine, self._timer, self._held = runner, engine, timer, held
+        self.runner, self.engine, self._timer, self._held = runner, engine, timer, held
         self.blocks, self._ranges = runner.cache.shape[0], ranges
         self._sampler = Sampler()
         self._row = SampleRow(SamplingParams(temperature=0.0), [1], [])
@@ -128,12 +129,12 @@ class DevicePassBench:
         ]
         depth = self.runner.depth
         lanes = deque([items[at] for at in lane] for lane in lanes_of(shape.lengths, depth))
-        steps = deque(self._engine.launch(lane) for lane in lanes)  # keep devices busy while the host prepares the next
+        steps = deque(self.engine.launch(lane) for lane in lanes)  # keep devices busy while the host prepares the next
         self._timer.begin()
         for _ in range(LAUNCHES * len(lanes)):
             if depth > 1:  # until then the lane's requests are under way
                 _require_tokens(steps.popleft())
-            steps.append(self._engine.launch(lanes[0]))
+            steps.append(self.engine.launch(lanes[0]))
             lanes.rotate(-1)
             if depth == 1:
                 _require_tokens(steps.popleft())
@@ -192,6 +193,8 @@ class DevicePasses:
     rounds: int
     backends: dict[str, str]
     host_s: dict[int, float]
+    waits_for_host: bool = False
+    """Whether a pass begins only after what the engine adds to the one before."""
 
 
 def measure_passes(

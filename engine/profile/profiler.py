@@ -22,7 +22,7 @@ from alignedserve.engine.profile.copies import host_copies
 from alignedserve.engine.profile.fit import Profiled, fit_profile
 from alignedserve.engine.profile.other_work import QUIET_SHARE, OtherWork
 from alignedserve.engine.profile.passes import Measurement, PassBench, measure, plan_measurements
-from alignedserve.engine.profile.role_benches import ROLES, LoadedRole, RoleBenches
+from alignedserve.engine.profile.role_benches import ROLES, Arranged, LoadedRole, RoleBenches, in_order
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.errors import ConfigError
 from alignedserve.memory import available_memory_bytes
@@ -34,13 +34,15 @@ HOST_REQUESTS = (1, 4, 16, 64)  # numbers of requests for which the engine's ove
 HostOverhead = Callable[[ModelRunner, int, int], float]
 
 
-def profile(config: Config, device: str, limit_s: float, host_overhead_s: HostOverhead) -> dict[str, Any]:
+def profile(
+    config: Config, device: str, limit_s: float, host_overhead_s: HostOverhead, arranged: Arranged = in_order
+) -> dict[str, Any]:
     """Load the configured model on `device`, measure for about `limit_s` seconds, fit.
 
     Raises ModelError, and ConfigError if the device is CUDA and torch has none.
 
     `host_overhead_s(runner, blocks of its store, requests)`: seconds that an engine adds to a pass of that many
-    requests.
+    requests. `arranged`: as for `RoleBenches`.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu")
@@ -57,15 +59,16 @@ def profile(config: Config, device: str, limit_s: float, host_overhead_s: HostOv
             loaded = load_model(info, "cuda:0", trusted)
             return profile_gpu(config, loaded, shape, memory_bytes, limit_s, host_overhead_s)
         gpus = torch.cuda.device_count()
-        return profile_gpus(config, info, shape, memory_bytes, limit_s, host_overhead_s, gpus)
+        return profile_gpus(config, info, shape, memory_bytes, limit_s, host_overhead_s, gpus, arranged)
     plan, threads = plan_measurements(info.max_positions), torch.get_num_threads()
     made: RoleBenches[PassBench] = RoleBenches(config, info)
     with contextlib.closing(made) as benches:
         benches.open(lambda part: _bench(config, plan, part))
-        others = OtherWork()
+        others = OtherWork(benches.other_pids)
         rounds = measure(benches.run, plan, limit_s, time.monotonic)
         decode = benches.decode
         host_s = {requests: host_overhead_s(decode.runner, decode.blocks, requests) for requests in HOST_REQUESTS}
+        other_share = others.share()
     torch.set_num_threads(threads)
     profiled = Profiled(
         name=f"{info.name}-{device}",
@@ -83,16 +86,15 @@ def profile(config: Config, device: str, limit_s: float, host_overhead_s: HostOv
     content["fit"] |= {"rounds": rounds, "passes_by_clock": dict(clocks)}
     content["degrees"] = {role: asdict(degrees) for role, degrees in benches.degrees.items()}
     content["dtype"] = info.dtype
-    return with_other_work(content, others)
+    return with_other_work(content, other_share)
 
 
 def _bench(config: Config, plan: Sequence[Measurement], part: LoadedRole) -> PassBench:
-    return PassBench(part.loaded, plan, config.engine.attention, ranks=part.ranks, experts=part.experts)
+    return PassBench(part.loaded, plan, config.engine.attention, ranks=part.ranks, experts=part.degrees.experts)
 
 
-def with_other_work(content: dict[str, Any], others: OtherWork) -> dict[str, Any]:
+def with_other_work(content: dict[str, Any], busy: float) -> dict[str, Any]:
     """`content` with the share of the processors that other work used, in `fit`."""
-    busy = others.share()
     content["fit"] |= {"other_work_share": round(busy, 3), "quiet": busy <= QUIET_SHARE}
     return content
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from alignedserve.config import Config
-from alignedserve.device_memory import DeviceMemory, activation_bytes
+from alignedserve.device_memory import DeviceMemory, RanksHere, activation_bytes
+from alignedserve.engine.backends.choice import AUTO
 from alignedserve.engine.model.loader import LoadedModel
 from alignedserve.engine.profile.bandwidth import bandwidth_by_blocks
 from alignedserve.engine.profile.copies import LinkFigures, device_copies
 from alignedserve.engine.profile.device_passes import (
     GPU_GRID,
+    NO_SPLIT,
     CudaTimer,
     DevicePassBench,
     device_rates,
@@ -28,12 +30,12 @@ from alignedserve.engine.profile.fit import Profiled, fit_profile
 from alignedserve.engine.profile.other_work import OtherWork
 from alignedserve.engine.profile.passes import BLOCK_SIZE, LEAST_BLOCKS, Grid
 from alignedserve.engine.profile.profiler import HOST_REQUESTS, HostOverhead, store_fields, with_other_work
-from alignedserve.engine.profile.rank_passes import measure_rank_passes, most_sharing
-from alignedserve.engine.profile.role_benches import ROLES, RoleBenches
+from alignedserve.engine.profile.rank_passes import measure_rank_passes
+from alignedserve.engine.profile.role_benches import ROLES, Arranged, RoleBenches, in_order
 from alignedserve.errors import ResourceError
 from alignedserve.memory import describe_bytes
 from alignedserve.model import ModelInfo
-from alignedserve.ranks.degrees import device_of
+from alignedserve.ranks.degrees import Degrees, device_of
 from alignedserve.scheduler.cost.parts import ModelShape
 from alignedserve.sizing import plan_stores
 
@@ -52,19 +54,16 @@ def profile_gpu(
 ) -> dict[str, Any]:
     """`profile` of a model on a GPU: rates first, which warm its clocks, then links, then passes in the time left.
 
-    What an engine adds to a pass runs during the previous pass, so it is reported (`gpu.host_s`) and not charged.
+    What an engine adds to a pass is reported (`gpu.host_s`), and charged unless it runs during the previous pass.
     `ranks`: with several; `loaded` is rank 0's part of a decode instance then.
     """
     begun_s, info, device = time.monotonic(), loaded.info, loaded.device
-    others = OtherWork()
+    others = OtherWork([] if ranks is None else ranks.other_pids)
     rates = device_rates(device, CudaTimer(device))
     blocks = bandwidth_by_blocks(device)
     count = torch.cuda.device_count()
     links = device_copies(info.geometry(config.kv_pool.block_size), [torch.device("cuda", n) for n in range(count)])
-    devices = [f"a GPU for {role}" for role in ROLES]
-    if ranks is not None:
-        devices = [device_of(name.partition(":")[2] for name in ranks.part(role).devices) for role in ROLES]
-    grid = _grid(info, device, 1 if ranks is None else most_sharing(ranks))
+    grid = _grid(info, {str(device): [RanksHere(1, Degrees())]} if ranks is None else ranks.by_device())
     left_s = max(LEAST_PASSES_S, limit_s - (time.monotonic() - begun_s))
     if ranks is None:
         benches = gpu_benches(loaded, config, grid.requests)
@@ -79,9 +78,9 @@ def profile_gpu(
         shape=shape,
         sm_count=int(properties.multi_processor_count),
         measurements=passes.plan,
-        hardware=_hardware(config, info, memory_bytes, properties.total_memory, links, devices),
+        hardware=_hardware(config, info, memory_bytes, properties.total_memory, links),
         hardware_note="the stores that `alignedserve serve` would plan with a GPU for each rank; links measured",
-        host_s={},
+        host_s=passes.host_s if passes.waits_for_host else {},
         grid=grid,
         no_split=passes.no_split,
         block_bandwidth=blocks[1],
@@ -100,7 +99,7 @@ def profile_gpu(
     }
     if ranks is not None:
         content["degrees"] = {role: asdict(degrees) for role, degrees in ranks.degrees.items()}
-    return with_other_work(content, others)
+    return with_other_work(content, others.share())
 
 
 def profile_gpus(
@@ -111,24 +110,33 @@ def profile_gpus(
     limit_s: float,
     host_overhead_s: HostOverhead,
     gpus: int,
+    arranged: Arranged = in_order,
 ) -> dict[str, Any]:
     """The same of instances of several ranks, on `gpus` GPUs. Not yet run on GPUs.
 
     The attention backend is the configured one, or the fastest if that is `auto`; the one that does not split KV is not
-    measured beside it.
+    measured. `arranged` is as for `RoleBenches`.
     """
-    made: RoleBenches[DevicePassBench] = RoleBenches(config, info, gpus)
+    if config.engine.attention == NO_SPLIT:
+        config = replace(config, engine=replace(config.engine, attention=AUTO))
+    made: RoleBenches[DevicePassBench] = RoleBenches(config, info, gpus, arranged)
     with contextlib.closing(made) as benches:
         loaded = benches.part("decode").loaded
         return profile_gpu(config, loaded, shape, memory_bytes, limit_s, host_overhead_s, benches)
 
 
-def _grid(info: ModelInfo, device: torch.device, sharing: int) -> Grid:
-    """The grid, limited to passes whose KV fits beside the model. `sharing`: ranks on the fullest device."""
-    free, _ = torch.cuda.mem_get_info(device)
-    room = int(ROOM * free) - activation_bytes(info, GPU_GRID.chunks[-1] + GPU_GRID.requests[-1], GPU_GRID.requests[-1])
-    most = min(GPU_GRID.most_tokens, room // sharing // info.geometry(BLOCK_SIZE).token_bytes)
-    if most < LEAST_BLOCKS * BLOCK_SIZE:
+def _grid(info: ModelInfo, ranks: Mapping[str, Sequence[RanksHere]]) -> Grid:
+    """The grid, limited to passes whose KV fits beside the model. `ranks`: of each instance on a device, by device."""
+    geometry, most = info.geometry(BLOCK_SIZE), GPU_GRID.most_tokens
+    each = activation_bytes(info, GPU_GRID.chunks[-1] + GPU_GRID.requests[-1], GPU_GRID.requests[-1])
+    for device, instances in ranks.items():
+        free, _ = torch.cuda.mem_get_info(torch.device(device))
+        room = int(ROOM * free) - each * sum(here.number for here in instances)
+        # Each range of ranks that share experts has as many blocks as the store of one rank would have.
+        block_bytes = sum(here.block_bytes(info, geometry) * here.degrees.experts for here in instances)
+        most = min(most, room // block_bytes * BLOCK_SIZE)
+        if most >= LEAST_BLOCKS * BLOCK_SIZE:
+            continue
         raise ResourceError(
             f"{describe_bytes(free)} of {device} are free beside {info.name}: too little to profile passes; stop "
             "other processes that use it, or choose a smaller model.dtype"
@@ -142,13 +150,14 @@ def _hardware(
     memory_bytes: int,
     device_bytes: int,
     links: Sequence[LinkFigures],
-    places: Sequence[str],
 ) -> dict[str, float]:
-    """Fields of the simulator's Hardware. `links`: as `device_copies` returns them. `places`: of prefill, of decode."""
-    devices = [
-        (role, DeviceMemory(f"{role}-0", place, device_bytes, device_bytes))
-        for role, place in zip(ROLES, places, strict=True)
-    ]
+    """Fields of the simulator's Hardware. `links`: as `device_copies` returns them."""
+    devices, first = [], 0
+    for role in ROLES:  # planned on GPUs of their own, on whichever they were measured
+        ranks = config.degrees(role).ranks
+        place = device_of(range(first, first + ranks))
+        devices.append((role, DeviceMemory(f"{role}-0", place, device_bytes, device_bytes)))
+        first += ranks
     one_each = replace(config, cluster=replace(config.cluster, prefill=1, decode=1))
     to_device, from_device, within, *between = links
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -20,7 +19,7 @@ from alignedserve.engine.profile.device_passes import (
     as_captured,
     blocks_needed,
 )
-from alignedserve.engine.profile.passes import BLOCK_SIZE, LEAST_BLOCKS, Grid, measure, plan_measurements
+from alignedserve.engine.profile.passes import BLOCK_SIZE, LEAST_BLOCKS, Grid, lanes_of, measure, plan_measurements
 from alignedserve.engine.profile.profiler import HostOverhead
 from alignedserve.engine.profile.role_benches import LoadedRole, RoleBenches
 from alignedserve.engine.runner import allocate_cache
@@ -42,15 +41,16 @@ def measure_rank_passes(
     begun_s = time.monotonic()
     plan = plan_measurements(benches.part("decode").loaded.info.max_positions, grid=grid)
     blocks = max(LEAST_BLOCKS, blocks_needed(measurement.shape for measurement in plan))
-    benches.open(partial(rank_bench, config, grid.requests, blocks))
+    benches.open(partial(rank_bench, config, grid, blocks))
     passes_s = max(LEAST_SHARE * limit_s, limit_s - (time.monotonic() - begun_s))
     rounds = measure(benches.run, plan, passes_s, time.monotonic)
     decode = benches.decode
     host_s = {count: host_overhead_s(decode.runner, decode.blocks, count) for count in host_requests}
-    return DevicePasses(plan, [], rounds, {KERNEL_MODES[0]: config.engine.attention}, host_s)
+    backends, overlaps = {KERNEL_MODES[0]: config.engine.attention}, decode.engine.overlaps
+    return DevicePasses(plan, [], rounds, backends, host_s, waits_for_host=not overlaps)
 
 
-def rank_bench(config: Config, sizes: Sequence[int], blocks: int, part: LoadedRole) -> DevicePassBench:
+def rank_bench(config: Config, grid: Grid, blocks: int, part: LoadedRole) -> DevicePassBench:
     """The bench of a role. Where ranks have ranges of the store, each has `blocks`."""
     geometry, ranks = part.loaded.info.geometry(BLOCK_SIZE), part.ranks
     held: BlockStore | None = None
@@ -62,13 +62,9 @@ def rank_bench(config: Config, sizes: Sequence[int], blocks: int, part: LoadedRo
     runner = runner_maker(config, part.loaded, ranks)(store)
     engine: DecodeEngine = EagerDecode(runner, overlaps=False)
     if part.decodes:
+        counts = {*grid.requests, *grid.held_out_requests} if runner.depth > 1 else set(grid.requests)
+        sizes = sorted({len(lane) for count in counts for lane in lanes_of((1,) * count, runner.depth)})
         engine = decode_engine(runner, as_captured(config, sizes), lambda done, total: None)
     engine.warm_up()
     ranges = 1 if ranks is None else ranks.ranges
     return DevicePassBench(runner, engine, TIMER(part.loaded.device), ranges, held)
-
-
-def most_sharing(benches: RoleBenches[DevicePassBench]) -> int:
-    """The ranks on the GPU that has most of them."""
-    parts = {id(part): part for part in map(benches.part, benches.degrees)}
-    return max(Counter(device for part in parts.values() for device in part.devices).values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -9,13 +10,21 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from alignedserve.config import Config
+from alignedserve.device_memory import RanksHere
 from alignedserve.engine.model.loader import LoadedModel, load_model
+from alignedserve.engine.parallel.children import devices_by_turns
 from alignedserve.engine.parallel.processes import RankProcesses, start_ranks
 from alignedserve.engine.profile.passes import PassShape
 from alignedserve.errors import ConfigError
 from alignedserve.model import ModelInfo
+from alignedserve.ranks.degrees import Degrees, device_of, devices_in
 
 ROLES = ("prefill", "decode")
+Arranged = Callable[[Sequence[int], int], str]
+
+
+def in_order(gpus: Sequence[int], _tensor: int) -> str:
+    return device_of(gpus)
 
 
 class Bench(Protocol):
@@ -27,12 +36,11 @@ AnyBench = TypeVar("AnyBench", bound=Bench)
 
 @dataclass(frozen=True, slots=True)
 class LoadedRole:
-    """Rank 0 of what a role has: its part of the model, its other ranks, and the threads with which it computes."""
+    """A role's model as its rank 0 has loaded it, the other ranks, and the threads with which rank 0 computes."""
 
     decodes: bool
     """Whether decodes are measured on it."""
-    experts: int
-    """How many ranks share them."""
+    degrees: Degrees
     devices: Sequence[str]
     loaded: LoadedModel
     ranks: RankProcesses | None
@@ -42,8 +50,9 @@ class LoadedRole:
 class RoleBenches(Generic[AnyBench]):
     """Roles of the same degrees without stages share a bench. `close` ends the other ranks."""
 
-    def __init__(self, config: Config, info: ModelInfo, gpus: int = 0) -> None:
-        """Loads the model for each role. `gpus`: how many this machine has; 0: on its CPUs.
+    def __init__(self, config: Config, info: ModelInfo, gpus: int = 0, arranged: Arranged = in_order) -> None:
+        """Loads the model for each role. `gpus`: how many this machine has; 0: on its CPUs. `arranged`: puts an
+        instance's GPUs, given by number, into the order of ranks, of which so many share a layer.
 
         Raises ConfigError if the ranks cannot share the model, or GPUs are missing, and what loading it raises.
         """
@@ -51,6 +60,7 @@ class RoleBenches(Generic[AnyBench]):
         self._keys = {role: self._key(role) for role in ROLES}
         self._parts: dict[object, LoadedRole] = {}
         self._benches: dict[object, AnyBench] = {}
+        self._arranged = arranged
         threads, devices = torch.get_num_threads(), self._devices(gpus, share=config.cluster.share_gpu)
         try:
             for role, key in self._keys.items():
@@ -80,6 +90,19 @@ class RoleBenches(Generic[AnyBench]):
         return self._parts[self._keys[role]]
 
     @property
+    def other_pids(self) -> list[int]:
+        """Of the processes of all ranks but the first ones."""
+        return [pid for part in self._parts.values() if part.ranks is not None for pid in part.ranks.pids[1:]]
+
+    def by_device(self) -> dict[str, list[RanksHere]]:
+        """The ranks of each instance on a device, by device."""
+        found: dict[str, list[RanksHere]] = {}
+        for part in self._parts.values():
+            for device, number in Counter(devices_by_turns(part.devices, part.degrees.ranks)).items():
+                found.setdefault(device, []).append(RanksHere(number, part.degrees))
+        return found
+
+    @property
     def benches(self) -> list[AnyBench]:
         return list(self._benches.values())
 
@@ -106,8 +129,13 @@ class RoleBenches(Generic[AnyBench]):
                 f"{self.degrees['decode'].ranks} ranks, which need {needed} GPUs, but there are {gpus}: choose fewer "
                 "ranks, or let them share GPUs (cluster.share_gpu)"
             )
-        turns = iter(range(needed))
-        return {key: [f"cuda:{next(turns) % gpus}" for _ in range(count)] for key, count in ranks.items()}
+        found, first = {}, 0
+        for role, key in self._keys.items():
+            if key not in found:
+                numbers = dict.fromkeys(number % gpus for number in range(first, first + ranks[key]))
+                found[key] = devices_in(self._arranged(list(numbers), self.degrees[role].tensor))
+                first += ranks[key]
+        return found
 
     def _of(self, role: str) -> AnyBench:
         torch.set_num_threads(self.part(role).threads)
@@ -122,4 +150,4 @@ class RoleBenches(Generic[AnyBench]):
                 ranks.close()
             raise
         decodes = self._keys[role] == self._keys["decode"]
-        return LoadedRole(decodes, self.degrees[role].experts, devices, loaded, ranks, torch.get_num_threads())
+        return LoadedRole(decodes, self.degrees[role], devices, loaded, ranks, torch.get_num_threads())

@@ -16,7 +16,7 @@ from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
 from alignedserve.engine.parallel.processes import OWN_STORES_VARIABLE
 from alignedserve.ranks.degrees import Degrees
-from alignedserve.testing.models import make_model
+from alignedserve.testing.models import KINDS, make_model
 from support.gateway import http_to, joined_gateway
 from support.held import wait_nothing_held
 
@@ -96,36 +96,48 @@ async def test_answers_are_those_of_one_rank(of_one: list[dict[str, Any]], prefi
     assert all(isinstance(json.loads(found[at]["text"]), list) for at in (4, 4 + len(WAYS)))
 
 
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary = json.loads((TINY / "config.json").read_text())["vocab_size"]
-    folder = make_model("mixtral", tmp_path_factory.mktemp("mixture") / "mixture", seed=26, vocab_size=vocabulary)
+    folder = make_model(request.param, tmp_path_factory.mktemp("model") / request.param, seed=26, vocab_size=vocabulary)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, folder / name)
     return folder
 
 
 @pytest.fixture(scope="module")
-def of_one_mixture(mixture: Path) -> list[dict[str, Any]]:
-    return asyncio.run(answers(Degrees(), Degrees(), mixture))[0]
+def of_one_model(model: Path) -> list[dict[str, Any]]:
+    return asyncio.run(answers(Degrees(), Degrees(), model))[0]
 
 
 @pytest.mark.slow
-async def test_answers_of_ranks_that_share_experts_are_those_of_one_rank(
-    mixture: Path, of_one_mixture: list[dict[str, Any]]
+async def test_answers_of_every_architecture_are_those_of_one_rank(
+    model: Path, of_one_model: list[dict[str, Any]]
 ) -> None:
-    check(*await answers(Degrees(), Degrees(experts=2), mixture), of_one_mixture)
+    check(*await answers(Degrees(2), Degrees(2, 2), model), of_one_model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MIXTURES, indirect=True)
+async def test_answers_of_ranks_that_share_experts_are_those_of_one_rank(
+    model: Path, of_one_model: list[dict[str, Any]]
+) -> None:
+    check(*await answers(Degrees(), Degrees(experts=2), model), of_one_model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("model", MIXTURES, indirect=True)
 async def test_answers_of_ranks_that_have_a_cache_each_are_those_of_one_rank(
-    ranks: int, mixture: Path, of_one_mixture: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    ranks: int, model: Path, of_one_model: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each cache holds one request and a half."""
     monkeypatch.setenv(OWN_STORES_VARIABLE, "1")
-    found, metrics = await answers(Degrees(), Degrees(experts=ranks), mixture, 60 * ranks)
-    check(found, metrics, of_one_mixture)
+    found, metrics = await answers(Degrees(), Degrees(experts=ranks), model, 60 * ranks)
+    check(found, metrics, of_one_model)
 
 
 def check(found: list[dict[str, Any]], metrics: str, of_one: list[dict[str, Any]]) -> None:

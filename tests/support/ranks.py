@@ -96,7 +96,8 @@ def _capturing(
     work: Path,
     sizes: tuple[int, ...],
 ) -> None:
-    DrivenRunner.new_graph_device = lambda self: TwinDevice(records=False)  # type: ignore[method-assign]
+    records = degrees.tensor == 1  # sums in host memory cannot be recorded
+    DrivenRunner.new_graph_device = lambda self: TwinDevice(records=records)  # type: ignore[method-assign]
     runner = _runner(RankPlace(rank, degrees), folder, work, own=True)
     if rank:
         runner.follow()

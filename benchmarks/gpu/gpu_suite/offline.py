@@ -82,6 +82,10 @@ class Offline:
             # Joining jobs take part in the next launch; the iteration in flight is not affected.
             joined = self._join(waiting, len(running))
             running += [job for job in joined if job.launched < job.new_tokens]
+            if self._runner.depth > 1:
+                self._run_lanes(running)
+                running = [job for job in running if job.launched < job.new_tokens]
+                continue
             after = self._launch(running, flight)
             if flight is not None:
                 self._land(flight)
@@ -90,6 +94,13 @@ class Offline:
                 self._land(after)
                 after = None
             flight = after
+
+    def _run_lanes(self, running: Sequence[Job]) -> None:
+        """An iteration of each lane of a pipeline: all are under way before the tokens of the first are taken."""
+        lanes = [running[number :: self._runner.depth] for number in range(self._runner.depth)]
+        for flight in [self._launch(lane, None) for lane in lanes]:
+            if flight is not None:
+                self._land(flight)
 
     def _join(self, waiting: deque[Job], running: int) -> list[Job]:
         joined: list[Job] = []
