@@ -70,8 +70,11 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [(Degrees(2), Degrees(2)), (Degrees(), Degrees(1, 2)), (Degrees(), Degrees(experts=2))],
-    ids=["tp2", "pp2", "ep2"],
+    [
+        pytest.param(Degrees(2), Degrees(2), id="tp2", marks=pytest.mark.slow),
+        pytest.param(Degrees(), Degrees(1, 2), id="pp2"),
+        pytest.param(Degrees(), Degrees(experts=2), id="ep2", marks=pytest.mark.slow),
+    ],
 )
 def test_a_profile_of_gpus_is_of_as_many_ranks(prefill: Degrees, decode: Degrees, tmp_path: Path) -> None:
     info, config = model(tmp_path), configured(prefill, decode)
