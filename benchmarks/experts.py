@@ -6,6 +6,9 @@ that the experts have like numbers of rows. All placements see the same requests
 ranks' time in which they wait for the last one of a layer. `spread`: by how much the greatest load in tokens of KV
 exceeds the mean, as a share of it. `same`: each rank has the same requests, for what the machine itself leaves idle.
 
+The ranks share one store, or, with `--own`, have a cache each, as on GPUs: then the cluster's scheduler fills them from
+one buffer and moves requests. No KV is copied, since its content does not matter here.
+
     python benchmarks/experts.py --rounds 6 --json experts.json
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import tempfile
@@ -22,6 +26,7 @@ from typing import Any
 
 import torch
 
+from alignedserve.config_sources import from_tree
 from alignedserve.decode_worker.rank_placer import RankPlacer
 from alignedserve.engine.batch import ForwardItem
 from alignedserve.engine.model.inspect import inspect_model
@@ -29,7 +34,9 @@ from alignedserve.engine.parallel.processes import RankProcesses
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.ranks.degrees import PLACEMENTS, Degrees
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.instance.plan import RunItem
+from alignedserve.scheduler.instance.plan import BufferKind, Candidate, RunItem
+from alignedserve.scheduler.instance.ranged_allocator import RangedAllocator
+from alignedserve.scheduler.ranks.group_scheduler import GroupScheduler
 from alignedserve.scheduler.ranks.names import placement_class
 from alignedserve.testing.models import make_model
 
@@ -77,11 +84,59 @@ def run(runner: ModelRunner, name: str, options: argparse.Namespace, seed: int) 
     }
 
 
+def run_own(runner: ModelRunner, name: str, options: argparse.Namespace, seed: int) -> dict[str, float]:
+    """As `run`, where each rank has a cache: a candidate that any rank may take replaces a request that ends."""
+    draw = random.Random(seed)
+    books = RangedAllocator(RANKS, runner.cache.shape[0], "experts")
+    config = from_tree({"decode": {"max_running": options.rows, "join_iterations": 1}}).decode
+    scheduler = GroupScheduler(config, books, BLOCK, placement_class(name)(RANKS))
+    most, offered = options.context + options.iterations + 1, 0
+    left: dict[RequestKey, int] = {}  # tokens of each answer
+    idle_s, spreads, begun_s = _idle_s(runner), [], time.perf_counter()
+    for turn in range(options.iterations):
+        while len(left) < options.rows:
+            key, own = RequestKey(str(offered)), random.Random(seed * 1_000_003 + offered)
+            scheduler.offer(Candidate(key, length_of(own, options), most, None, BufferKind.BATCH, 1), float(turn))
+            left[key] = 1 + int(math.log(1.0 - own.random()) / math.log(1.0 - options.ends))
+            offered += 1
+        plan = scheduler.plan(float(turn))
+        if plan.joins and not plan.run:  # the first ones
+            for join in plan.joins:
+                scheduler.copied_in(join.key)
+            plan = scheduler.plan(float(turn))
+        ranks = [books.range_of(one.block_ids[0]) for one in plan.run]
+        loads = [
+            sum(one.kv_tokens for one, rank in zip(plan.run, ranks, strict=True) if rank == each)
+            for each in range(RANKS)
+        ]
+        spreads.append(max(loads) * RANKS / max(1, sum(loads)) - 1)
+        runner.forward(
+            [
+                ForwardItem([draw.randrange(SHAPE["vocab_size"])], one.kv_tokens, one.block_ids, "last", rank)
+                for one, rank in zip(plan.run, ranks, strict=True)
+            ]
+        )
+        for copied in (*plan.joins, *plan.moves):  # their copies took as long as the iteration
+            scheduler.copied_in(copied.key)
+        for one in plan.run:
+            left[one.key] -= 1
+        scheduler.advance([(one.key, not left[one.key]) for one in plan.run])
+        left = {key: count for key, count in left.items() if count}
+    took_s = time.perf_counter() - begun_s
+    return {
+        "iteration_ms": 1e3 * took_s / options.iterations,
+        "idle": (_idle_s(runner) - idle_s) / (RANKS * took_s),
+        "spread": statistics.mean(spreads),
+        "moves": scheduler.status().moves / options.iterations,
+    }
+
+
 def run_same(runner: ModelRunner, options: argparse.Namespace, seed: int) -> dict[str, float]:
     """Each rank has half of the requests, of the same lengths."""
     draw = random.Random(seed)
     per_row = -(-(options.context + options.iterations + 1) // BLOCK)
     lengths = [length_of(draw, options) for _ in range(options.rows // RANKS)]
+    first = [row % RANKS * runner.cache.shape[0] if options.own else 0 for row in range(options.rows)]
     idle_s, begun_s = _idle_s(runner), time.perf_counter()
     for turn in range(options.iterations):
         runner.forward(
@@ -89,7 +144,7 @@ def run_same(runner: ModelRunner, options: argparse.Namespace, seed: int) -> dic
                 ForwardItem(
                     [draw.randrange(SHAPE["vocab_size"])],
                     lengths[row // RANKS] + turn,
-                    list(range(row * per_row, (row + 1) * per_row)),
+                    list(range(first[row] + row * per_row, first[row] + (row + 1) * per_row)),
                     "last",
                     row % RANKS,
                 )
@@ -117,6 +172,7 @@ def main() -> None:
     parser.add_argument("--ends", type=float, default=0.02)
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--own", action="store_true", help="each rank has a cache of its own")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -124,10 +180,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = make_model("mixtral", Path(folder) / "model", seed=1, **SHAPE)
         info = inspect_model("experts", path, "float32", "cpu")
-        ranks = RankProcesses(info, Degrees(experts=RANKS), trust_remote_code=False, threads=1, backend="torch")
+        ranks = RankProcesses(
+            info,
+            Degrees(experts=RANKS),
+            trust_remote_code=False,
+            threads=1,
+            backend="torch",
+            own_stores=options.own,
+        )
         try:
             loaded = ranks.load()
-            _, cache = ranks.store("experts", info.geometry(BLOCK), blocks)
+            _, cache = ranks.store("experts", info.geometry(BLOCK), blocks * ranks.ranges)
             cache.zero_()  # so that no placement is the first to touch a page
             runner = ranks.runner(loaded, cache)
             names = (*PLACEMENTS, SAME)
@@ -136,7 +199,8 @@ def main() -> None:
                 turn = seed % len(names)
                 for name in (*names[turn:], *names[:turn]):
                     same = name == SAME
-                    measured = run_same(runner, options, seed) if same else run(runner, name, options, seed)
+                    placed = run_own if options.own else run
+                    measured = run_same(runner, options, seed) if same else placed(runner, name, options, seed)
                     if seed:  # the first round is slower
                         found[name].append(measured)
         finally:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 import grpc
 
 from alignedserve.cluster.launch.launcher import Launcher, Running
+from alignedserve.cluster.supervisor.core import SupervisorCore
 from alignedserve.control.rpc import open_channel
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
@@ -138,6 +139,23 @@ def newest_view(found: Sequence[Running], predecessor: Predecessor | None = None
     """The newest view that processes or the successor received; empty if there is none."""
     views = [running.view for running in found] + ([predecessor.view] if predecessor is not None else [])
     return max(views, key=lambda view: view.version, default=sv.ClusterView())
+
+
+def adopt(core: SupervisorCore, told: sv.ClusterView, found: Sequence[Running], now: float) -> None:
+    """Take over what the view of the one before says."""
+    core.has_served = told.was_ready
+    core.roster.adopt(told.incarnations)
+    core.nodes.adopt(told, [(running.planned, running.settings.agent_socket) for running in found])
+    core.scaling.adopt(told, [running.planned for running in found], now)
+    core.planner.adopt(told.model_info, told.store_plan)
+    core.rolling.adopt(told, now)
+
+
+def log_found(found: Sequence[Running], predecessor: Predecessor | None) -> None:
+    if found:
+        level = logging.INFO if predecessor is not None else logging.WARNING
+        what = "found running" if predecessor is not None else "the supervisor was lost; another goes on with"
+        logger.log(level, "%s: %s", what, ", ".join(running.settings.id for running in found))
 
 
 def known_processes(found: Sequence[Running], told: sv.ClusterView) -> list[sv.Peer]:

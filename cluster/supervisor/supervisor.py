@@ -116,15 +116,9 @@ class Supervisor(sv_grpc.SupervisorServicer):
             self.core, self._launcher, self.identity.cluster_id, self._fencer, self._carry_out, self._leaving
         )
         now = time.monotonic()
-        running_roles = [running.planned for running in found]
-        self.core.has_served = told.was_ready
-        self.core.roster.adopt(told.incarnations)
-        self.core.nodes.adopt(told, [(running.planned, running.settings.agent_socket) for running in found])
-        self.core.scaling.adopt(told, running_roles, now)
+        handover.adopt(self.core, told, found, now)
         if change.shape is not None:
             self.core.scaling.followed = Shape(told.followed_prefill, told.followed_decode)
-        self.core.planner.adopt(told.model_info, told.store_plan)
-        self.core.rolling.adopt(told, now)
         if not self._launcher.elastic:
             check_gpus(self.config, sum(node.gpus for node in nodes), shape)
         await self._placing.settle(now)
@@ -142,10 +136,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
                 await self._launcher.kill(running.settings.id)
             else:
                 self._watch(running.settings.id, slot.generation)
-        if found:
-            level = logging.INFO if self.predecessor is not None else logging.WARNING
-            what = "found running" if self.predecessor is not None else "the supervisor was lost; another goes on with"
-            logger.log(level, "%s: %s", what, ", ".join(running.settings.id for running in found))
+        handover.log_found(found, self.predecessor)
         announced = self._launcher.announce(self.address)
         if self.predecessor is None:
             self._spawn(announced)
