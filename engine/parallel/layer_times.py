@@ -8,7 +8,6 @@ all other layers pass on what they get. Sums over tensor parallel ranks are not 
 from __future__ import annotations
 
 import copy
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -66,7 +65,7 @@ def measured_costs(
     faster: Faster,
 ) -> Costs:
     """Seconds of each layer, of the embedding (`begin`), of what else comes before all layers (`each`), and of what
-    comes after them (`end`): medians of a few passes.
+    comes after them (`end`): the least of a few passes, which other work on the machine disturbs least.
 
     `model`: with a rank's part of the weights, on the meta device; it is not changed. `path`: of its list of layers.
     `heads`: the first KV head of the rank, and the one after its last. `faster`: as for `pack_linears`.
@@ -97,14 +96,14 @@ def measured_costs(
         finally:
             clock.close()
             shell_layers[number] = passed_on
-        found[kind] = statistics.median(sample.layer_s for sample in samples)
+        found[kind] = min(sample.layer_s for sample in samples)
         found[kind] += bench.unread_s(_bytes_per_s(cold)) if device.type == "cuda" else 0.0
         ends += samples
     return Costs(
         [found[_kind(layer)] for layer in layers],
-        statistics.median(sample.embedding_s for sample in ends),
-        statistics.median(sample.behind_s for sample in ends),
-        statistics.median(sample.before_s for sample in ends),
+        min(sample.embedding_s for sample in ends),
+        min(sample.behind_s for sample in ends),
+        min(sample.before_s for sample in ends),
         measured=True,
     )
 

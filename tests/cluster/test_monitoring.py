@@ -200,7 +200,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     folder = tmp_path_factory.mktemp("cluster")
     disk = ("--kv-disk-path", str(folder / "kv"), "--kv-disk-gib", "0.05")
     cost = ("--cost-model", "rtxpro6000-llama-3.1-8b", "--verify-kv")
-    more = ("--batches-folder", str(folder / "batches"), "--set", "cluster.role_metrics=true")
+    more = ("--batches-folder", str(folder / "batches"), "--decode-tp", "2", "--set", "cluster.role_metrics=true")
     with ServeProcess("--model", "tiny", *disk, *cost, *more) as running:
         yield running
 

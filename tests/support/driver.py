@@ -34,6 +34,7 @@ from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
 from alignedserve.request import RequestKey, RequestSpec, SamplingParams, Stage, Stopwatch, TokenLogprobs
 
 QUIET_S = 0.5  # after a worker's stream broke: tokens that are on their way arrive by then
+ASK_EVERY_S = 2.0  # from then on: the scheduler may have learnt of an end only after it was asked
 
 
 @dataclass(slots=True)
@@ -80,6 +81,7 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
             sc_grpc.SchedulerStub(self._channel).Link, self._on_message, self._hello
         )
         self._ids = itertools.count()
+        self._asking: asyncio.TimerHandle | None = None
         self._linked = asyncio.Event()
         self._address = ""
         self.answers: dict[str, Answer] = {}
@@ -96,6 +98,8 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
         await self._link.close()
         await self._channel.close()
         await self._server.stop()
@@ -198,13 +202,19 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
                     self._on_event(event, now_s)
         finally:
             if self._resubmit:
-                asyncio.get_running_loop().call_later(QUIET_S, self._ask)
+                self._ask_in(QUIET_S)
         return pb.Empty()
+
+    def _ask_in(self, delay_s: float) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+        self._asking = asyncio.get_running_loop().call_later(delay_s, self._ask)
 
     def _ask(self) -> None:
         """Ask for the open requests that the scheduler believes to have ended, because a worker's tokens were lost."""
         if mine := self._open():
             self._link.send(sc.GatewayMessage(open=keys_to_proto(mine)))
+            self._ask_in(ASK_EVERY_S)
 
     def _on_event(self, event: gw.TokenEvent, now_s: float) -> None:
         answer = self.answers[event.key.request_id]
