@@ -23,6 +23,8 @@ from alignedserve.cluster.serve.haproxy_exec import PR_SET_PDEATHSIG
 from alignedserve.errors import AccountingError
 from alignedserve.proc_stat import parent_of
 
+SAID_LAST = 10_000  # characters of its output, which are shown after an error
+
 
 def _end_with_parent(parent: int) -> Callable[[], None]:
     """What a new process calls so that it gets SIGTERM when its parent ends. It takes no lock."""
@@ -124,6 +126,8 @@ class ServeProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            print(f"what `alignedserve serve` has said last:\n{self.output[-SAID_LAST:]}", file=sys.stderr)
         self.stop()
 
     def _wait_healthy(self, deadline: float) -> None:
