@@ -39,6 +39,7 @@ from alignedserve.scheduler.instance.ranged_allocator import RangedAllocator
 from alignedserve.scheduler.ranks.group_scheduler import GroupScheduler
 from alignedserve.scheduler.ranks.names import placement_class
 from alignedserve.testing.models import make_model
+from alignedserve.transfer.ranged import RangedStore
 
 BLOCK = 16
 RANKS = 2
@@ -85,19 +86,22 @@ def run(runner: ModelRunner, name: str, options: argparse.Namespace, seed: int) 
 
 
 def run_own(runner: ModelRunner, name: str, options: argparse.Namespace, seed: int) -> dict[str, float]:
-    """As `run`, where each rank has a cache: a candidate that any rank may take replaces a request that ends."""
+    """As `run`, where each rank has a cache: a candidate that any rank may take replaces a request that ends.
+
+    It runs after an iteration, in which it is copied, and so does a request that moves.
+    """
     draw = random.Random(seed)
     books = RangedAllocator(RANKS, runner.cache.shape[0], "experts")
     config = from_tree({"decode": {"max_running": options.rows, "join_iterations": 1}}).decode
     scheduler = GroupScheduler(config, books, BLOCK, placement_class(name)(RANKS))
     most, offered = options.context + options.iterations + 1, 0
-    left: dict[RequestKey, int] = {}  # tokens of each answer
+    left: dict[RequestKey, float] = {}  # tokens of each answer
     idle_s, spreads, begun_s = _idle_s(runner), [], time.perf_counter()
     for turn in range(options.iterations):
         while len(left) < options.rows:
             key, own = RequestKey(str(offered)), random.Random(seed * 1_000_003 + offered)
             scheduler.offer(Candidate(key, length_of(own, options), most, None, BufferKind.BATCH, 1), float(turn))
-            left[key] = 1 + int(math.log(1.0 - own.random()) / math.log(1.0 - options.ends))
+            left[key] = _answer_tokens(own, options.ends)
             offered += 1
         plan = scheduler.plan(float(turn))
         if plan.joins and not plan.run:  # the first ones
@@ -129,6 +133,11 @@ def run_own(runner: ModelRunner, name: str, options: argparse.Namespace, seed: i
         "spread": statistics.mean(spreads),
         "moves": scheduler.status().moves / options.iterations,
     }
+
+
+def _answer_tokens(draw: random.Random, ends: float) -> float:
+    """Until an answer ends, which it does after each token with probability `ends`."""
+    return 1 + int(math.log(1.0 - draw.random()) / math.log(1.0 - ends)) if ends else math.inf
 
 
 def run_same(runner: ModelRunner, options: argparse.Namespace, seed: int) -> dict[str, float]:
@@ -190,8 +199,9 @@ def main() -> None:
         )
         try:
             loaded = ranks.load()
-            _, cache = ranks.store("experts", info.geometry(BLOCK), blocks * ranks.ranges)
-            cache.zero_()  # so that no placement is the first to touch a page
+            store, cache = ranks.store("experts", info.geometry(BLOCK), blocks * ranks.ranges)
+            for part in store.ranges if isinstance(store, RangedStore) else [store]:
+                part.blocks[:] = 0  # type: ignore[attr-defined]  # so that no placement is the first to touch a page
             runner = ranks.runner(loaded, cache)
             names = (*PLACEMENTS, SAME)
             found: dict[str, list[dict[str, float]]] = {name: [] for name in names}

@@ -48,8 +48,8 @@ class ServeProcess:
 
     `start_s` is the time from the start to a healthy answer in seconds. `environment` is added to this process's
     environment; None removes a variable. `folder` is the command's working folder, by default this process's. `log` is
-    the file for its output, by default a temporary file that is kept. `ends_with_this`: the kernel signals the command
-    if the thread that starts it ends, by kill -9 too.
+    the file for its output, by default a temporary file that is kept, and whose end is shown after an error in the
+    block. `ends_with_this`: the kernel signals the command if the thread that starts it ends, by kill -9 too.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class ServeProcess:
         self._folder = folder
         merged = {**os.environ, **(environment or {})}
         self._environment = {name: value for name, value in merged.items() if value is not None}
+        self._shows_log = log is None
         if log is None:
             descriptor, name = tempfile.mkstemp(prefix="alignedserve-serve-", suffix=".log")
             os.close(descriptor)
@@ -126,7 +127,7 @@ class ServeProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if self._shows_log and error is not None:
             print(f"what `alignedserve serve` has said last:\n{self.output[-SAID_LAST:]}", file=sys.stderr)
         self.stop()
 

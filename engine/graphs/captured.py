@@ -52,8 +52,7 @@ class CapturedPasses:
                         lambda size=size, drawn=drawn: self._run_choose(size, drawn)  # type: ignore[misc]
                     )
         except BaseException:
-            self._forward.clear()
-            self._choose.clear()
+            self.discard()
             raise
         finally:
             self._buffers.forget()
@@ -63,11 +62,14 @@ class CapturedPasses:
         """As `capture`, in all ranks. False, with a warning, if this or another rank's model cannot be captured."""
         self._runner.tell_capture(self.sizes)
         try:
+            with self._runner.captured_everywhere():  # the others have the memory for it
+                pass
             with self._runner.captured_everywhere():
                 self.capture(progress, chooses=chooses)
         except RankLostError:
             raise
         except Exception as error:  # foreign model code: anything in it may prevent a capture
+            self.discard()
             logger.warning(
                 "%s decodes without CUDA graphs, which is slower: a pass of %d rows could not be captured (%s: %s)",
                 self._runner.loaded.info.name,
@@ -77,6 +79,12 @@ class CapturedPasses:
             )
             return False
         return True
+
+    def discard(self) -> None:
+        """Free the graphs."""
+        self._forward.clear()
+        self._choose.clear()
+        self.memory_bytes = 0
 
     def size_for(self, rows: int) -> int:
         """How many rows a pass of `rows` computes, including padding."""

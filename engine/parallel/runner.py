@@ -90,8 +90,9 @@ class DrivenRunner(ModelRunner):
     def _captured(self, sizes: list[int]) -> GraphFollower | None:
         """Passes captured with rank 0; None if they cannot be, in any rank."""
         try:
-            with self.captured_everywhere():
+            with self.captured_everywhere():  # before the first pass, in which others would wait
                 graphs = self._new_follower(sizes)
+            with self.captured_everywhere():
                 graphs.capture()
         except RankLostError:
             raise
@@ -271,7 +272,7 @@ class RankRunner(DrivenRunner):
         def logits() -> torch.Tensor:
             self._require_all()
             with self._noting_a_loss():
-                return wait().to(self.loaded.device)
+                return wait()[:rows].to(self.loaded.device)
 
         return logits
 

@@ -98,11 +98,11 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._asking is not None:
-            self._asking.cancel()
         await self._link.close()
         await self._channel.close()
         await self._server.stop()
+        if self._asking is not None:
+            self._asking.cancel()
 
     def _hello(self) -> list[sc.GatewayMessage]:
         running = self._open() if self._resubmit else []  # what is unknown to the scheduler is submitted again

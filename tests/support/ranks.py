@@ -49,13 +49,20 @@ def generated_by_ranks(
 
 
 def captured_by_ranks(
-    degrees: Degrees, folder: Path, prompts: list[list[int]], count: int, work: Path, sizes: tuple[int, ...] = (2, 4)
+    degrees: Degrees,
+    folder: Path,
+    prompts: list[list[int]],
+    count: int,
+    work: Path,
+    sizes: tuple[int, ...] = (2, 4),
+    failing: tuple[int, str] | None = None,
 ) -> tuple[list[list[int]], GraphCounts]:
     """The same of one model, decoded from captured passes of these sizes, and what the engine has counted.
 
-    Without several stages each pass is launched before the last tokens are known.
+    Without several stages each pass is launched before the last tokens are known. `failing`: a rank that fails at
+    "memory" or "capture".
     """
-    _run(degrees.ranks, _capturing, degrees, folder, prompts, count, work, sizes)
+    _run(degrees.ranks, _capturing, degrees, folder, prompts, count, work, sizes, failing)
     answers, counts = json.loads((work / "answers.json").read_text())
     return answers, GraphCounts(**counts)
 
@@ -95,9 +102,17 @@ def _capturing(
     count: int,
     work: Path,
     sizes: tuple[int, ...],
+    failing: tuple[int, str] | None,
 ) -> None:
-    records = degrees.tensor == 1  # sums in host memory cannot be recorded
-    DrivenRunner.new_graph_device = lambda self: TwinDevice(records=records)  # type: ignore[method-assign]
+    def new_graph_device(_runner: DrivenRunner) -> TwinDevice:
+        if failing == (rank, "memory"):
+            raise RuntimeError("no memory")
+        device = TwinDevice(records=degrees.tensor == 1)  # sums in host memory cannot be recorded
+        if failing == (rank, "capture"):
+            device.capture = _no_capture  # type: ignore[method-assign]
+        return device
+
+    DrivenRunner.new_graph_device = new_graph_device  # type: ignore[method-assign,assignment]
     runner = _runner(RankPlace(rank, degrees), folder, work, own=True)
     if rank:
         runner.follow()
@@ -111,7 +126,8 @@ def _capturing(
     else:
         engine = GraphDecode(runner, EagerDecode(runner, overlaps=False), device, sizes, progress)
     engine.warm_up()
-    assert engine.sizes == sizes
+    assert engine.sizes == (() if failing else sizes)
+    assert (engine.graph_memory_bytes > engine._buffers.nbytes) == (not failing)
     for prompt, own in zip(prompts, blocks, strict=True):
         answers.append([int(runner.forward([ForwardItem(prompt, 0, own)])[-1].argmax())])
     sampling = SamplingParams(temperature=0.0, max_tokens=count)
@@ -136,6 +152,10 @@ def _capturing(
     passes(launch, answers, count, runner.depth)
     runner.end()
     (work / "answers.json").write_text(json.dumps([answers, asdict(engine.counts)]))
+
+
+def _no_capture(run: Callable[[], None]) -> Callable[[], None]:
+    raise RuntimeError("cannot be captured")
 
 
 def _in_a_chain(launch: Callable[..., DecodeStep], answers: list[list[int]], count: int, _depth: int) -> None:

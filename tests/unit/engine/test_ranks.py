@@ -94,6 +94,25 @@ def test_lanes_larger_than_the_captured_passes_are_computed_beside_them(folders:
         assert answer == greedy(reference, prompt, NEW_TOKENS, answer)
 
 
+@pytest.mark.parametrize(
+    ("degrees", "failing"),
+    [
+        (Degrees(1, 2), (1, "capture")),
+        (Degrees(2), (1, "memory")),
+        *(pytest.param(Degrees(1, 2), each, marks=pytest.mark.slow) for each in ((0, "capture"), (1, "memory"))),
+    ],
+)
+def test_where_one_rank_cannot_capture_all_decode_without_graphs(
+    degrees: Degrees, failing: tuple[int, str], folders: list[Path], tmp_path: Path
+) -> None:
+    folder, prompts = folders[KINDS.index("llama")], random_prompts((19, 5, 30), VOCAB_SIZE, seed=51)
+    found, counts = captured_by_ranks(degrees, folder, prompts, NEW_TOKENS, tmp_path, failing=failing)
+    assert counts.replays == 0
+    reference = load_reference(folder)
+    for prompt, answer in zip(prompts, found, strict=True):
+        assert answer == greedy(reference, prompt, NEW_TOKENS, answer)
+
+
 def write_model(kind: str, folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
     """A checkpoint whose tensors `change` has changed."""
     make_model(kind, folder, seed=44, vocab_size=VOCAB_SIZE, max_position_embeddings=64, tie_word_embeddings=True)
