@@ -145,6 +145,11 @@ class Plan:
         if size == 1:
             self._styles: dict[str, Style] = {}
             return
+        if getattr(config, "multi_query", True) is False:
+            raise UnsupportedModelError(
+                f"model_type {config.model_type!r} without multi_query packs queries, keys and values head by head, "
+                "which tensor parallel ranks cannot share"
+            )
         plan = OWN_PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None)
         if not plan:
             raise UnsupportedModelError(f"model_type {config.model_type!r} has no plan for tensor parallel ranks")
@@ -163,8 +168,18 @@ class Plan:
         return self._styles.get(_NUMBER.sub("*", name), Style.WHOLE)
 
 
-def cut_of(name: str, shape: torch.Size, style: Style, ranks: Ranks, *, transposed: bool = False) -> Cut:
-    """The part of a parameter. `name`: its full name. `transposed`: a product's weight is `[in, out]`."""
+def cut_of(
+    name: str,
+    shape: torch.Size,
+    style: Style,
+    ranks: Ranks,
+    *,
+    transposed: bool = False,
+    interleaved: bool = False,
+) -> Cut:
+    """The part of a parameter. `name`: its full name. `transposed`: a product's weight is `[in, out]`. `interleaved`:
+    rows of the gate and of what it gates alternate in experts.
+    """
     parent, _, kind = name.rpartition(".")
     module = parent.rpartition(".")[2]
     if style is Style.WHOLE or ranks.size == 1:
@@ -183,7 +198,7 @@ def cut_of(name: str, shape: torch.Size, style: Style, ranks: Ranks, *, transpos
     else:  # a parameter of its own, such as the stacked matrices of experts
         dim = max(0, len(shape) - (1 if transposed else 2)) if kind.endswith("_proj") else len(shape) - 1
         label = kind
-    return _packed(dim, label, name, shape[dim], ranks, interleaved=transposed and kind not in ("weight", "bias"))
+    return _packed(dim, label, name, shape[dim], ranks, interleaved=interleaved and kind not in ("weight", "bias"))
 
 
 def _packed(dim: int, label: str, name: str, whole: int, ranks: Ranks, *, interleaved: bool) -> Cut:

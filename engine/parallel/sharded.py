@@ -135,6 +135,7 @@ class ShardedModel:
         for module_name, module in model.named_modules():
             style = Style.VOCABULARY if module in ends else self._plan.style(module_name)
             transposed = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
+            interleaved = transposed and not getattr(module, "is_concatenated", False)
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
@@ -144,7 +145,12 @@ class ShardedModel:
                     if own is Style.ROWS and style is not Style.ROWS:
                         raise UnsupportedModelError(f"the plan cuts {full} by rows, and nothing sums {module_name}")
                     cut = cut_of(
-                        full, parameter.shape, own if own is not Style.WHOLE else style, ranks, transposed=transposed
+                        full,
+                        parameter.shape,
+                        own if own is not Style.WHOLE else style,
+                        ranks,
+                        transposed=transposed,
+                        interleaved=interleaved,
                     )
                     if cut is WHOLE:
                         cut = self._experts.cut(module_name, parameter.shape) or self._cut_of_norm(
@@ -220,6 +226,9 @@ class ShardedModel:
                 for name, count in counts.items():
                     if hasattr(module, name):
                         setattr(module, name, count)
+                if hasattr(module, "kv_dim"):  # it splits queries from keys and values by these
+                    module.embed_dim = ranks.heads * self.info.head_dim
+                    module.kv_dim = ranks.kv_heads * self.info.head_dim
                 if hasattr(module, "qkv_proj"):
                     module.config = _OwnHeads(module.config, ranks)
 

@@ -41,6 +41,17 @@ OWN_PLANS: dict[str, dict[str, str]] = {
         "h.*.mlp.c_fc": "colwise",
         "h.*.mlp.c_proj": "rowwise",
     },
+    "gpt_bigcode": {
+        "h.*.attn.c_attn": "colwise",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
+    "aria_text": {
+        **ATTENTION,
+        **_gated("mlp.shared_experts"),
+        **_EXPERTS,
+    },  # transformers' is by the tensors' dimensions
     "gpt_oss": {
         **ATTENTION,
         "layers.*.mlp.experts": "moe_tp_experts",

@@ -168,6 +168,32 @@ def test_ranks_read_a_checkpoint_as_one_process_does(degrees: Degrees, tmp_path:
             assert answer == greedy(reference, prompt, NEW_TOKENS, answer), folder.name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [Degrees(2), Degrees(4)])
+def test_models_beyond_the_fifteen_with_plans_of_ours(degrees: Degrees, tmp_path: Path) -> None:
+    """One KV head for all queries; experts whose weights are transposed."""
+    shapes = {
+        "gpt_bigcode": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64},
+        "aria_text": {
+            **SMALL, "num_hidden_layers": 3, "moe_num_experts": 4, "moe_topk": 2, "max_position_embeddings": 64,
+        },
+    }  # fmt: skip
+    folders = [tmp_path / kind for kind in shapes]
+    for folder in folders:
+        config = AutoConfig.for_model(
+            folder.name, vocab_size=VOCAB_SIZE, bos_token_id=0, pad_token_id=0, eos_token_id=1, **shapes[folder.name]
+        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        draw_weights(model, seed=52, std=0.15)
+        model.save_pretrained(folder)
+    prompts = random_prompts((19, 5), VOCAB_SIZE, seed=53)
+    found = generated_by_ranks(degrees, folders, prompts, NEW_TOKENS, tmp_path)
+    for folder in folders:
+        reference = load_reference(folder)
+        for prompt, answer in zip(prompts, found[folder.name], strict=True):
+            assert answer == greedy(reference, prompt, NEW_TOKENS, answer), folder.name
+
+
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
 
 
