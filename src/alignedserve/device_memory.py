@@ -234,7 +234,7 @@ def fixed_parts(config: Config, model: ModelInfo, role: str, ranks: RanksHere | 
     parts = {"weights": ranks.weight_bytes(model), "activations": activations}
     if role == DECODE and config.decode.graphs != "off" and ranks.captures:  # their memory is a pool of its own
         graphs = len(graph_sizes(config.decode.graph_sizes, rows))
-        layers = min(model.layers, ranks.number * ranks.layers(model)) if ranks.degrees.stages > 1 else model.layers
+        layers = min(model.layers, ranks.number * ranks.layers(model))
         parts["CUDA graphs"] = activations + graphs * layers * GRAPH_LAYER_BYTES
     others = config.cluster.decode if role == PREFILL else config.cluster.prefill
     parts["transfer buffers"] = STAGING_BYTES + (others * PAIR_BYTES if config.cluster.channel in NCCL_CHANNELS else 0)

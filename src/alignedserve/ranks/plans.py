@@ -16,6 +16,13 @@ _EXPERTS = {
     "layers.*.mlp.experts.down_proj": "rowwise",
 }
 
+_GPT2 = {
+    "h.*.attn.c_attn": "colwise",
+    "h.*.attn.c_proj": "rowwise",
+    "h.*.mlp.c_fc": "colwise",
+    "h.*.mlp.c_proj": "rowwise",
+}
+
 
 def _gated(mlp: str) -> dict[str, str]:
     return {
@@ -35,23 +42,10 @@ OWN_PLANS: dict[str, dict[str, str]] = {
         "decoder.layers.*.fc1": "colwise",
         "decoder.layers.*.fc2": "rowwise",
     },
-    "gpt2": {
-        "h.*.attn.c_attn": "colwise",
-        "h.*.attn.c_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-    },
-    "gpt_bigcode": {
-        "h.*.attn.c_attn": "colwise",
-        "h.*.attn.c_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-    },
-    "aria_text": {
-        **ATTENTION,
-        **_gated("mlp.shared_experts"),
-        **_EXPERTS,
-    },  # transformers' is by the tensors' dimensions
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
+    # transformers' own is by the dimensions of the experts' tensors, which are transposed
+    "aria_text": {**ATTENTION, **_gated("mlp.shared_experts"), **_EXPERTS},
     "gpt_oss": {
         **ATTENTION,
         "layers.*.mlp.experts": "moe_tp_experts",

@@ -36,6 +36,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [make_model(kind, base / kind, seed=41, **shape) for kind in KINDS]
 
 
+def check(folder: Path, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """They are the greedy ones of `transformers`."""
+    reference = load_reference(folder)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer == greedy(reference, prompt, NEW_TOKENS, answer), folder.name
+
+
 @pytest.mark.parametrize(
     ("tensor", "stages", "own"),
     [
@@ -60,9 +67,7 @@ def test_every_architecture_gives_the_same_tokens(
     prompts = random_prompts((19, 5, 30), VOCAB_SIZE, seed=42)
     found = generated_by_ranks(Degrees(tensor, stages), folders, prompts, NEW_TOKENS, tmp_path, own=own)
     for folder in folders:
-        reference = load_reference(folder)
-        for prompt, answer in zip(prompts, found[folder.name], strict=True):
-            assert answer == greedy(reference, prompt, NEW_TOKENS, answer), folder.name
+        check(folder, prompts, found[folder.name])
 
 
 @pytest.mark.parametrize(
@@ -76,22 +81,16 @@ def test_every_architecture_gives_the_same_tokens(
 def test_captured_passes_of_ranks_give_the_same_tokens(degrees: Degrees, folders: list[Path], tmp_path: Path) -> None:
     """The others get the inputs of each, and rank 0's tokens within it or, between stages, before it."""
     folder, prompts = folders[KINDS.index("llama")], random_prompts((19, 5, 30), VOCAB_SIZE, seed=49)
-    (found, counts), reference = (
-        captured_by_ranks(degrees, folder, prompts, NEW_TOKENS, tmp_path),
-        load_reference(folder),
-    )
+    found, counts = captured_by_ranks(degrees, folder, prompts, NEW_TOKENS, tmp_path)
     assert counts.replays == (NEW_TOKENS - 1) * degrees.stages  # of each lane
-    for prompt, answer in zip(prompts, found, strict=True):
-        assert answer == greedy(reference, prompt, NEW_TOKENS, answer)
+    check(folder, prompts, found)
 
 
 def test_lanes_larger_than_the_captured_passes_are_computed_beside_them(folders: list[Path], tmp_path: Path) -> None:
     folder, prompts = folders[KINDS.index("gemma2")], random_prompts((19, 5, 30), VOCAB_SIZE, seed=50)
     found, counts = captured_by_ranks(Degrees(1, 2), folder, prompts, NEW_TOKENS, tmp_path, sizes=(1,))
     assert counts.eager == counts.replays == NEW_TOKENS - 1
-    reference = load_reference(folder)
-    for prompt, answer in zip(prompts, found, strict=True):
-        assert answer == greedy(reference, prompt, NEW_TOKENS, answer)
+    check(folder, prompts, found)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +107,7 @@ def test_where_one_rank_cannot_capture_all_decode_without_graphs(
     folder, prompts = folders[KINDS.index("llama")], random_prompts((19, 5, 30), VOCAB_SIZE, seed=51)
     found, counts = captured_by_ranks(degrees, folder, prompts, NEW_TOKENS, tmp_path, failing=failing)
     assert counts.replays == 0
-    reference = load_reference(folder)
-    for prompt, answer in zip(prompts, found, strict=True):
-        assert answer == greedy(reference, prompt, NEW_TOKENS, answer)
+    check(folder, prompts, found)
 
 
 def write_model(kind: str, folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
@@ -163,9 +160,7 @@ def test_ranks_read_a_checkpoint_as_one_process_does(degrees: Degrees, tmp_path:
     prompts = random_prompts((19, 5), VOCAB_SIZE, seed=47)
     found = generated_by_ranks(degrees, folders, prompts, NEW_TOKENS, tmp_path)
     for folder in folders:
-        reference = load_reference(folder)
-        for prompt, answer in zip(prompts, found[folder.name], strict=True):
-            assert answer == greedy(reference, prompt, NEW_TOKENS, answer), folder.name
+        check(folder, prompts, found[folder.name])
 
 
 @pytest.mark.slow
@@ -189,9 +184,7 @@ def test_models_beyond_the_fifteen_with_plans_of_ours(degrees: Degrees, tmp_path
     prompts = random_prompts((19, 5), VOCAB_SIZE, seed=53)
     found = generated_by_ranks(degrees, folders, prompts, NEW_TOKENS, tmp_path)
     for folder in folders:
-        reference = load_reference(folder)
-        for prompt, answer in zip(prompts, found[folder.name], strict=True):
-            assert answer == greedy(reference, prompt, NEW_TOKENS, answer), folder.name
+        check(folder, prompts, found[folder.name])
 
 
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
@@ -210,9 +203,7 @@ def test_mixtures_give_the_same_tokens_where_ranks_share_experts(
     prompts = random_prompts((19, 5, 30), VOCAB_SIZE, seed=43)
     found = generated_by_ranks(Degrees(experts=experts), mixtures, prompts, NEW_TOKENS, tmp_path, own=own)
     for folder in mixtures:
-        reference = load_reference(folder)
-        for prompt, answer in zip(prompts, found[folder.name], strict=True):
-            assert answer == greedy(reference, prompt, NEW_TOKENS, answer), folder.name
+        check(folder, prompts, found[folder.name])
 
 
 def test_ranks_hold_their_own_experts_and_all_else(folders: list[Path]) -> None:
