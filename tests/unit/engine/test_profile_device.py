@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +48,7 @@ from alignedserve.scheduler.cost.makespan import makespan
 from alignedserve.scheduler.cost.parts import ModelShape
 from alignedserve.scheduler.cost.step import ChunkShape
 from alignedserve.simulator.hardware import Hardware
+from support.pretended_gpus import pretend_gpus
 
 SHAPE = ModelShape(layers=32, heads=32, kv_heads=32, head_dim=128)
 SMS, BANDWIDTH, BLOCK_BANDWIDTH, ALPHA = 132, 4.0e12, 40.0e9, 0.12
@@ -340,17 +340,8 @@ def test_all_of_it_becomes_one_file(loaded: LoadedModel, tmp_path: Path, monkeyp
         runner = ModelRunner(loaded, store)
         return DevicePassBench(runner, EagerDecode(runner, overlaps=True), CountingTimer())
 
-    properties = SimpleNamespace(multi_processor_count=132, total_memory=141 << 30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Pretended H200")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 << 30, 141 << 30))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(profiler_gpu, "device_rates", lambda device, timer: {"copy_bytes_s": 4e12})
-    monkeypatch.setattr(profiler_gpu, "bandwidth_by_blocks", lambda device: {1: 50e9, 132: 4e12})
-    cpu = torch.device("cpu")
-    monkeypatch.setattr(profiler_gpu, "device_copies", lambda geometry, devices: device_copies(geometry, [cpu]))
+    pretend_gpus(monkeypatch, 1)
     monkeypatch.setattr(profiler_gpu, "gpu_benches", lambda loaded, config, sizes: {"torch": bench})
-    monkeypatch.setattr(profiler_gpu, "LEAST_PASSES_S", 0.05)
     config = from_tree({"kv_pool": {"size_gib": 1.0}, "cluster": {"prefill": 3, "device": "cuda"}})
     shape = ModelShape(loaded.info.layers, loaded.info.heads, loaded.info.kv_heads, loaded.info.head_dim)
     content = profiler_gpu.profile_gpu(config, loaded, shape, 8 << 30, 0.1, lambda runner, blocks, count: 1e-5 * count)

@@ -19,7 +19,6 @@ from alignedserve.device_memory import DeviceMemory, RanksHere
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.parallel.processes import OWN_STORES_VARIABLE
 from alignedserve.engine.profile import profiler_gpu, rank_passes
-from alignedserve.engine.profile.copies import device_copies
 from alignedserve.engine.profile.device_passes import GPU_GRID, DevicePassBench, Timer
 from alignedserve.engine.profile.passes import Grid, lanes_of
 from alignedserve.engine.profile.role_benches import RoleBenches, in_order
@@ -30,6 +29,7 @@ from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.cost.parts import ModelShape
 from alignedserve.sizing import plan_stores
 from alignedserve.testing.models import make_model
+from support.pretended_gpus import pretend_gpus
 
 GRID = Grid((1, 4), (16, 100), (16, 61), (0, 32), ((4, 16, 100),), (1, 3), 8192, (512.0,), dict(GPU_GRID.bounds))
 
@@ -47,17 +47,9 @@ class WallTimer(Timer):
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, properties = torch.device("cpu"), SimpleNamespace(multi_processor_count=132, total_memory=141 << 30)
+    pretend_gpus(monkeypatch, 4)
     monkeypatch.setenv(OWN_STORES_VARIABLE, "1")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Pretended H200")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 << 30, 141 << 30))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(profiler_gpu, "device_rates", lambda device, timer: {"copy_bytes_s": 4e12})
-    monkeypatch.setattr(profiler_gpu, "bandwidth_by_blocks", lambda device: {1: 50e9, 132: 4e12})
-    monkeypatch.setattr(profiler_gpu, "device_copies", lambda geometry, devices: device_copies(geometry, [cpu]))
     monkeypatch.setattr(profiler_gpu, "GPU_GRID", GRID)
-    monkeypatch.setattr(profiler_gpu, "LEAST_PASSES_S", 0.05)
     monkeypatch.setattr(rank_passes, "TIMER", WallTimer)
     places = RoleBenches._devices
     monkeypatch.setattr(
