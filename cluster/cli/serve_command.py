@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -311,14 +311,9 @@ class _ServeCommand:
         if not self._broken:
             self._asking.join(ASKED_S)
         ending = None if self._broken else self._worker.submit(self._stop)
-        late_s = 0.0
         if ending is not None:
             self._drained.wait(self._config.gateway.drain_s + DRAIN_LATE_S)
-            # If the supervisor did not confirm the drain, gateways drain while Serve deletes the application.
-            late_s = 0.0 if self._nothing_open else self._config.gateway.drain_s
-        deadline = time.monotonic() + CLEAN_END_S + late_s
-        while ending is not None and not ending.done() and not self._at_once and time.monotonic() < deadline:
-            wait([ending], timeout=POLL_S)
+            self._wait_stopped(ending)
         if self._session.owned:
             self._descendants.note()
             self._descendants.end(0.0 if self._at_once or self._broken else CLEAR_UP_S)
@@ -326,6 +321,17 @@ class _ServeCommand:
         self._session.close()
         if ending is None or not ending.done():
             os._exit(1)  # Ray would wait for the processes that were just killed
+
+    def _wait_stopped(self, ending: Future[None]) -> None:
+        """Wait until Ray has stopped, or the time for it is over."""
+        begun = time.monotonic()
+        while not ending.done() and not self._at_once:
+            # If the supervisor did not confirm the drain, gateways drain while Serve deletes the application. A second
+            # signal cannot reach them then.
+            patient = not self._nothing_open and self._signals < 2
+            if time.monotonic() > begun + CLEAN_END_S + (self._config.gateway.drain_s if patient else 0.0):
+                return
+            wait([ending], timeout=POLL_S)
 
     def _stop(self) -> None:
         """Drain and stop. Runs in `_worker`, after `_start`."""

@@ -83,3 +83,43 @@ def test_a_signal_takes_effect_whatever_the_main_thread_holds(
     assert (command._stopping if times == 1 else command._drained).wait(10)
     assert command._at_once == (times == serve_command.KILL_SIGNALS)
     assert "ending" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_second_signal_is_not_kept_waiting_by_a_supervisor_that_did_not_answer(
+    signals: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Session:
+        owned = False
+        logs_dir = ""
+
+        def drain(self, grace_s: float) -> None:
+            return None
+
+        def stop(self) -> None:
+            stopping.set()
+            stopped.wait(20)
+
+        def close(self) -> None:
+            stopped.set()
+
+    stopping, stopped, exits = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(serve_command, "SILENCE_S", 0.2)
+    monkeypatch.setattr(serve_command, "CLEAN_END_S", 0.3)
+    monkeypatch.setattr(serve_command.os, "_exit", exits.append)
+    command = serve_command._ServeCommand(from_tree({"gateway": {"drain_s": 60.0}}), Session())  # type: ignore[arg-type]
+    command._served, command._signals = True, 1
+    command._stopping.set()
+    command._asking.start()
+    ending = threading.Thread(target=command._end, daemon=True)
+    ending.start()
+    assert stopping.wait(10)
+    command._signals = signals
+
+    ending.join(1.0 if signals == 1 else 10.0)
+
+    assert ending.is_alive() == (signals == 1)
+    if signals == 1:
+        stopped.set()  # Serve has deleted the application
+        ending.join(10)
+    assert exits == ([] if signals == 1 else [1])
