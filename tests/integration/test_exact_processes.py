@@ -32,7 +32,8 @@ class Run:
 
 
 def config_for(folder: Path, *, prefetch: bool) -> Config:
-    # A decode cache for the longest request and little more, joined without looking ahead: evictions are certain.
+    # A decode cache for the longest request and little more, which one batch can fill without looking ahead: what waits
+    # together joins together, and evictions are certain.
     # Chunks of 64 tokens cut every long prompt.
     return from_tree(
         {
@@ -41,7 +42,7 @@ def config_for(folder: Path, *, prefetch: bool) -> Config:
             "kv_pool": {"size_gib": 0.25, "block_size": 4, "verify": True},
             "prefill": {"token_budget": 64},
             "decode": {"cache_blocks": 110, "join_iterations": 1, "overlap": "auto" if prefetch else "on"},
-            "scheduler": {"min_batch_requests": 4, "starvation_after_s": 2.0},
+            "scheduler": {"min_batch_requests": 4, "max_batch_share": 0.9, "starvation_after_s": 2.0},
             "supervisor": {"heartbeat_s": 0.2, "fence_after_s": 60.0, "stall_after_s": 60.0},
         }
     )
