@@ -180,9 +180,8 @@ class HostLink(RankHost):
         timeout_s, settings = self._config.kv_pool.copy_timeout_s, self._settings
         channel = shard_channel(self._config.cluster.channel)
         wiring = Wiring.between_workers(channel, ASKING_RANK, settings.host, settings.devices[0], timeout_s)
-        self._client = PairClient(
-            self._process, wiring, geometry, f"the ranks on node {self.node_id}", away_s=timeout_s
-        )
+        peer = f"the ranks on node {self.node_id}"
+        self._client = PairClient(self._process, wiring, geometry, peer, away_s=timeout_s, on_doubt=self._doubt)
         asyncio.run_coroutine_threadsafe(self._begin_pair(self._client), self._loop).result(CLOSE_S)
         return [RemoteBlockStore(handle, self._client) for handle in handles]
 

@@ -25,7 +25,7 @@ from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.launch.processes import end_process, is_stopped
 from alignedserve.cluster.launch.ray_groups import RANKS
 from alignedserve.cluster.launch.ray_places import Bundle, RayPlaces
-from alignedserve.cluster.launch.units import describe_resources, gpu_share, plan_units, with_parts
+from alignedserve.cluster.launch.units import PLACED_ALONE, describe_resources, gpu_share, plan_units, with_parts
 from alignedserve.cluster.launch.unresponsive_actors import Silent, look_at_silent
 from alignedserve.cluster.launch.vetting import eligible, vet_node
 from alignedserve.cluster.supervisor.hang_detector import STOPPED_S
@@ -123,9 +123,15 @@ class RayLauncher(Launcher):
         if bundle is None:
             return "waits for a node with room"
         asked = f"waits for a node with {describe_resources(bundle.resources)}"
-        if bundle.resources.get("GPU", 0) <= self._gpus or self._config.degrees(role).stages == 1:
+        if bundle.resources.get("GPU", 0) <= self._gpus:
             return asked
-        return f"{asked}; the largest has {self._gpus} GPUs: {role}.nodes can spread its stages over more nodes"
+        asked = f"{asked}; the largest has {self._gpus} GPUs"
+        if len(bundle.instances) > 1:
+            return f"{asked}: {PLACED_ALONE}"
+        spread = self._config.spread(role)
+        if spread.nodes < spread.degrees.stages:
+            return f"{asked}: {role}.nodes can spread its stages over more nodes"
+        return asked
 
     async def _look(self) -> Mapping[str, Bundle]:
         assert self._places is not None
@@ -140,7 +146,7 @@ class RayLauncher(Launcher):
             check_gpus(config, sum(gpus), shape)
             device = resolve_device(config, max(gpus))
             share = gpu_share(config, shape, gpus) if device == "cuda" else 0.0
-            first, *others = eligible(nodes, plan_units(config, with_parts(config, shape.ids()), share))
+            first, *others = eligible(nodes, plan_units(config, with_parts(config, shape.ids()), share, max(gpus)))
             failed = await self._vet_on(first, config, device)
             if failed is not None and others:  # nodes without instances need not have the model
                 said = await asyncio.gather(*(self._vet_on(node_id, config, device) for node_id in others))

@@ -14,6 +14,7 @@ from alignedserve.resources import parse_resources
 MOST_SHARERS = 1000
 ROUNDING = 1e-9  # tolerance for sums of shares
 LEAST_CPU = 0.01  # a bundle must not be empty
+PLACED_ALONE = "with cluster.placement: spread each instance is placed by itself"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +59,36 @@ def in_pairs(config: Config, *, on_gpu: bool) -> bool:
     return cluster.placement == "pairs" or (on_gpu and not own)
 
 
-def plan_units(config: Config, instances: Sequence[tuple[str, str]], gpu_share: float) -> list[Unit]:
-    """The units of these instances and parts of instances, `(role, id)`."""
+def plan_units(
+    config: Config, instances: Sequence[tuple[str, str]], gpu_share: float, node_gpus: int = 0
+) -> list[Unit]:
+    """The units of these instances and parts of instances, `(role, id)`.
+
+    `node_gpus`: of the largest node, 0 if that is not known. Unless `pairs` is configured, partners that it has no GPUs
+    for are units of their own.
+    """
     groups = [[instance] for instance in instances]
     if in_pairs(config, on_gpu=gpu_share > 0):
         firsts = [instance for instance in instances if not part_number(instance[1])]
         groups = _pairs(firsts) + [[part] for part in instances if part not in firsts]
-    return [
-        Unit(
-            tuple(instance_id for _, instance_id in group),
-            _together(resources_of(config, role, gpu_share, role_id) for role, role_id in group),
-        )
-        for group in groups
-    ]
+        if node_gpus and config.cluster.placement != "pairs":
+            groups = [part for group in groups for part in _divided(config, group, gpu_share, node_gpus)]
+    return [_unit(config, group, gpu_share) for group in groups]
+
+
+def _unit(config: Config, group: Sequence[tuple[str, str]], gpu_share: float) -> Unit:
+    resources = _together(resources_of(config, role, gpu_share, role_id) for role, role_id in group)
+    return Unit(tuple(instance_id for _, instance_id in group), resources)
+
+
+def _divided(
+    config: Config, group: Sequence[tuple[str, str]], gpu_share: float, node_gpus: int
+) -> list[Sequence[tuple[str, str]]]:
+    """The first instance with as many of its partners as a node has GPUs for, and each of the others alone."""
+    fitting = len(group)
+    while fitting > 1 and _unit(config, group[:fitting], gpu_share).resources.get("GPU", 0.0) > node_gpus:
+        fitting -= 1
+    return [group[:fitting], *([other] for other in group[fitting:])]
 
 
 def gpu_share(config: Config, shape: Shape, gpus: Sequence[int]) -> float:

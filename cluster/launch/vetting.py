@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from alignedserve.cluster.launch.preflight import check_cost_model, check_model
-from alignedserve.cluster.launch.units import ROUNDING, Unit, describe_resources
+from alignedserve.cluster.launch.units import PLACED_ALONE, ROUNDING, Unit, describe_resources
 from alignedserve.config import Config
 from alignedserve.errors import ResourceError
 from alignedserve.memory import describe_bytes, total_memory_bytes
@@ -46,7 +46,8 @@ def eligible(nodes: Mapping[str, Mapping[str, float]], units: Sequence[Unit]) ->
     for unit in units:
         if not any(unit.fits(node) for node in nodes.values()):
             what = describe_resources(unit.resources)
-            raise _lacking(f"{what} on one node for {', '.join(unit.instances)}", "no node has that")
+            had = f"no node has that ({PLACED_ALONE})" if len(unit.instances) > 1 else "no node has that"
+            raise _lacking(f"{what} on one node for {', '.join(unit.instances)}", had)
     return [name for name, node in nodes.items() if any(unit.fits(node) for unit in units)]
 
 

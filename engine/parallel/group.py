@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _dist: Any = dist  # its process groups are untyped
 BACKLOG = 8
+UNSENT_BYTES = 64 << 20
 LOOPBACK = "127.0.0.1"
 PIPE_SILENT_S = 3600.0  # a stage may compute several large passes before it is heard of
 _TAGS = 1 << 20
@@ -41,8 +42,9 @@ class RankGroup:
     ) -> None:
         """`store`: of the group's values; it is only used here. Waits for all ranks, which prove that they share it.
 
-        `backlog`: how many messages may be on the way before `send` waits for the oldest. `host`: the address of this
-        process at which the others reach it.
+        `backlog`: how many messages may be on the way before `send` waits for the oldest; it also waits
+        while those have more than `UNSENT_BYTES`: Gloo keeps a message until it was waited for. `host`: the address of
+        this process at which the others reach it.
         """
         self.rank, self.size = rank, size
         self.waited_s = 0.0  # for others
@@ -50,6 +52,7 @@ class RankGroup:
         self._counted_s = 0.0  # of this rank in the last `counted`
         self._backlog = backlog
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
+        self._unsent_bytes = 0  # of these
         self._sent, self._received = Counter[int](), Counter[int]()  # messages by peer
         try:
             options = _dist.ProcessGroupGloo._Options()
@@ -183,10 +186,12 @@ class RankGroup:
         return wait
 
     def _begin_sending(self, begin: Callable[[], Any], tensor: torch.Tensor) -> None:
-        self._sending.append((self._checked(begin), tensor))
-        while len(self._sending) > self._backlog:
-            work, _ = self._sending.popleft()
+        while len(self._sending) >= self._backlog or self._unsent_bytes > UNSENT_BYTES:
+            work, sent = self._sending.popleft()
             self._wait(lambda work=work: work)  # type: ignore[misc]
+            self._unsent_bytes -= sent.nbytes
+        self._sending.append((self._checked(begin), tensor))
+        self._unsent_bytes += tensor.nbytes
 
     def _wait(self, begin: Callable[[], Any]) -> None:
         begun_s = time.perf_counter()

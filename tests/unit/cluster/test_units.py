@@ -32,6 +32,21 @@ def test_on_gpus_those_that_are_paired_share_a_node() -> None:
     assert [names for names, _ in units(config(), 0, 2, 1.0)] == [("decode-0",), ("decode-1",)]
 
 
+def test_partners_that_a_node_has_no_gpus_for_are_placed_alone_unless_pairs_are_configured() -> None:
+    def names(tree: dict[str, object], prefill: int, decode: int, node_gpus: int) -> list[tuple[str, ...]]:
+        asked = from_tree(tree)
+        instances = with_parts(asked, Shape(prefill, decode).ids())
+        return [unit.instances for unit in plan_units(asked, instances, 1.0, node_gpus)]
+
+    unequal = {"prefill": {"tensor_parallel": 4}, "decode": {"tensor_parallel": 8}}
+    assert names(unequal, 1, 1, 8) == [("prefill-0",), ("decode-0",)]
+    assert names({**unequal, "cluster": {"placement": "pairs"}}, 1, 1, 8) == [("prefill-0", "decode-0")]
+    assert names(unequal, 1, 1, 16) == names(unequal, 1, 1, 0) == [("prefill-0", "decode-0")]
+    assert names({}, 1, 4, 4) == [("prefill-0", "decode-0", "decode-1", "decode-2"), ("decode-3",)]
+    spread = {"cluster": {"tensor_parallel": 8}, "decode": {"pipeline_parallel": 2, "nodes": 2}}
+    assert names(spread, 1, 1, 8) == [("prefill-0",), ("decode-0",), ("decode-0.1",)]
+
+
 def test_what_an_instance_has_on_further_nodes_is_a_unit_of_its_own() -> None:
     """Of three stages of two ranks the second node has four ranks."""
     tree = {
@@ -172,6 +187,12 @@ def test_what_no_node_has_is_refused_before_anything_ends(nodes: dict[str, dict[
     asked = plan_units(config(decode_resources="big=1"), Shape(1, 2).ids(), 1.0)
     with pytest.raises(ResourceError, match=said):
         eligible(nodes, asked)
+
+
+def test_a_pair_that_no_node_has_room_for_could_be_placed_apart() -> None:
+    asked = plan_units(config(placement="pairs"), Shape(1, 1).ids(), 1.0)
+    with pytest.raises(ResourceError, match=r"2 GPU on one node for prefill-0, decode-0 .*cluster\.placement: spread"):
+        eligible({"a": {"GPU": 1.0}, "b": {"GPU": 1.0}}, asked)
 
 
 def test_a_model_is_looked_for_where_instances_can_be() -> None:

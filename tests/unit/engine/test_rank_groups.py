@@ -40,6 +40,25 @@ def test_ranks_take_no_connections_once_they_have_met() -> None:
     assert all(torch.equal(each, torch.full((2,), 2.0)) for each in sums)
 
 
+def test_large_messages_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "UNSENT_BYTES", 5_000)
+    sender, receiver = groups_of([Rendezvous(lambda key, value: None)] * 2)
+    messages = [torch.full((1000,), float(number)) for number in range(4)]  # 4,000 bytes each
+
+    def send_all() -> None:
+        for message in messages:
+            sender.send(message, 1)
+
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(send_all)
+        with pytest.raises(TimeoutError):
+            sending.result(0.5)  # the third waits for the first
+        received = [receiver.receiving(torch.empty(1000), 0)() for _ in messages]
+        sending.result(10.0)
+    assert all(map(torch.equal, received, messages))
+    assert sum(message.nbytes for _, message in sender._sending) <= 8_000
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_without_the_secret_is_refused_by_each_other(ranks: int) -> None:
     values = Rendezvous(lambda key, value: None)

@@ -15,7 +15,8 @@ from alignedserve.config import Config
 from alignedserve.config_sources import from_tree, to_tree
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.engine.parallel.children import RankOrder
-from alignedserve.errors import ModelError, RankLostError
+from alignedserve.errors import ModelError, RankLostError, TransferError
+from alignedserve.geometry import KvGeometry
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.rank_host.actor import RankHostServer
 from alignedserve.rank_host.link import HostLink, open_hosts
@@ -129,6 +130,30 @@ async def test_values_that_come_before_the_ranks_are_started_are_kept() -> None:
         server._values.set("waits/1", b"other")
         assert await asyncio.to_thread(values.get, "waits/1", 5.0) == b"other"
         assert passed == ["waits/1"]
+
+
+async def test_a_copy_that_may_still_write_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Session:
+        number = 1
+
+        def copy(self, *arguments: Any) -> None:
+            raise OSError("the connection stalls")
+
+        def trouble(self, reason: str) -> None:
+            pass
+
+    async with linked(config()) as (_, link):
+        link._made.set_result([])
+        await asyncio.to_thread(link.store, "decode-0/cache", KvGeometry("m", "float32", 1, 1, 4, 4), 8)
+        client = link._client
+        assert client is not None
+        monkeypatch.setattr(client, "_wait_up", Session)
+        monkeypatch.setattr(client, "_away_s", 0.0)
+        for push in (False, True):
+            assert link.trouble() is None
+            with pytest.raises(TransferError, match="the connection stalls"):
+                await asyncio.to_thread(client.copy, "decode-0/cache", [0], None, push=push)
+        assert "may still write to their memory" in str(link.trouble())
 
 
 def test_orders_travel_as_they_are() -> None:
