@@ -71,14 +71,15 @@ class NotBuiltError(Exception):
 
 
 def small_config(kind: str) -> PretrainedConfig:
-    base = AutoConfig.for_model(kind)
-    text = base.get_text_config(decoder=True)
+    text = AutoConfig.for_model(kind).get_text_config(decoder=True)
+    if text.model_type != kind:
+        raise NotBuiltError(f"its language model is {text.model_type}")
     known = {key: value for key, value in SHAPE.items() if hasattr(text, key) or key in text.attribute_map}
     if kinds := getattr(text, "layer_types", None):
         known["layer_types"] = (list(dict.fromkeys(kinds)) * 3)[:3]
     if kinds := getattr(text, "mlp_layer_types", None):
         known["mlp_layer_types"] = [*kinds[:1], *kinds[-2:]]
-    config: PretrainedConfig = AutoConfig.for_model(kind, **known) if text is base else type(text)(**known)
+    config: PretrainedConfig = type(text)(**known)
     return config
 
 
@@ -94,6 +95,8 @@ def build(kind: str, folder: Path) -> None:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         draw_weights(model, seed=5, std=0.15)
         model.save_pretrained(folder)
+    except NotBuiltError:
+        raise
     except Exception as error:  # configurations refuse shapes in many ways
         raise NotBuiltError(f"{type(error).__name__}: {' '.join(str(error).split())[:150]}") from error
 

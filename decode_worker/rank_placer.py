@@ -14,7 +14,7 @@ from typing import Protocol
 
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.plan import RunItem
-from alignedserve.scheduler.ranks.base import Members, Placement, Rank, Ready
+from alignedserve.scheduler.ranks.base import ASKED_AFTER, Members, Placement, Rank, Ready
 
 _ROOM = 1 << 40  # blocks: the cache is everyone's
 _REMEMBERED = 4096  # requests that do not run now: some pause for an iteration
@@ -43,6 +43,7 @@ class RankPlacer(Members):
         self._placement = placement
         placement.share_cache()
         self._numbers = count()
+        self._unasked = 0  # iterations since the placement was asked
         self._running: dict[RequestKey, Ready] = {}
         self._rank_of: OrderedDict[RequestKey, tuple[int, int]] = OrderedDict()  # (rank, number), the last used last
 
@@ -60,14 +61,16 @@ class RankPlacer(Members):
                 new.append(one)
             else:
                 self._rank_of.move_to_end(item.key)
-        if new or before.keys() != self._running.keys():
+        self._unasked += 1
+        if new or before.keys() != self._running.keys() or self._unasked >= ASKED_AFTER:
             self._refill(new)
         while len(self._rank_of) > _REMEMBERED + len(run):
             self._rank_of.popitem(last=False)
         return [self._rank_of[item.key][0] for item in run]
 
     def _refill(self, new: Sequence[Ready]) -> None:
-        """Requests have come or gone."""
+        """Requests have come or gone, or have grown for a while."""
+        self._unasked = 0
         ranks = self._counters()
         for one in new:
             rank = self._placement.add(one, ranks)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 from alignedserve.cluster.launch.gpus import GpuLinks, count_gpus
@@ -21,11 +23,19 @@ HERE = "here"
 
 
 def examine_channels(config: Config) -> tuple[list[Row], list[Row], list[str]]:
-    """The planned processes, the channels between them, and the problems found."""
-    try:
-        planned = {role.id: role for role in plan_roles(config, count_gpus())}
-    except AlignedServeError:
-        return [], [], []  # reported by another check
+    """The planned processes, the channels between them, and the problems found.
+
+    They are those of one prefill and one decode instance if this node has no GPUs for all: others may have them.
+    """
+    one_pair = replace(config, cluster=replace(config.cluster, prefill=1, decode=1))
+    planned: dict[str, PlannedRole] = {}
+    for shown in (config, one_pair):
+        with contextlib.suppress(AlignedServeError):  # reported by another check
+            planned = {role.id: role for role in plan_roles(shown, count_gpus())}
+            config = shown
+            break
+    if not planned:
+        return [], [], []
     roles = [{"role": role.role, "id": role.id, "device": role.device} for role in planned.values()]
     first = {role.id: devices_in(role.device)[0] for role in planned.values()}
     rows: list[Row] = []

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from alignedserve import transformers_source
 from alignedserve.cluster.launch.gpus import count_gpus
 from alignedserve.cluster.records import read_records
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, check_gpus
@@ -29,8 +28,9 @@ from alignedserve.model_check import check_if_here, check_model_files, is_here
 from alignedserve.ranks.plans import OWN_PLANS
 from alignedserve.scheduler.systems import unread
 from alignedserve.sizing import GIB
+from alignedserve.transformers_source import has_tensor_plan
 from alignedserve.weights.files import read_json
-from alignedserve.weights.shapes import expert_count, head_counts, layer_count
+from alignedserve.weights.shapes import expert_count, head_counts, layer_count, model_types
 
 
 def check_model(config: Config) -> Path:
@@ -51,13 +51,13 @@ def check_ranks(config: Config, folder: Path) -> None:
     if all(each.ranks == 1 for each in degrees):
         return
     shape = read_json(folder / "config.json")
-    kind = str(shape.get("model_type"))
-    planned = kind in OWN_PLANS or transformers_source.has_tensor_plan(kind) or "auto_map" in shape
+    kinds = model_types(shape)
+    planned = "auto_map" in shape or any(kind in OWN_PLANS or has_tensor_plan(kind) for kind in kinds)
     heads, layers, experts = head_counts(shape), layer_count(shape), expert_count(shape)
     for role, each in zip(MODEL_ROLES, degrees, strict=True):
         if each.tensor > 1 and not planned:
             raise UnsupportedModelError(
-                f"model_type {kind!r} has no plan for tensor parallel ranks; "
+                f"model_type {shape.get('model_type')!r} has no plan for tensor parallel ranks; "
                 "share it by layers instead: --prefill-pp, --decode-pp"
             )
         try:

@@ -85,9 +85,13 @@ def gpus_of(config: Config, shape: Shape) -> int:
 
 
 def check_gpus(config: Config, gpus: int, shape: Shape | None = None) -> None:
-    """Raises ResourceError if the instances need more GPUs than there are. `shape`: by default the configured one."""
+    """Raises ResourceError if the instances need more GPUs than there are; ConfigError if the channel does not reach
+    them. `shape`: by default the configured one.
+    """
     if resolve_device(config, gpus) == "cpu":
         return
+    for role in MODEL_ROLES:
+        config.degrees(role).require_channel(config.cluster.channel, "cuda")
     shape = shape or Shape.configured(config)
     needed, asked = gpus_of(config, shape), str(shape)
     if needed > shape.instances:

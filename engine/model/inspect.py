@@ -24,6 +24,7 @@ from alignedserve.errors import ModelError, UnsupportedModelError
 from alignedserve.geometry import DTYPE_BYTES
 from alignedserve.model import ModelInfo, check_model_folder, unserved_generation_keys
 from alignedserve.weights.files import Tensor, read_json, read_tensors, weight_files, weights_identity
+from alignedserve.weights.shapes import expert_count
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def inspect_model(name: str, path: str | Path, dtype: str, device: str, trust_re
     refuse_unsupported(config, text, trust_remote_code)
     generation = _read_generation_config(folder)
     stored, elements = _stored(tensors, folder)
-    of_experts = sum(math.prod(tensor.shape) for name, tensor in tensors.items() if ".experts." in name)
+    of_experts = _expert_elements(tensors, expert_count(raw))
     hidden, vocab_size = attribute(text, "hidden_size") or 0, _positive(text, "vocab_size", folder)
     tied = vocab_size * hidden if getattr(text, "tie_word_embeddings", False) else 0
     served = _resolve_dtype(dtype, device, stored if stored in DTYPE_BYTES else _config_dtype(text))
@@ -69,6 +70,15 @@ def inspect_model(name: str, path: str | Path, dtype: str, device: str, trust_re
         hidden_size=hidden,
         mlp_width=_mlp_width(text),
         weights=weights,
+    )
+
+
+def _expert_elements(tensors: Mapping[str, Tensor], experts: int | None) -> int:
+    """Elements of all experts. Some model types name no `experts` in their files: a matrix for each, in one tensor."""
+    return sum(
+        math.prod(tensor.shape)
+        for name, tensor in tensors.items()
+        if ".experts." in name or (experts and len(tensor.shape) == 3 and tensor.shape[0] == experts)
     )
 
 

@@ -100,11 +100,7 @@ def start_ranks(
     if degrees.ranks == 1:
         forks.release()
         return None
-    if devices[0] != "cpu" and (wanted := config.cluster.channel) in ("nccl", "nixl"):
-        raise ConfigError(
-            f"cluster.channel is {wanted!r}, but parts of KV on the GPUs of ranks are reached over CUDA IPC, and "
-            "from other nodes over Gloo, so far: use auto, gloo or cuda-ipc"
-        )
+    degrees.require_channel(config.cluster.channel, devices[0])
     threads = max(1, torch.get_num_threads() // config.spread(role).most_ranks)
     torch.set_num_threads(threads)
     trusted, backend = config.model.trust_remote_code, config.engine.attention

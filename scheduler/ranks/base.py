@@ -16,6 +16,8 @@ from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.step import StepCost
 
+ASKED_AFTER = 64  # plans without a change after which a placement is asked again: unequal numbers grow apart
+
 
 @dataclass(frozen=True, slots=True)
 class Ready:

@@ -21,11 +21,10 @@ from alignedserve.scheduler.instance.pace import Pace
 from alignedserve.scheduler.instance.plan import Candidate, Evict, IterationPlan, IterationStatus, Relocate
 from alignedserve.scheduler.instance.ranged_allocator import RangedAllocator
 from alignedserve.scheduler.instance.running_batch import Phase, RunningRequest, Seat
-from alignedserve.scheduler.ranks.base import Members, Placement, Ready
+from alignedserve.scheduler.ranks.base import ASKED_AFTER, Members, Placement, Ready
 from alignedserve.scheduler.ranks.group_room import GroupRoom, count
 from alignedserve.scheduler.ranks.ranked_batch import RankedBatch, Share
 
-ASKED_AFTER = 64  # plans without a change after which the placement is asked for moves: unequal numbers grow apart
 STAYS_FOR = 256  # plans in which a request whose move has failed stays where it is
 
 

@@ -68,7 +68,7 @@ class ClusterConfig:
     allow_slow_channel: bool = _key(False, "start even if only a slower channel than the configured one can be used")
     placement: str = _key(
         "auto",
-        "pairs: a pair shares a node; auto: if its GPUs allow it, unless roles have resources of their own; else spread",
+        "pairs: a pair shares a node; auto: on GPUs if it fits, unless roles ask for their own resources; else spread",
         choices=("auto", "pairs", "spread"),
     )
     prefill_resources: str = _key("", "Ray resources of each prefill instance on each of its nodes: fast=1,x=0.5")

@@ -54,6 +54,14 @@ class Degrees:
                 f"{name} has {experts} experts: {self.experts} ranks cannot share them (that fit: {fits})"
             )
 
+    def require_channel(self, channel: str, device: str) -> None:
+        """Raises ConfigError for a `cluster.channel` that does not reach parts of KV on the GPUs of ranks."""
+        if self.ranks > 1 and device != "cpu" and channel in ("nccl", "nixl"):
+            raise ConfigError(
+                f"cluster.channel is {channel!r}, but parts of KV on the GPUs of ranks are reached over CUDA IPC, and "
+                "from other nodes over Gloo, so far: use auto, gloo or cuda-ipc"
+            )
+
     def __str__(self) -> str:
         if self.experts > 1:
             return f"{self.experts} ranks that share experts"
@@ -83,6 +91,8 @@ class Spread:
 
     def require(self, role: str = "") -> None:
         """Raises ConfigError if a node would have no stage. `role`: whose, for the message."""
+        if self.nodes > 1 and self.degrees.experts > 1:
+            raise ConfigError(f"ranks that share experts are on one node: {role}.nodes must be 1, not {self.nodes}")
         if self.nodes > self.degrees.stages:
             raise ConfigError(
                 f"an instance of {self.degrees} cannot be spread over {self.nodes} nodes ({role}.nodes): each needs a "

@@ -32,6 +32,7 @@ _KEYS = {
     "E": "num_local_experts",
     "W": "word_embed_proj_dim",
 }
+_EXPERTS = (_KEYS["E"], "num_experts", "n_routed_experts", "moe_num_experts")
 _WRAPPERS = {"module.": "torch's DataParallel", "_orig_mod.": "torch.compile", "base_model.model.": "peft"}
 _WITH_IMAGES = dict.fromkeys(("language_model.", "model.language_model."), "a model with images")
 _COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -74,11 +75,14 @@ class _Values:
         return value if type(value) is int and value > 0 else None
 
 
+def model_types(config: Mapping[str, Any]) -> set[str]:
+    """The model types of config.json: its own, and that of the language model within it."""
+    return {str(each["model_type"]) for each in (config, _language_model(config)) if "model_type" in each}
+
+
 def head_counts(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Query heads and KV heads by config.json; None if they are not known without transformers."""
     values = _values_of(config)
-    if values is None:
-        return None
     heads = values.size("num_attention_heads")
     kv_heads = values.size("num_key_value_heads", absent=heads)
     return None if heads is None or kv_heads is None else (heads, kv_heads)
@@ -86,21 +90,26 @@ def head_counts(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def layer_count(config: Mapping[str, Any]) -> int | None:
     """Layers by config.json; None if they are not known without transformers."""
-    values = _values_of(config)
-    return None if values is None else values.size("num_hidden_layers")
+    return _values_of(config).size("num_hidden_layers")
 
 
 def expert_count(config: Mapping[str, Any]) -> int | None:
     """Experts by config.json; 0 for a model without any, None if they are not known without transformers."""
     values = _values_of(config)
-    return None if values is None else values.size(_KEYS["E"], absent=0)
+    counts = [values.size(key, absent=0) for key in _EXPERTS]
+    return next(filter(None, counts), None if None in counts else 0)
 
 
-def _values_of(config: Mapping[str, Any]) -> _Values | None:
-    """None for a model that is not in FAMILIES."""
-    text = _text_config(config)
-    known = str(text.get("model_type")) in FAMILIES
-    return _Values(text, config_source(text["model_type"])) if known else None
+def _values_of(config: Mapping[str, Any]) -> _Values:
+    """Without defaults if code that comes with the checkpoint reads it."""
+    text = _language_model(config)
+    known = "auto_map" not in config and "model_type" in text
+    return _Values(text, config_source(text["model_type"]) if known else None)
+
+
+def _language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
 
 
 def check_shapes(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

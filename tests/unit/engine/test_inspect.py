@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.errors import ModelError, UnsupportedModelError
@@ -29,6 +29,19 @@ def edit(file: Path, **values: Any) -> None:
     raw = json.loads(file.read_text()) if file.exists() else {}
     raw.update(values)
     file.write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "granitemoe", "qwen2_moe", "granite"])
+def test_the_bytes_of_experts_are_known_whatever_files_name_them(kind: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    widths = dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 48)
+    default = AutoConfig.for_model(kind)
+    counts = {key: 4 for key in ("num_local_experts", "num_experts") if hasattr(default, key)}
+    config = AutoConfig.for_model(kind, vocab_size=VOCAB_SIZE, **sizes, **widths, **counts)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    of_each = 3 * 32 * 48  # gate, up and down
+    expected = 2 * 4 * of_each * 4 if counts else 0
+    assert inspect_model("m", tmp_path, "float32", "cpu").expert_bytes == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)

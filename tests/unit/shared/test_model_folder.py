@@ -12,7 +12,7 @@ import pytest
 
 from alignedserve.cluster.launch.preflight import check_ranks, model_note
 from alignedserve.config_sources import from_arguments
-from alignedserve.errors import ModelError, UnsupportedModelError
+from alignedserve.errors import ConfigError, ModelError, UnsupportedModelError
 from alignedserve.model import resolve_model, unserved_generation_keys
 
 
@@ -84,3 +84,46 @@ def test_a_model_without_a_plan_is_shared_by_layers_only(
     config = from_arguments({"model": {"path": str(tmp_path)}, **degrees})
     with pytest.raises(UnsupportedModelError, match=r"stablelm.*--decode-pp") if refused else nullcontext():
         check_ranks(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "degrees", "refused"),
+    [
+        (
+            {"model_type": "granite", "num_hidden_layers": 4},
+            {"prefill": {"pipeline_parallel": 5}},
+            "4 layers: 5 stages",
+        ),
+        ({"model_type": "granite", "num_hidden_layers": 4}, {"prefill": {"pipeline_parallel": 4}}, ""),
+        ({"model_type": "qwen2_moe", "num_experts": 60}, {"decode": {"expert_parallel": 7}}, "60 experts: 7 ranks"),
+        ({"model_type": "qwen2_moe"}, {"decode": {"expert_parallel": 7}}, "60 experts"),  # the default of its class
+        ({"model_type": "glm4_moe", "n_routed_experts": 6}, {"decode": {"expert_parallel": 4}}, "6 experts"),
+        ({"model_type": "granitemoe", "num_local_experts": 6}, {"decode": {"expert_parallel": 3}}, ""),
+        ({"model_type": "cohere"}, {"decode": {"expert_parallel": 2}}, "has no experts"),
+        ({"model_type": "cohere", "num_attention_heads": 6}, {"decode": {"tensor_parallel": 4}}, "6 query heads"),
+        (
+            {"model_type": "own", "num_hidden_layers": 2, "auto_map": {}},
+            {"decode": {"pipeline_parallel": 3}},
+            "2 layers",
+        ),
+        ({"model_type": "own", "auto_map": {}}, {"cluster": {"tensor_parallel": 3}}, ""),  # not known here
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 2}},
+            {"decode": {"pipeline_parallel": 3}},
+            "2 layers",
+        ),
+    ],
+)
+def test_degrees_of_any_model_type_are_checked_before_anything_starts(
+    shape: dict[str, Any], degrees: dict[str, Any], refused: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    config = from_arguments({"model": {"path": str(tmp_path)}, **degrees})
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        check_ranks(config, tmp_path)
+
+
+def test_the_plan_of_the_language_model_within_another_counts(tmp_path: Path) -> None:
+    shape = {"model_type": "moss_transcribe_diarize", "text_config": {"model_type": "qwen3", "num_attention_heads": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    check_ranks(from_arguments({"model": {"path": str(tmp_path)}, "cluster": {"tensor_parallel": 2}}), tmp_path)

@@ -61,6 +61,19 @@ def test_the_shared_pool_evens_out_what_round_robin_leaves() -> None:
     assert max(found["shared-pool"]) < 1.25 * min(found["shared-pool"])
 
 
+def test_requests_that_grow_apart_are_evened_out_also_if_none_comes_or_goes() -> None:
+    placer = RankPlacer(names.placement_class("shared-pool")(2))
+    run = [item(number, tokens) for number, tokens in enumerate((2000, 500, 500, 500, 500))]
+    first = placer.place(run)
+    assert loads(run, first, 2) == [3000, 1000]
+    for _ in range(2000):
+        for one in run:
+            one.kv_tokens += 1
+        ranks = placer.place(run)
+    assert max(loads(run, first, 2)) == 9000
+    assert max(loads(run, ranks, 2)) <= 7500
+
+
 def test_a_rank_whose_requests_have_ended_gets_some_of_the_others() -> None:
     placer = RankPlacer(names.placement_class("shared-pool")(2))
     run = [item(number, 400) for number in range(8)]

@@ -9,7 +9,7 @@ from alignedserve.cluster.cli.doctor_channels import examine_channels
 from alignedserve.cluster.cli.live_command import busy_channels
 from alignedserve.cluster.launch.preflight import check_channel
 from alignedserve.config_sources import from_tree
-from alignedserve.errors import ResourceError, TransferError
+from alignedserve.errors import ConfigError, ResourceError, TransferError
 from alignedserve.geometry import KvGeometry
 from alignedserve.transfer.paired.measure import measure_channel
 
@@ -74,6 +74,30 @@ def test_a_driver_is_not_asked_before_a_start(monkeypatch: pytest.MonkeyPatch) -
         check_channel(from_tree({"cluster": {**tree, "channel": "shared-memory"}}))
     with pytest.raises(ResourceError, match="no cupy"):
         check_channel(from_tree({"cluster": {**tree, "channel": "nccl"}}))
+
+
+def test_a_configuration_for_several_nodes_shows_the_links_of_one_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    monkeypatch.setattr(doctor_channels, "count_gpus", lambda: 8)
+    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda source, destination: True)
+    monkeypatch.setattr(doctor_channels, "_gpu_links", lambda: None)
+    tree = {"device": "cuda", "prefill": 2, "decode": 2, "tensor_parallel": 4}
+    roles, rows, problems = examine_channels(from_tree({"cluster": tree}))
+    devices = {role["id"]: role["device"] for role in roles if role["device"] != "cpu"}
+    assert devices == {"prefill-0": "cuda:0,1,2,3", "decode-0": "cuda:4,5,6,7"}
+    assert sum("rank 0" in row["source"] for row in rows) == 6
+    assert not problems
+    assert examine_channels(from_tree({"cluster": {**tree, "tensor_parallel": 8}})) == ([], [], [])
+
+
+@pytest.mark.parametrize("channel", ["nccl", "nixl"])
+def test_a_channel_that_does_not_reach_ranks_on_gpus_is_known_before_a_start(
+    channel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_channels, "count_gpus", lambda: 4)
+    tree = {"device": "cuda", "channel": channel, "tensor_parallel": 2}
+    with pytest.raises(ConfigError, match=f"cluster.channel is '{channel}'.*use auto, gloo or cuda-ipc"):
+        check_channel(from_tree({"cluster": tree}))
 
 
 def test_a_running_clusters_channels_are_read_from_its_metrics() -> None:
