@@ -28,6 +28,7 @@ from alignedserve.simulator.options import (
     seeds_of,
     settings_of,
     stages_of,
+    tensor_degrees_of,
 )
 from alignedserve.simulator.progress import Steps
 from alignedserve.simulator.replay import ComparedPolicy, Plan
@@ -157,6 +158,11 @@ def _warnings(plan: Plan, workload: Workload, options: argparse.Namespace) -> It
         yield "lengths and arrivals are from the trace: seeds do not change them, so ± does not cover their variation"
     if plan.trace.describe().get("measured") and options.cost_model == DEFAULT_COST_MODEL:
         yield f"pass times are those of {DEFAULT_COST_MODEL}; for the log's cluster give its own --cost-model"
+    if options.config is not None and (degrees := tensor_degrees_of(options.config)) != (1, 1):
+        yield (
+            f"tensor_parallel of --config (prefill {degrees[0]}, decode {degrees[1]}) is not read: a cost model has "
+            "its degree in its times (--cost-model, --prefill-cost-model)"
+        )
     if options.ranks > 1 and options.slo_tpot is not None:
         yield "with --ranks no placement limits joins by --slo-tpot: it only counts in goodput"
 

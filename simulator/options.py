@@ -191,6 +191,12 @@ def stages_of(options: argparse.Namespace, colocated: Sequence[str]) -> tuple[in
     return stages[0], stages[1]
 
 
+def tensor_degrees_of(config_file: str) -> tuple[int, int]:
+    """The tensor parallel degrees of prefill and decode instances in a configuration of the cluster."""
+    config = load(config_file, environ={}, flags={})
+    return config.degrees("prefill").tensor, config.degrees("decode").tensor
+
+
 def settings_of(assignments: list[str], policies: tuple[str, ...]) -> dict[str, dict[str, str]]:
     """Parse `--set POLICY.KEY=VALUE`, by policy. Raises ConfigError."""
     found: dict[str, dict[str, str]] = {policy: {} for policy in policies}

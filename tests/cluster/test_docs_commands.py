@@ -52,6 +52,7 @@ ELSEWHERE = {
     "export RAY_": "for Ray on several nodes: test_nodes.py",
     'curl http://127.0.0.1:8000/v1/completions -H "Authorization': "for Kubernetes",
     "alignedserve serve --model Qwen/": "no hub can be reached",
+    "alignedserve serve --model /models/": "for GPUs",
 }
 STARTS_ITS_OWN = ("alignedserve run-batch", "alignedserve profile")
 SILENT = ("install ", "alignedserve cache drop", "mkdir ", "printf ", "ln ", "export ")

@@ -31,6 +31,7 @@ LINK_OUT = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>\.\./[^)#\s]+)(#[^)\s]*
 MADE_HERE = {
     "sizing gpus": sizing_examples.gpus,
     "sizing cpu": sizing_examples.cpu,
+    "sizing ranks": sizing_examples.ranks,
     "the client's names": python_api.client_names,
 }
 PLACE = re.compile(rf"^\{{\{{ (?P<name>{'|'.join(MADE_HERE)}) \}}\}}$", re.MULTILINE)

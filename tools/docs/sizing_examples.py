@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from markdown_text import table
 
 from alignedserve.config import ClusterConfig, Config, KvPoolConfig
-from alignedserve.device_memory import DeviceMemory
+from alignedserve.device_memory import DeviceMemory, RanksHere, fixed_parts
 from alignedserve.memory import GIB
 from alignedserve.model import ModelInfo
+from alignedserve.ranks.degrees import Degrees
 from alignedserve.sizing import StorePlan, plan_stores
 
 EIGHT_B = ModelInfo(
@@ -26,6 +29,15 @@ EIGHT_B = ModelInfo(
     heads=32,
     hidden_size=4096,
     mlp_width=14_336,
+)
+SEVENTY_B = replace(
+    EIGHT_B,
+    name="llama-3.3-70b",
+    layers=80,
+    weight_bytes=141_107_412_992,
+    heads=64,
+    hidden_size=8192,
+    mlp_width=28_672,
 )
 GPUS = 80 * GIB
 POOL_GIB = 200.0
@@ -46,6 +58,25 @@ def gpus() -> str:
         lines += table(("part", "GiB"), [*rows, ("together", f"{memory.used / GIB:.2f}")])
     lines += ["", f"The decode instance runs at most {plan.max_running} requests at once.", ""]
     return "\n".join([*lines, *_stores(config, EIGHT_B, plan)])
+
+
+def ranks() -> str:
+    """A rank's GPU of 80 GiB at several tensor parallel degrees, with one prefill and one decode instance."""
+    config = Config(cluster=ClusterConfig(device="cuda")).on_device("cuda")
+    budget, geometry = int(GPUS * config.cluster.gpu_memory_share), SEVENTY_B.geometry(config.kv_pool.block_size)
+    rows = []
+    for role in ("decode", "prefill"):
+        for degree in (2, 4, 8):
+            here = RanksHere(1, Degrees(degree))
+            parts = fixed_parts(config, SEVENTY_B, role, here)
+            left = budget - sum(parts.values())
+            tokens = left // here.block_bytes(SEVENTY_B, geometry) * geometry.block_size
+            sizes = (parts["weights"], sum(parts.values()) - parts["weights"], left)
+            figures = [f"{size / GIB:.1f}" for size in sizes[:2]] + [f"{left / GIB:.1f}" if left > 0 else "refused"]
+            rows.append((role, str(degree), *figures, f"{tokens:,}" if left > 0 else "–"))
+    return "\n".join(
+        table(("role", "degree", "weights, GiB", "other fixed parts", "left for KV", "tokens of KV"), rows)
+    )
 
 
 def cpu() -> str:

@@ -89,3 +89,14 @@ def test_keys_of_sharing_are_read_where_there_is_something_to_share(
         return
     with pytest.raises(ConfigError, match=f"this key has no effect here: {reader} read it"):
         ComparedPolicy.of(policy, setting, None, decode=decode)
+
+
+def test_degrees_of_the_configuration_are_named_as_not_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    said = {}
+    for text in ("decode: {tensor_parallel: 4}", "cluster: {prefill: 1}"):
+        file.write_text(text)
+        said[text] = " ".join(summary_of(capsys, "--trace", MIX, "--config", str(file))["run"]["notes"])
+    of_degrees, other = said.values()
+    assert "(prefill 1, decode 4) is not read" in of_degrees
+    assert "tensor_parallel" not in other
