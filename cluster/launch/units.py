@@ -67,10 +67,10 @@ def plan_units(
     `node_gpus`: of the largest node, 0 if that is not known. Unless `pairs` is configured, partners that it has no GPUs
     for are units of their own.
     """
-    groups = [[instance] for instance in instances]
+    groups: list[Sequence[tuple[str, str]]] = [[instance] for instance in instances]
     if in_pairs(config, on_gpu=gpu_share > 0):
         firsts = [instance for instance in instances if not part_number(instance[1])]
-        groups = _pairs(firsts) + [[part] for part in instances if part not in firsts]
+        groups = [*_pairs(firsts), *([part] for part in instances if part not in firsts)]
         if node_gpus and config.cluster.placement != "pairs":
             groups = [part for group in groups for part in _divided(config, group, gpu_share, node_gpus)]
     return [_unit(config, group, gpu_share) for group in groups]

@@ -46,8 +46,8 @@ def eligible(nodes: Mapping[str, Mapping[str, float]], units: Sequence[Unit]) ->
     for unit in units:
         if not any(unit.fits(node) for node in nodes.values()):
             what = describe_resources(unit.resources)
-            had = f"no node has that ({PLACED_ALONE})" if len(unit.instances) > 1 else "no node has that"
-            raise _lacking(f"{what} on one node for {', '.join(unit.instances)}", had)
+            hint = f" ({PLACED_ALONE})" if len(unit.instances) > 1 else ""
+            raise _lacking(f"{what} on one node for {', '.join(unit.instances)}", f"no node has that{hint}")
     return [name for name, node in nodes.items() if any(unit.fits(node) for unit in units)]
 
 
