@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 
 from alignedserve import __version__
 from alignedserve.cluster.cli.doctor_channels import examine_channels
+from alignedserve.cluster.cli.doctor_memory import examine_memory
 from alignedserve.cluster.cli.status_command import table
 from alignedserve.cluster.launch.gpus import count_gpus
 from alignedserve.cluster.launch.preflight import check_api_keys, check_machine, check_model, check_ports
@@ -65,6 +66,8 @@ class Report:
     packages: dict[str, str] = field(default_factory=dict)
     roles: list[dict[str, str]] = field(default_factory=list)
     channels: list[dict[str, str]] = field(default_factory=list)
+    stores: list[dict[str, str]] = field(default_factory=list)
+    device_memory: list[str] = field(default_factory=list)
     attention: list[dict[str, str | float | None]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -106,6 +109,10 @@ def examine(config: Config) -> Report:
     report.roles, report.channels, problems = examine_channels(config)
     report.missing += problems
     if startable:
+        try:
+            report.stores, report.device_memory = examine_memory(config)
+        except AlignedServeError as error:
+            report.missing.append(error.message)
         _examine_attention(report, config)
     return report
 
@@ -169,6 +176,10 @@ def _lines(report: Report) -> list[str]:
             "channels:",
             *("  " + line for line in table(columns, [[c[k] for k in columns] for c in report.channels])),
         ]
+    if report.stores:
+        rows = [list(store.values()) for store in report.stores]
+        lines += ["stores, if it were started now:", *("  " + line for line in table(list(report.stores[0]), rows))]
+    lines += report.device_memory
     if report.attention:
         lines += ["attention:", *("  " + line for line in table(("backend", "here"), _attention_rows(report)))]
     lines += [f"note: {note}" for note in report.notes]
