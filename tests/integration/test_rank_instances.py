@@ -193,6 +193,15 @@ async def test_the_death_of_a_rank_is_that_of_its_instance_and_costs_no_token(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("role_id", "victim"), [("decode-0", 0), ("decode-0", -1), ("prefill-0", 1)])
+@pytest.mark.parametrize("degrees", [FOUR, BOTH], ids=repr_of)
+async def test_the_death_of_any_of_several_ranks_is_that_of_its_instance(
+    folder: Path, degrees: Degrees, role_id: str, victim: int
+) -> None:
+    await check_death(folder, degrees, degrees, role_id, signal.SIGKILL, victim)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "own"), [(signal.SIGKILL, "0"), (signal.SIGKILL, "1"), (signal.SIGSTOP, "0")])
 async def test_the_death_of_a_rank_that_has_experts_costs_no_token(
     mixture: Path, number: int, own: str, monkeypatch: pytest.MonkeyPatch
@@ -202,28 +211,33 @@ async def test_the_death_of_a_rank_that_has_experts_costs_no_token(
     await check_death(mixture, ONE, Degrees(experts=2), "decode-0", number)
 
 
-async def check_death(folder: Path, prefill: Degrees, decode: Degrees, role_id: str, number: int) -> None:
+async def check_death(
+    folder: Path, prefill: Degrees, decode: Degrees, role_id: str, number: int, victim: int = 0
+) -> None:
+    """`victim`: which of the other ranks."""
     prompts, reference = random_prompts(LENGTHS, VOCAB_SIZE, seed=23), load_reference(folder)
     async with LocalCluster(config(folder, prefill, decode)) as cluster:
         await cluster.wait_ready()
         async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
             incarnation = cluster.peer(role_id).process.incarnation
-            (other,) = ranks_of(cluster.pids[role_id])
+            others = ranks_of(cluster.pids[role_id])
             answers = [driver.submit(prompt, GREEDY)[0] for prompt in prompts]
             async with asyncio.timeout(60.0):
                 while not any(len(answer.tokens) > 2 for answer in answers):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-            os.kill(other, number)
+            os.kill(others[victim], number)
+            restarted = asyncio.create_task(cluster.wait_restarted(role_id, incarnation, timeout_s=10))
             answers += [driver.submit(prompt, GREEDY)[0] for prompt in prompts]  # so that both roles have work
             await driver.wait(answers, 120)
             for prompt, answer in zip([*prompts, *prompts], answers, strict=True):
                 assert answer.tokens == greedy(reference, prompt, NEW_TOKENS, answer.tokens)
-            await cluster.wait_restarted(role_id, incarnation, timeout_s=20)
+            await restarted
             await wait_nothing_held(cluster)
-            await wait_ended([other])
-            (again,) = ranks_of(cluster.pids[role_id])
+            await wait_ended(others)
+            again = ranks_of(cluster.pids[role_id])
+            assert len(again) == len(others)
             cluster.kill(role_id)
-            await wait_ended([again])
+            await wait_ended(again)
 
 
 @pytest.mark.slow

@@ -44,10 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("llama", tmp_path_factory.mktemp("model"), seed=26, vocab_size=VOCAB_SIZE)
 
 
-def config(folder: Path, prefill: Degrees, decode: Degrees, **pool: object) -> Config:
+def config(folder: Path, prefill: Degrees, decode: Degrees, channel: str = "auto", **pool: object) -> Config:
     tree = {
         "model": {"path": str(folder)},
-        "cluster": {"device": "cpu", "threads": 2},
+        "cluster": {"device": "cpu", "threads": 2, "channel": channel},
         "kv_pool": {"size_gib": 0.1, "block_size": 4, "verify": True, **pool},
         "prefill": {
             "tensor_parallel": prefill.tensor,
@@ -69,26 +69,29 @@ def config(folder: Path, prefill: Degrees, decode: Degrees, **pool: object) -> C
 def id_of(value: object) -> str:
     if isinstance(value, Degrees):
         return f"{value.tensor}x{value.stages}"
+    if isinstance(value, str):
+        return value
     return "apart" if value == APART else "together"
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "placed"),
+    ("prefill", "decode", "placed", "channel"),
     [
-        (ONE, STAGES, TOGETHER),
-        pytest.param(STAGES, STAGES, APART, marks=pytest.mark.slow),
-        pytest.param(STAGES, ONE, TOGETHER, marks=pytest.mark.slow),
-        pytest.param(BOTH, BOTH, TOGETHER, marks=pytest.mark.slow),
-        pytest.param(Degrees(2), BOTH, APART, marks=pytest.mark.slow),
+        (ONE, STAGES, TOGETHER, "auto"),
+        pytest.param(STAGES, STAGES, APART, "auto", marks=pytest.mark.slow),
+        pytest.param(STAGES, STAGES, APART, "nixl", marks=pytest.mark.slow),
+        pytest.param(STAGES, ONE, TOGETHER, "auto", marks=pytest.mark.slow),
+        pytest.param(BOTH, BOTH, TOGETHER, "auto", marks=pytest.mark.slow),
+        pytest.param(Degrees(2), BOTH, APART, "auto", marks=pytest.mark.slow),
     ],
     ids=id_of,
 )
 async def test_stages_on_two_nodes_give_the_same_tokens(
-    folder: Path, prefill: Degrees, decode: Degrees, placed: dict[str, str]
+    folder: Path, prefill: Degrees, decode: Degrees, placed: dict[str, str], channel: str
 ) -> None:
     """Every answer is that of `transformers`, twice, and no process is left in the end."""
     prompts, reference = random_prompts(LENGTHS, VOCAB_SIZE, seed=27), load_reference(folder)
-    async with LocalCluster(config(folder, prefill, decode), nodes=NODES, placed=placed) as cluster:
+    async with LocalCluster(config(folder, prefill, decode, channel), nodes=NODES, placed=placed) as cluster:
         await cluster.wait_ready()
         hosts = cluster.launcher.rank_host_pids
         assert len(hosts) == (prefill.stages > 1) + (decode.stages > 1)
@@ -106,6 +109,9 @@ async def test_stages_on_two_nodes_give_the_same_tokens(
         waited = re.findall(r"alignedserve_rank_waited_seconds_total\{.*\} (.+)", status.metrics)
         assert len(waited) == sum(degrees.ranks for degrees in (prefill, decode) if degrees.ranks > 1)
         assert all(float(seconds) > 0.0 for seconds in waited)
+        remote = "gloo" if channel == "auto" else channel
+        moved = rf'alignedserve_transfer_bytes_total{{[^}}]*channel="{remote}"[^}}]*}} [1-9]'
+        assert re.search(moved, status.metrics)
     await wait_ended([*hosts.values(), *theirs])
 
 
@@ -149,11 +155,12 @@ async def test_what_is_lost_on_one_node_is_the_instances_and_costs_no_token(
                 while not any(len(answer.tokens) > 2 for answer in answers):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             os.kill(victim(cluster, role_id), number)
+            restarted = asyncio.create_task(cluster.wait_restarted(role_id, incarnation, timeout_s=10))
             answers += [driver.submit(prompt, GREEDY)[0] for prompt in prompts]  # so that both roles have work
             await driver.wait(answers, 120)
             for prompt, answer in zip([*prompts, *prompts], answers, strict=True):
                 assert answer.tokens == greedy(reference, prompt, NEW_TOKENS, answer.tokens)
-            await cluster.wait_restarted(role_id, incarnation, timeout_s=30)
+            await restarted
             await wait_nothing_held(cluster)
             await wait_ended(theirs)
 
