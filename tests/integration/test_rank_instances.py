@@ -198,7 +198,7 @@ async def test_the_death_of_a_rank_is_that_of_its_instance_and_costs_no_token(
 async def test_the_death_of_any_of_several_ranks_is_that_of_its_instance(
     folder: Path, degrees: Degrees, role_id: str, victim: int
 ) -> None:
-    await check_death(folder, degrees, degrees, role_id, signal.SIGKILL, victim)
+    await check_death(folder, degrees, degrees, role_id, signal.SIGKILL, victim, within_s=10.0)
 
 
 @pytest.mark.slow
@@ -212,9 +212,9 @@ async def test_the_death_of_a_rank_that_has_experts_costs_no_token(
 
 
 async def check_death(
-    folder: Path, prefill: Degrees, decode: Degrees, role_id: str, number: int, victim: int = 0
+    folder: Path, prefill: Degrees, decode: Degrees, role_id: str, number: int, victim: int = 0, within_s: float = 20.0
 ) -> None:
-    """`victim`: which of the other ranks."""
+    """`victim`: which of the other ranks. `within_s`: in which the instance is back."""
     prompts, reference = random_prompts(LENGTHS, VOCAB_SIZE, seed=23), load_reference(folder)
     async with LocalCluster(config(folder, prefill, decode)) as cluster:
         await cluster.wait_ready()
@@ -226,7 +226,7 @@ async def check_death(
                 while not any(len(answer.tokens) > 2 for answer in answers):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             os.kill(others[victim], number)
-            restarted = asyncio.create_task(cluster.wait_restarted(role_id, incarnation, timeout_s=10))
+            restarted = asyncio.create_task(cluster.wait_restarted(role_id, incarnation, timeout_s=within_s))
             answers += [driver.submit(prompt, GREEDY)[0] for prompt in prompts]  # so that both roles have work
             await driver.wait(answers, 120)
             for prompt, answer in zip([*prompts, *prompts], answers, strict=True):

@@ -155,7 +155,7 @@ async def test_what_is_lost_on_one_node_is_the_instances_and_costs_no_token(
                 while not any(len(answer.tokens) > 2 for answer in answers):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             os.kill(victim(cluster, role_id), number)
-            restarted = asyncio.create_task(cluster.wait_restarted(role_id, incarnation, timeout_s=10))
+            restarted = asyncio.create_task(cluster.wait_restarted(role_id, incarnation, timeout_s=20))
             answers += [driver.submit(prompt, GREEDY)[0] for prompt in prompts]  # so that both roles have work
             await driver.wait(answers, 120)
             for prompt, answer in zip([*prompts, *prompts], answers, strict=True):
