@@ -37,7 +37,7 @@ GROUPS = (
     ),
     Group("tokens_bf16", 80.0, "the same in bf16", timed=False),
     Group("cluster", 80.0, "the same through a whole cluster of plain processes", timed=False),
-    Group("ranks", 80.0, "the same of two ranks of an instance, on two GPUs or sharing one, fp32", timed=False),
+    Group("ranks", 80.0, "the same of instances of several ranks, on a GPU each or on shared ones, fp32", timed=False),
     Group("transfers", 80.0, "10,000 hand-overs through every channel, with checksums", timed=False),
     Group("attention", 35.0, "decode attention against the copy rate, and the paper's mixes"),
     Group("iteration", 60.0, "a whole decode iteration, 7B shapes, and how long the GPU idles between two"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,7 +31,8 @@ class Job:
     blocks: list[int] = field(default_factory=list)
     rank: int = 0
     launched: int = 0
-    """Tokens of the answer that are known, or will be once the launched iterations end."""
+    """Tokens of the answer that are known, or will be once the launched iterations end. With one at the beginning, the
+    prompt was computed elsewhere."""
     row: SampleRow = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,10 +73,15 @@ class Offline:
         self._free = [list(range(rank * each or 1, (rank + 1) * each)) for rank in range(ranks)]
         for free in self._free:  # of each rank; warming up writes to block 0
             draw.shuffle(free)
+        self._fetch: Callable[[Job], None] | None = None
         self.iterations = 0
 
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Returns when every job has all its tokens. Raises the error of a failed iteration or token."""
+    def run(self, jobs: Sequence[Job], fetch: Callable[[Job], None] | None = None) -> None:
+        """Returns when every job has all its tokens. Raises the error of a failed iteration or token.
+
+        `fetch`: puts the KV of a prompt that was computed elsewhere into the job's blocks.
+        """
+        self._fetch = fetch
         waiting, running = deque(jobs), list[Job]()
         flight: _Flight | None = None
         while waiting or running or flight:
@@ -118,8 +124,12 @@ class Offline:
             job.rank, job.blocks = rank, [free.pop() for _ in range(needed)]
             tokens += len(job.prompt)
             joined.append(waiting.popleft())
-        if joined:
-            self._prefill(joined)
+        for job in joined:
+            if job.launched:
+                assert self._fetch is not None
+                self._fetch(job)
+        if new := [job for job in joined if not job.launched]:
+            self._prefill(new)
         return joined
 
     def _prefill(self, jobs: Sequence[Job]) -> None:

@@ -64,8 +64,8 @@ ROWS = (
     Row(
         "tokens-ranks",
         "ranks",
-        "the same of instances of two ranks that share each layer, of two stages, and of two ranks that share experts, "
-        "each with KV of its own, fp32",
+        "the same of instances of ranks that share each layer, of stages, of ranks that share experts, and of two "
+        "instances of unequal degrees, each rank with KV of its own, fp32",
         "equal",
         (">=", 1.0),
     ),

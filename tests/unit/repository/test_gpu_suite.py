@@ -30,6 +30,7 @@ from gpu_suite.trace import STEP, idle_of  # noqa: E402
 
 from alignedserve.engine.model.loader import LoadedModel  # noqa: E402
 from alignedserve.engine.runner import ModelRunner, allocate_cache  # noqa: E402
+from alignedserve.ranks.degrees import Degrees  # noqa: E402
 from alignedserve.testing.models import KINDS, make_model  # noqa: E402
 
 DOCUMENT = ROOT / "docs/measurements/gpu.md"
@@ -283,13 +284,25 @@ def test_models_tokens_are_compared_with_transformers(tmp_path: Path) -> None:
     assert figures(of)["llama, answers equal (fp32)"]["met"] is True
 
 
-def test_tokens_of_two_ranks_are_compared_with_transformers(tmp_path: Path) -> None:
+def test_tokens_of_ranks_are_compared_with_transformers(tmp_path: Path) -> None:
     of = context(tmp_path)
     for name, degrees in ranks.WAYS.items():
         total = Agreement(wrong=[])
-        ranks._compare(of, "llama" if degrees.experts == 1 else "mixtral", degrees, ["cpu"], total)
+        ranks._compare(of, "llama" if degrees.experts == 1 else "mixtral", degrees, degrees, ["cpu"], total)
         tokens.report(of, ranks.ROW, name, total, torch.float32)
         assert figures(of)[f"{name}, answers equal (fp32)"]["met"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill", "decode"), ranks.HANDED_OVER, ids=["stages decode", "stages prefill"])
+def test_prompts_that_an_instance_of_another_degree_computed_are_gone_on_with(
+    prefill: Degrees, decode: Degrees, tmp_path: Path
+) -> None:
+    of, total = context(tmp_path), Agreement(wrong=[])
+    ranks._compare(of, "llama", prefill, decode, ["cpu"], total)
+    tokens.report(of, ranks.ROW, "another degree", total, torch.float32)
+    assert total.answers == 2
+    assert figures(of)["another degree, answers equal (fp32)"]["met"] is True
 
 
 def test_iterations_and_prefills_are_set_against_rates_of_the_same_run(tmp_path: Path) -> None:
