@@ -18,6 +18,7 @@ from alignedserve.cluster.cli.doctor_memory import examine_memory
 from alignedserve.cluster.cli.status_command import table
 from alignedserve.cluster.launch.gpus import count_gpus
 from alignedserve.cluster.launch.preflight import check_api_keys, check_machine, check_model, check_ports
+from alignedserve.cluster.records import read_records
 from alignedserve.cluster.supervisor.plan import resolve_device
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError
@@ -108,13 +109,19 @@ def examine(config: Config) -> Report:
     startable = not report.missing  # a missing channel does not affect attention
     report.roles, report.channels, problems = examine_channels(config)
     report.missing += problems
+    _examine_memory(report, config)
     if startable:
-        try:
-            report.stores, report.device_memory = examine_memory(config)
-        except AlignedServeError as error:
-            report.missing.append(error.message)
         _examine_attention(report, config)
     return report
+
+
+def _examine_memory(report: Report, config: Config) -> None:
+    """What does not fit is no problem beside a cluster of this user, which has taken the memory."""
+    try:
+        report.stores, report.device_memory = examine_memory(config)
+    except AlignedServeError as error:
+        if error.message not in report.missing:
+            (report.notes if read_records() else report.missing).append(error.message)
 
 
 def _examine_packages(report: Report) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -27,15 +26,11 @@ def examine_channels(config: Config) -> tuple[list[Row], list[Row], list[str]]:
 
     They are those of one prefill and one decode instance if this node has no GPUs for all: others may have them.
     """
-    one_pair = replace(config, cluster=replace(config.cluster, prefill=1, decode=1))
-    planned: dict[str, PlannedRole] = {}
-    for shown in (config, one_pair):
-        with contextlib.suppress(AlignedServeError):  # reported by another check
-            planned = {role.id: role for role in plan_roles(shown, count_gpus())}
-            config = shown
-            break
-    if not planned:
-        return [], [], []
+    config = here(config)
+    try:
+        planned = {role.id: role for role in plan_roles(config, count_gpus())}
+    except AlignedServeError:
+        return [], [], []  # reported by another check
     roles = [{"role": role.role, "id": role.id, "device": role.device} for role in planned.values()]
     first = {role.id: devices_in(role.device)[0] for role in planned.values()}
     rows: list[Row] = []
@@ -64,6 +59,15 @@ def examine_channels(config: Config) -> tuple[list[Row], list[Row], list[str]]:
         if role.role in MODEL_ROLES and (degrees := config.degrees(role.role)).ranks > 1:
             rows += _between_ranks(role, degrees, measured, distance)
     return roles, rows, problems
+
+
+def here(config: Config) -> Config:
+    """The configuration, or that of one pair if this node has no GPUs for all."""
+    try:
+        plan_roles(config, count_gpus())
+    except AlignedServeError:
+        return replace(config, cluster=replace(config.cluster, prefill=1, decode=1))
+    return config
 
 
 def _gpu_links() -> Distance | None:

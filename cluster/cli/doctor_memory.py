@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from alignedserve.cluster.cli.doctor_channels import here
 from alignedserve.cluster.launch.gpus import count_gpus
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, PlannedRole, plan_roles, resolve_device
 from alignedserve.config import Config
@@ -17,8 +18,10 @@ Row = dict[str, str]
 def examine_memory(config: Config) -> tuple[list[Row], list[str]]:
     """The stores that would be planned if the cluster were started now, and the parts of instances on GPUs.
 
-    Nothing if instances are spread over several nodes. Raises ModelError; ConfigError, ResourceError if it cannot be.
+    Of one pair if this node has no GPUs for all, and nothing if instances are spread over several nodes. Raises
+    ModelError; ConfigError, ResourceError if it cannot be.
     """
+    config = here(config)
     if any(config.spread(role).nodes > 1 for role in MODEL_ROLES):
         return [], []
     from alignedserve.engine.model.inspect import inspect_model  # its import takes seconds

@@ -84,7 +84,8 @@ class RayPlaces:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes]
         share = gpu_share(self._config, shape, gpus) if on_gpu else 0.0
-        units = plan_units(self._config, new, share, max(gpus))
+        could_give = max(int(node.get("GPU", 0)) for node in self.could_give().values())
+        units = plan_units(self._config, new, share, could_give)
         if not elastic:
             _require([node["Resources"] for node in nodes], units)
         units, spread = self._spread_groups(units)

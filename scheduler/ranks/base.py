@@ -92,7 +92,8 @@ class Members(ABC):
 class Placement(ABC):
     """Placement for one decode instance. `add` each request once it can decode.
 
-    `moves` and then `refill` are called at each boundary before which a request came, joined, left or ended.
+    `moves` and then `refill` are called at each boundary before which a request came, joined, left or ended,
+    in a cluster also after `ASKED_AFTER` boundaries without.
 
     A request that was placed and is preempted comes back by `add`, unless the placement is `STICKY`: then it waits at
     its rank, before all others.

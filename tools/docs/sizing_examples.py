@@ -8,9 +8,10 @@ from markdown_text import table
 
 from alignedserve.config import ClusterConfig, Config, KvPoolConfig
 from alignedserve.device_memory import DeviceMemory, RanksHere, fixed_parts
+from alignedserve.errors import ResourceError
 from alignedserve.memory import GIB
 from alignedserve.model import ModelInfo
-from alignedserve.ranks.degrees import Degrees
+from alignedserve.ranks.degrees import Degrees, device_of
 from alignedserve.sizing import StorePlan, plan_stores
 
 EIGHT_B = ModelInfo(
@@ -62,21 +63,33 @@ def gpus() -> str:
 
 def ranks() -> str:
     """A rank's GPU of 80 GiB at several tensor parallel degrees, with one prefill and one decode instance."""
-    config = Config(cluster=ClusterConfig(device="cuda")).on_device("cuda")
-    budget, geometry = int(GPUS * config.cluster.gpu_memory_share), SEVENTY_B.geometry(config.kv_pool.block_size)
-    rows = []
-    for role in ("decode", "prefill"):
-        for degree in (2, 4, 8):
-            here = RanksHere(1, Degrees(degree))
-            parts = fixed_parts(config, SEVENTY_B, role, here)
-            left = budget - sum(parts.values())
-            tokens = left // here.block_bytes(SEVENTY_B, geometry) * geometry.block_size
-            sizes = (parts["weights"], sum(parts.values()) - parts["weights"], left)
-            figures = [f"{size / GIB:.1f}" for size in sizes[:2]] + [f"{left / GIB:.1f}" if left > 0 else "refused"]
-            rows.append((role, str(degree), *figures, f"{tokens:,}" if left > 0 else "–"))
-    return "\n".join(
-        table(("role", "degree", "weights, GiB", "other fixed parts", "left for KV", "tokens of KV"), rows)
+    rows = [row for degree in (2, 4, 8) for row in _of_ranks(degree)]
+    columns = ("degree", "role", "weights, GiB", "other fixed parts", "left for KV", "tokens of KV")
+    return "\n".join(table(columns, rows))
+
+
+def _of_ranks(degree: int) -> list[tuple[str, ...]]:
+    config = Config(
+        cluster=ClusterConfig(device="cuda", tensor_parallel=degree), kv_pool=KvPoolConfig(size_gib=POOL_GIB)
     )
+    config = config.on_device("cuda")
+    devices = {role: device_of(range(first, first + degree)) for role, first in (("decode", 0), ("prefill", degree))}
+    memories = [(role, DeviceMemory(f"{role}-0", device, GPUS, GPUS)) for role, device in devices.items()]
+    stores: dict[str, int] = {}
+    try:
+        plan = plan_stores(config, SEVENTY_B, HOST_GIB * GIB, memories)
+    except ResourceError:
+        parts = {role: fixed_parts(config, SEVENTY_B, role, RanksHere(1, Degrees(degree))) for role in devices}
+    else:
+        parts = {role: dict(memory.parts) for role, memory in plan.devices.items()}
+        stores = {"decode": plan.decode_cache, "prefill": plan.prefill_cache + plan.batch_buffer + plan.requests_buffer}
+    rows = []
+    for role in devices:
+        kv = sum(size for name, size in parts[role].items() if name in ("cache", "batch buffer", "requests buffer"))
+        other = sum(parts[role].values()) - kv - parts[role]["weights"]
+        left = (f"{kv / GIB:.1f}", f"{stores[role] * config.kv_pool.block_size:,}") if stores else ("refused", "–")
+        rows.append((str(degree), role, f"{parts[role]['weights'] / GIB:.1f}", f"{other / GIB:.1f}", *left))
+    return rows
 
 
 def cpu() -> str:

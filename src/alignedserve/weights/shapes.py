@@ -77,7 +77,7 @@ class _Values:
 
 def model_types(config: Mapping[str, Any]) -> set[str]:
     """The model types of config.json: its own, and that of the language model within it."""
-    return {str(each["model_type"]) for each in (config, _language_model(config)) if "model_type" in each}
+    return {str(each["model_type"]) for each in (config, _language_model(config)) if each.get("model_type")}
 
 
 def head_counts(config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -103,7 +103,7 @@ def expert_count(config: Mapping[str, Any]) -> int | None:
 def _values_of(config: Mapping[str, Any]) -> _Values:
     """Without defaults if code that comes with the checkpoint reads it."""
     text = _language_model(config)
-    known = "auto_map" not in config and "model_type" in text
+    known = "auto_map" not in config and isinstance(text.get("model_type"), str)
     return _Values(text, config_source(text["model_type"]) if known else None)
 
 

@@ -295,7 +295,7 @@ def test_tokens_of_ranks_are_compared_with_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("prefill", "decode"), ranks.HANDED_OVER, ids=["stages decode", "stages prefill"])
-def test_prompts_that_an_instance_of_another_degree_computed_are_gone_on_with(
+def test_an_instance_continues_prompts_that_one_of_another_degree_computed(
     prefill: Degrees, decode: Degrees, tmp_path: Path
 ) -> None:
     of, total = context(tmp_path), Agreement(wrong=[])
