@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -129,7 +130,16 @@ class ServeProcess:
     ) -> None:
         if self._shows_log and error is not None:
             print(f"what `alignedserve serve` has said last:\n{self.output[-SAID_LAST:]}", file=sys.stderr)
+            for log in self._logs_of_serve():
+                said = log.read_text(encoding="utf-8", errors="replace")
+                print(f"the end of {log.name}:\n{said[-SAID_LAST:]}", file=sys.stderr)
         self.stop()
+
+    def _logs_of_serve(self) -> list[Path]:
+        """Of Ray Serve's controller and proxies, which replace each other. A clean end removes them."""
+        told = re.search(r"its processes log to (\S+)", self.output)
+        folder = Path(told[1]) / "serve" if told else None
+        return [] if folder is None else sorted([*folder.glob("controller_*.log"), *folder.glob("proxy_*.log")])
 
     def _wait_healthy(self, deadline: float) -> None:
         while True:
