@@ -117,6 +117,8 @@ def examine(config: Config) -> Report:
 
 def _examine_memory(report: Report, config: Config) -> None:
     """What does not fit is no problem beside a cluster of this user, which has taken the memory."""
+    if "missing" in report.packages.values():
+        return
     try:
         report.stores, report.device_memory = examine_memory(config)
     except AlignedServeError as error:

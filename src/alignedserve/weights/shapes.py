@@ -154,8 +154,7 @@ def _contradiction(folder: Path, what: str) -> ModelError:
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configuration of the language model; in Gemma 3 with images it is nested."""
-    text = config.get("text_config")
-    return text if config["model_type"] == "gemma3" and isinstance(text, dict) else config
+    return _language_model(config) if config["model_type"] == "gemma3" else config
 
 
 def _check_names(folder: Path, tensors: Mapping[str, Tensor], family: Family, wrappers: Mapping[str, str]) -> None:

@@ -1,7 +1,7 @@
 """Compares greedy tokens of instances of several ranks, each with KV of its own, with `transformers`: those of one
 instance, and those of two of unequal degrees, one of which computes the prompts.
 
-Each rank has a GPU of its own if there are two: they compute together over NCCL. Else they share one, and compute
+Each rank has a GPU of its own if there are enough: they compute together over NCCL. Else they share them, and compute
 together in host memory.
 """
 
