@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -38,6 +39,7 @@ from alignedserve.cluster.launch.preflight import (
 )
 from alignedserve.cluster.records import fetch_json, read_records
 from alignedserve.cluster.runtime_dir import clean_stale, temp_dir
+from alignedserve.cluster.serve.front_watch import FrontWatch
 from alignedserve.cluster.serve.ray_session import RaySession
 from alignedserve.cluster.serve.stopped_processes import StoppedWatch
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, resolve_device
@@ -159,6 +161,7 @@ class _ServeCommand:
             if self._wait_ready():
                 self._served = True
                 self._announce()
+                threading.Thread(target=self._watch_front, name="front", daemon=True).start()
                 self._wait_for_end()
         except Exception as error:
             traceback.print_exc()
@@ -302,6 +305,21 @@ class _ServeCommand:
                 self._console.line(f"cannot look for stopped processes: {error.strerror}")
                 time.sleep(WATCH_S)
             time.sleep(LOOK_S)
+
+    def _watch_front(self) -> None:
+        """Has HAProxy replaced if it lets nothing through. It has its own thread, because a probe may wait."""
+        if not (url := self._session.live_url()):
+            return
+        watch = FrontWatch(url, self._gateway_ready, Descendants())
+        while not self._stopping.wait(LOOK_S):
+            with contextlib.suppress(OSError):  # for example no free file descriptor: try again
+                if line := watch.look():
+                    self._console.line(line)
+
+    def _gateway_ready(self) -> bool | None:
+        if (progress := self._progress) is None:
+            return None
+        return any(role["role"] == "gateway" and role["state"] == "ready" for role in progress["roles"])
 
     # ---- end
 

@@ -9,7 +9,7 @@ import signal
 import time
 from pathlib import Path
 
-from alignedserve.cluster.launch.processes import is_stopped
+from alignedserve.cluster.launch.processes import is_stopped, name_of
 
 
 class Descendants:
@@ -50,6 +50,10 @@ class Descendants:
     def stopped(self) -> set[int]:
         """Pids of the stopped descendants (SIGSTOP)."""
         return {pid for pid in self._held if is_stopped(pid)}
+
+    def named(self, beginning: str) -> list[int]:
+        """Pids of the descendants whose name begins so."""
+        return [pid for pid in self._held if name_of(pid).startswith(beginning)]
 
     def kill(self, pid: int) -> None:
         """Kill a descendant. Has no effect if it has ended."""

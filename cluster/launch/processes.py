@@ -98,6 +98,14 @@ def look_at(pid: int) -> Sight | None:
     return Sight(fields[0] == "T", fields[0] == "t", ticks / os.sysconf("SC_CLK_TCK"))
 
 
+def name_of(pid: int) -> str:
+    """The file name of the process's command; "" if it has ended."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
+        return os.path.basename(command.decode(errors="replace"))
+    return ""
+
+
 def is_stopped(pid: int) -> bool:
     sight = look_at(pid)
     return sight is not None and sight.stopped

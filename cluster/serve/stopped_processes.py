@@ -7,12 +7,10 @@ replaced without it, and the command ends when it has ended.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
-from pathlib import Path
 
 from alignedserve.cluster.launch.descendants import Descendants
+from alignedserve.cluster.launch.processes import name_of
 
 STOPPED_S = 2.0
 UNREPLACED_STOPPED_S = 10.0  # longer, because the whole cluster ends with such a process
@@ -40,17 +38,10 @@ class StoppedWatch:
             self._descendants.note()
         self._since = {pid: self._since.get(pid, now) for pid in self._descendants.stopped()}
         for pid, since in self._since.items():
-            name = _name(pid)
+            name = name_of(pid)
             limit_s = next((limit for word, limit in self._limits.items() if name.startswith(word)), None)
             if limit_s is not None and now - since >= limit_s:
                 self._descendants.kill(pid)
                 follows = ": Ray starts a new one" if name.startswith(REPLACED) else ""
                 said.append(f"{name} (pid {pid}) was stopped for {limit_s:g} s, and was ended{follows}")
         return said
-
-
-def _name(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
-        return os.path.basename(command.decode(errors="replace"))
-    return ""
