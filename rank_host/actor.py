@@ -161,7 +161,7 @@ class RankHostServer(rh_grpc.RankHostServicer):
         """Blocks. Raises AlignedServeError: the one for which a rank could not load its part, if any says it."""
         assert self._children is not None
         try:
-            found = self._children.held()
+            found = self._children.held(None)  # rank 0 waits, and a process that reads weights may take minutes
         except RankLostError as error:
             raise self._children.said() or error from None
         self._held = [held for held, _ in found]

@@ -25,7 +25,7 @@ from alignedserve.geometry import require_degree
 from alignedserve.memory import available_memory_bytes, describe_bytes
 from alignedserve.model import SHIPPED_MODELS, resolve_model, unserved_generation_keys
 from alignedserve.model_check import check_if_here, check_model_files, is_here
-from alignedserve.ranks.plans import OWN_PLANS
+from alignedserve.ranks.plans import OWN_PLANS, require_packing
 from alignedserve.scheduler.systems import unread
 from alignedserve.sizing import GIB
 from alignedserve.transformers_source import has_tensor_plan
@@ -60,6 +60,8 @@ def check_ranks(config: Config, folder: Path) -> None:
                 f"model_type {shape.get('model_type')!r} has no plan for tensor parallel ranks; "
                 "share it by layers instead: --prefill-pp, --decode-pp"
             )
+        if each.tensor > 1:
+            require_packing(shape.get("model_type", ""), shape.get("multi_query"))
         try:
             each.require_kind()
             if experts is not None:

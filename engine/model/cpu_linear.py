@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import torch
 from torch.nn import functional
@@ -58,18 +58,19 @@ def multiply(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -
 Faster = dict[tuple[torch.Size, torch.dtype], bool]
 
 
-def pack_linears(model: torch.nn.Module, faster: Faster | None = None) -> int:
+def pack_linears(model: torch.nn.Module, faster: Faster | None = None, but: Set[torch.nn.Module] = frozenset()) -> int:
     """Replace the linear layers of a CPU model whose packed form is faster here; returns how many.
 
     Each shape is measured once, which takes a few milliseconds. `faster`: of shapes that are known; others are added.
+    `but`: layers to leave alone.
     """
     faster = {} if faster is None else faster
-    replaced = pack_faster(model, faster)
+    replaced = pack_faster(model, faster, but)
     log.info("%d linear layers use packed oneDNN weights; shapes measured: %d", replaced, len(faster))
     return replaced
 
 
-def pack_faster(model: torch.nn.Module, faster: Faster) -> int:
+def pack_faster(model: torch.nn.Module, faster: Faster, but: Set[torch.nn.Module] = frozenset()) -> int:
     """`pack_linears` without a line in the log."""
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return 0
@@ -77,7 +78,7 @@ def pack_faster(model: torch.nn.Module, faster: Faster) -> int:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             weight = _linear_weight(child)
-            if weight is None or weight.device.type != "cpu":
+            if weight is None or weight.device.type != "cpu" or child in but:
                 continue
             key = (weight.shape, weight.dtype)
             if key not in faster:

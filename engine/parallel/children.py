@@ -122,15 +122,16 @@ class RankChildren:
             for order, pid in zip(self._orders, self.pids, strict=True)
         ]
 
-    def held(self) -> list[tuple[StoreSlice, int]]:
+    def held(self, timeout_s: float | None = SILENT_S) -> list[tuple[StoreSlice, int]]:
         """What each rank holds of a store, and the bytes of its weights, once all have loaded their part.
 
-        Raises RankLostError, or the error for which a rank could not load it.
+        `timeout_s`: for each; None: until it says so or ends. Raises RankLostError, or the error for which a rank could
+        not load it.
         """
         found = []
         for order, channel in zip(self._orders, self._channels, strict=True):
             try:
-                found.append(_held(channel.told(SILENT_S)))
+                found.append(_held(channel.told(timeout_s)))
             except RankLostError as error:
                 raise self._lost(order, error.message) from error
         return found

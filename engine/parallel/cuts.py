@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from alignedserve.errors import UnsupportedModelError
 from alignedserve.geometry import require_degree
 from alignedserve.model import ModelInfo
-from alignedserve.ranks.plans import ATTENTION, OWN_PLANS
+from alignedserve.ranks.plans import ATTENTION, OWN_PLANS, require_packing
 
 _MULTIPLE = 8  # elements of 2 bytes
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -145,11 +145,7 @@ class Plan:
         if size == 1:
             self._styles: dict[str, Style] = {}
             return
-        if getattr(config, "multi_query", True) is False:
-            raise UnsupportedModelError(
-                f"model_type {config.model_type!r} without multi_query packs queries, keys and values head by head, "
-                "which tensor parallel ranks cannot share"
-            )
+        require_packing(config.model_type, getattr(config, "multi_query", None))
         plan = OWN_PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None)
         if not plan:
             raise UnsupportedModelError(f"model_type {config.model_type!r} has no plan for tensor parallel ranks")

@@ -43,7 +43,7 @@ def load_part(
         part = ShardedModel(info, place, target, trust_remote_code, progress, partial(_agreed, groups, timed))
     model = part.model
     if target.type == "cpu":
-        pack_linears(model, part.faster)
+        pack_linears(model, part.faster, part.shared)  # whose results must be the same in all ranks, to the last bit
     groups.waits.meet()  # others may read their weights for longer
     pipe = part.install(groups)
     own = before_probe(replace(info, kv_heads=part.ranks.kv_heads, heads=part.ranks.heads), model, target)

@@ -70,7 +70,7 @@ class RankChannel:
             name = f"rank-values-{channel.fileno()}"
             threading.Thread(target=self._serve, args=(values, self._said), name=name, daemon=True).start()
 
-    def told(self, timeout_s: float) -> dict[str, Any]:
+    def told(self, timeout_s: float | None) -> dict[str, Any]:
         """The next message of the rank that is about more than values. Raises RankLostError if there is none."""
         try:
             if self._said is None:

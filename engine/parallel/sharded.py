@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from alignedserve.engine.parallel.cuts import WHOLE, Cut, Plan, Ranks, Style, cu
 from alignedserve.engine.parallel.division import Division
 from alignedserve.engine.parallel.experts import ExpertShare
 from alignedserve.engine.parallel.group import Groups, RankGroup
-from alignedserve.engine.parallel.stages import Pipe, Stage
+from alignedserve.engine.parallel.stages import Pipe, Stage, language_model
 from alignedserve.engine.step_progress import Progress
 from alignedserve.errors import ModelError, ResourceError, UnsupportedModelError
 from alignedserve.model import ModelInfo, check_model_folder
@@ -60,12 +61,18 @@ class ShardedModel:
         self._reduced: list[str] = []
         self.faster: Faster = {}
         """The shapes of linear layers whose packed form is known to be faster, or not."""
+        self.shared: set[nn.Module] = set()
+        """Products that all ranks of a layer compute, such as routers."""
         self._normed: list[tuple[Any, int]] = []
+        # What transformers keeps in a precision of its own at a load (`PreTrainedModel._get_dtype_plan`).
+        self._precise = {
+            re.compile(key.replace("*", ".*")): own for key, own in self.model._get_dtype_plan(dtype).items()
+        }
         folder = Path(info.path)
         with Checkpoint(weight_files(folder, check_model_folder(folder)), self.model) as checkpoint:
             tied = self._settle_ties(checkpoint)
             self._experts = ExpertShare(self.model, info.name, place)
-            self._plan = Plan(config.get_text_config(decoder=True), self.model.base_model_prefix, self.ranks.size)
+            self._plan = Plan(config.get_text_config(decoder=True), language_model(self.model), self.ranks.size)
             self._fill_buffers(checkpoint, device)
             wanted = self._cut()
             self._localise_attention()
@@ -75,7 +82,7 @@ class ShardedModel:
                 self.stages = division.description
                 self._keep(division.stages[place.stage], wanted)
             self.layers = self.stage.layers
-            self._load(checkpoint, wanted, tied, device, dtype, progress)
+            self._load(checkpoint, wanted, tied, device, progress)
 
     def _settle_ties(self, checkpoint: Checkpoint) -> dict[str, list[str]]:
         """As transformers does at a load: what the checkpoint has with different values is not tied.
@@ -96,6 +103,10 @@ class ShardedModel:
                     tied.setdefault(first, []).append(other)
         return tied
 
+    def _dtype(self, name: str, own: torch.dtype) -> torch.dtype:
+        """Of a tensor in memory. `own`: as the model was built."""
+        return next((dtype for key, dtype in self._precise.items() if key.search(name)), own)
+
     def _keep(self, layers: range, wanted: dict[nn.Parameter, tuple[str, torch.Size, Cut]]) -> None:
         """Keep these layers and what else the stage computes, and read no more than that."""
         self.stage.keep(layers)
@@ -106,16 +117,24 @@ class ShardedModel:
 
     def _fill_buffers(self, checkpoint: Checkpoint, device: torch.device) -> None:
         """Compute the buffers, such as rotary frequencies, as transformers does at a load, or read them."""
+        owners: dict[str, PreTrainedModel] = {}  # what initialises each module: the model, or one within it
         for module_name, module in self.model.named_modules():
+            own = isinstance(module, PreTrainedModel)
+            owners[module_name] = module if own else owners[module_name.rpartition(".")[0]]
             empty = {name: each for name, each in module._buffers.items() if each is not None and each.is_meta}
             if not empty:
                 continue
             unlike = []
             for value in (0, 1):  # a buffer that is not set keeps the value
-                filled = {name: torch.full_like(each, value, device=device) for name, each in empty.items()}
+                filled = {
+                    name: torch.full_like(
+                        each, value, dtype=self._dtype(f"{module_name}.{name}", each.dtype), device=device
+                    )
+                    for name, each in empty.items()
+                }
                 module._buffers.update(filled)
                 with torch.no_grad():
-                    self.model._init_weights(module)
+                    owners[module_name]._init_weights(module)
                 for name in filled.keys() - module._non_persistent_buffers_set:
                     found = checkpoint.read(f"{module_name}.{name}", filled[name].shape, WHOLE)
                     if found is not None:
@@ -156,17 +175,25 @@ class ShardedModel:
                         cut = self._experts.cut(module_name, parameter.shape) or self._cut_of_norm(
                             module_name, module, parameter.shape
                         )
-                    part = torch.empty(cut.shape(parameter.shape), dtype=parameter.dtype, device="meta")
+                    if cut is WHOLE and isinstance(module, nn.Linear | Conv1D) and ranks.size > 1:
+                        self.shared.add(module)
+                    part = torch.empty(
+                        cut.shape(parameter.shape), dtype=self._dtype(full, parameter.dtype), device="meta"
+                    )
                     done[parameter] = nn.Parameter(part, requires_grad=False)
                     wanted[done[parameter]] = full, parameter.shape, cut
                 module._parameters[name] = done[parameter]
             if style is Style.ROWS:
                 self._reduced.append(module_name)
             _tell_shape(module)
+        if ranks.size > 1 and not self._reduced:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has none of the modules that its plan for tensor parallel ranks names"
+            )
         return wanted
 
     def _cut_of_norm(self, name: str, module: nn.Module, shape: torch.Size) -> Cut:
-        """Norms over all heads of queries or keys are computed together: each rank holds the weights of its heads."""
+        """Norms of queries or keys have weights of their heads. Those over all heads are computed together."""
         label = name.rpartition(".")[2]
         if label not in ("q_norm", "k_norm") or not hasattr(module, "variance_epsilon"):
             return WHOLE
@@ -176,6 +203,8 @@ class ShardedModel:
             if label == "q_norm"
             else (info.kv_heads, ranks.kv_begin, ranks.kv_heads)
         )
+        if shape == (heads, info.head_dim) and heads > 1:  # of each head by itself
+            return Cut(0, ((begin, begin + own),), own)
         if shape != (heads * info.head_dim,) or heads == 1:
             return WHOLE
         self._normed.append((module, own * ranks.size * info.head_dim))
@@ -187,7 +216,6 @@ class ShardedModel:
         wanted: dict[nn.Parameter, tuple[str, torch.Size, Cut]],
         tied: dict[str, list[str]],
         device: torch.device,
-        dtype: torch.dtype,
         progress: Progress,
     ) -> None:
         loaded: dict[nn.Parameter, nn.Parameter] = {}
@@ -199,7 +227,9 @@ class ShardedModel:
                 lacking.append(name)
                 continue
             try:
-                loaded[empty] = nn.Parameter(found.to(device=device, dtype=dtype).contiguous(), requires_grad=False)
+                loaded[empty] = nn.Parameter(
+                    found.to(device=device, dtype=empty.dtype).contiguous(), requires_grad=False
+                )
             except torch.OutOfMemoryError as error:
                 raise ResourceError(f"the part of {self.info.name} of one rank does not fit on {device}") from error
             progress(number, len(wanted))

@@ -173,11 +173,20 @@ class Stage:
         return pipe
 
 
-def _path_of_layers(model: nn.Module, layers: int) -> str:
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers:
-            return str(path)
-    raise UnsupportedModelError(f"{type(model).__name__} has no list of {layers} layers to share out")
+def language_model(model: PreTrainedModel) -> str:
+    """The path of what has the layers of tokens: a part of a model that has others, for images, beside it."""
+    if model.config.get_text_config(decoder=True) is model.config:
+        return str(model.base_model_prefix)
+    embedding = model.get_input_embeddings()
+    return next(path for path, module in model.named_modules() if module is embedding).rpartition(".")[0]
+
+
+def _path_of_layers(model: PreTrainedModel, layers: int) -> str:
+    lists = [name for name, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each) == layers]
+    if not lists:
+        raise UnsupportedModelError(f"{type(model).__name__} has no list of {layers} layers to share out")
+    beginning = f"{language_model(model)}."
+    return next((name for name in lists if name.startswith(beginning)), lists[0])
 
 
 def _drop(module: nn.Module) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from alignedserve.errors import UnsupportedModelError
+
 ATTENTION = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",
@@ -64,3 +68,12 @@ OWN_PLANS: dict[str, dict[str, str]] = {
     "hunyuan_v1_dense": {**ATTENTION, **_gated("mlp")},
     "hunyuan_v1_moe": {**ATTENTION, **_gated("mlp.shared_mlp"), **_EXPERTS},
 }
+
+
+def require_packing(model_type: str, multi_query: Any) -> None:
+    """`multi_query`: of the configuration, if it has such a key. Raises UnsupportedModelError."""
+    if multi_query is False:
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} without multi_query packs queries, keys and values head by head, "
+            "which tensor parallel ranks cannot share; share it by layers instead: --prefill-pp, --decode-pp"
+        )

@@ -107,6 +107,8 @@ def test_a_model_without_a_plan_is_shared_by_layers_only(
             "2 layers",
         ),
         ({"model_type": "own", "auto_map": {}}, {"cluster": {"tensor_parallel": 3}}, ""),  # not known here
+        ({"model_type": "gpt_bigcode"}, {"decode": {"tensor_parallel": 2}}, ""),
+        ({"model_type": "gpt_bigcode", "multi_query": False}, {"decode": {"pipeline_parallel": 2}}, ""),
         (
             {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 2}},
             {"decode": {"pipeline_parallel": 3}},
@@ -120,6 +122,13 @@ def test_degrees_of_any_model_type_are_checked_before_anything_starts(
     (tmp_path / "config.json").write_text(json.dumps(shape))
     config = from_arguments({"model": {"path": str(tmp_path)}, **degrees})
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        check_ranks(config, tmp_path)
+
+
+def test_packed_products_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_bigcode", "multi_query": False}))
+    config = from_arguments({"model": {"path": str(tmp_path)}, "prefill": {"tensor_parallel": 2}})
+    with pytest.raises(UnsupportedModelError, match=r"gpt_bigcode.*head by head.*--prefill-pp"):
         check_ranks(config, tmp_path)
 
 
