@@ -155,6 +155,9 @@ class DeviceChannel(QueuedChannel):
         stores = [store for store in self._stores if isinstance(store, DeviceBlockStore)]
         self._computing = {store.computing for store in stores if store.computing.type == "cuda"}
         self._stream: Any = _cuda.Stream(self._devices[0]) if self._devices else None
+        # torch has a copy between two GPUs wait for the current stream of the destination, and that one for the copy.
+        apart = len(set(self._devices)) == 2
+        self._landing: Any = _cuda.Stream(self._devices[1]) if apart else None
         self._cuts: dict[StoreSlice, tuple[Cut, Cut]] = {}
         common_part(source, destination)  # raises before anything is pinned
         self._pinned: list[PinnedStore | None] = [
@@ -218,7 +221,8 @@ class DeviceChannel(QueuedChannel):
         if self._stream is None:
             self._issue(copy)
             return None
-        with on_stream(self._stream):
+        landing = contextlib.nullcontext() if self._landing is None else on_stream(self._landing)
+        with landing, on_stream(self._stream):
             try:
                 for event in copy.ready or ():
                     self._stream.wait_event(event)

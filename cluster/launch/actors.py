@@ -22,7 +22,7 @@ import ray
 
 from alignedserve.cluster.launch.environment import role_environment
 from alignedserve.cluster.launch.fork_keeper import ForkKeeper, fork_environment
-from alignedserve.cluster.launch.gpus import device_with_neighbours
+from alignedserve.cluster.launch.gpus import device_with_neighbours, places_of
 from alignedserve.cluster.launch.rank_hosts import host
 from alignedserve.cluster.launch.role_main import Seat
 from alignedserve.cluster.runtime_dir import leave_socket_folder, prepare_socket_folder
@@ -129,7 +129,7 @@ def _leave_nothing(namespace: str) -> None:
 def _on_gpus(settings: RoleSettings, assigned: Sequence[int | str]) -> RoleSettings:
     """The settings with the GPUs that Ray has assigned."""
     tensor = from_tree(settings.config).degrees(settings.role).tensor
-    return replace(settings, device=device_with_neighbours(assigned, tensor))
+    return replace(settings, device=device_with_neighbours(places_of(assigned), tensor))
 
 
 def _require_node(settings: RoleSettings) -> None:

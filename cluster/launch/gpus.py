@@ -80,10 +80,19 @@ class GpuLinks:
         return handle if status == _OK else None
 
 
-def device_with_neighbours(assigned: Sequence[int | str], tensor: int) -> str:
-    """The `device` of an instance on the GPUs that Ray has assigned: `tensor` ranks in a row are neighbours.
+def places_of(assigned: Sequence[int | str]) -> list[str]:
+    """The numbers that CUDA has in this process for the GPUs that Ray has assigned.
 
-    Without NVML they are in Ray's order.
+    Of a process with `CUDA_VISIBLE_DEVICES`, Ray gives names from that list, whose places are CUDA's numbers.
+    """
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    names = [str(each) for each in assigned]
+    return [str(visible.index(name)) for name in names] if set(names) <= set(visible) else names
+
+
+def device_with_neighbours(assigned: Sequence[int | str], tensor: int) -> str:
+    """The `device` of an instance on these GPUs: `tensor` ranks in a row are neighbours. Without NVML they are in the
+    order given.
     """
     gpus = [str(number) for number in assigned]
     try:

@@ -123,7 +123,7 @@ class ProcessLauncher(Launcher):
     async def vet(self, config: Config) -> None:
         gpus = sum(node.gpus for node in self._nodes)
         check_gpus(config, gpus)
-        await asyncio.to_thread(vet_node, config, resolve_device(config, gpus))
+        await asyncio.to_thread(vet_node, config, resolve_device(config, gpus), len(self._nodes) == 1)
 
     async def release(self) -> None:
         self._places.place({})

@@ -147,20 +147,20 @@ class RayLauncher(Launcher):
             device = resolve_device(config, max(gpus))
             share = gpu_share(config, shape, gpus) if device == "cuda" else 0.0
             first, *others = eligible(nodes, plan_units(config, with_parts(config, shape.ids()), share, max(gpus)))
-            failed = await self._vet_on(first, config, device)
+            failed = await self._vet_on(first, config, device, alone=len(nodes) == 1)
             if failed is not None and others:  # nodes without instances need not have the model
-                said = await asyncio.gather(*(self._vet_on(node_id, config, device) for node_id in others))
+                said = await asyncio.gather(*(self._vet_on(node_id, config, device, alone=False) for node_id in others))
                 failed = None if None in said else failed
         except RayError as error:
             raise UnavailableError(f"Ray does not answer: {_brief(error)}") from error
         if failed is not None:
             raise failed
 
-    async def _vet_on(self, node_id: str, config: Config, device: str) -> AlignedServeError | None:
+    async def _vet_on(self, node_id: str, config: Config, device: str, alone: bool) -> AlignedServeError | None:
         """The error on that node; None if there is none."""
         there = NodeAffinitySchedulingStrategy(node_id, soft=False)
         task = ray.remote(_vet_here).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-        said: tuple[str, str] | None = await task.remote(to_tree(config), device)
+        said: tuple[str, str] | None = await task.remote(to_tree(config), device, alone)
         return None if said is None else by_code(said[0])(said[1])
 
     async def release(self) -> None:
@@ -427,10 +427,10 @@ class RayLauncher(Launcher):
                 return
 
 
-def _vet_here(tree: Tree, device: str) -> tuple[str, str] | None:
+def _vet_here(tree: Tree, device: str, alone: bool) -> tuple[str, str] | None:
     """A Ray task: the code and the message of an error on this node; None if there is none."""
     try:
-        vet_node(from_tree(tree), device)
+        vet_node(from_tree(tree), device, alone)
     except AlignedServeError as error:
         return error.code, error.message
     return None

@@ -13,24 +13,27 @@ from alignedserve.cluster.launch.units import PLACED_ALONE, ROUNDING, Unit, desc
 from alignedserve.config import Config
 from alignedserve.errors import ResourceError
 from alignedserve.memory import describe_bytes, total_memory_bytes
-from alignedserve.sizing import GIB
+from alignedserve.sizing import GIB, plan_stores
 
 
-def vet_node(config: Config, device: str) -> None:
-    """Check what an instance and a shard need to start on this node.
+def vet_node(config: Config, device: str, alone: bool) -> None:
+    """Check what an instance and a shard need to start on this node; on a CPU that is the only node, what all need.
 
     `device`: "cpu" or "cuda". Raises ModelError, ConfigError, ResourceError.
     """
     folder = check_model(config)
     from alignedserve.engine.model.inspect import inspect_model  # its import takes seconds
 
-    inspect_model(config.served_model_name, folder, config.model.dtype, device, config.model.trust_remote_code)
+    name, trusted = config.served_model_name, config.model.trust_remote_code
+    model = inspect_model(name, folder, config.model.dtype, device, trusted)
     check_cost_model(config)
     wanted, total = int(config.kv_pool.size_gib * GIB), total_memory_bytes()
     if wanted > total:
         raise ResourceError(
             f"kv_pool.size_gib is {describe_bytes(wanted)}, but a node has only {describe_bytes(total)}; lower it"
         )
+    if device == "cpu" and alone:
+        plan_stores(config, model, total)
 
 
 def eligible(nodes: Mapping[str, Mapping[str, float]], units: Sequence[Unit]) -> list[str]:

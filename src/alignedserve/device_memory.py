@@ -45,15 +45,17 @@ KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class RanksHere:
-    """How many of an instance's ranks are on the device that has most of them."""
+    """How many of an instance's ranks are on the device that has most of them. `stages`: on its first node."""
 
     number: int
     degrees: Degrees
+    stages: int = 1
 
     @classmethod
     def of(cls, config: Config, role: str, device: str) -> RanksHere:
-        spread = config.spread(role)
-        return cls(-(-spread.most_ranks // len(devices_in(device))), spread.degrees)
+        """`device`: the devices of its first node."""
+        degrees, ranks = config.degrees(role), len(config.spread(role).ranks(0))
+        return cls(-(-ranks // len(devices_in(device))), degrees, min(degrees.stages, ranks // degrees.tensor))
 
     @property
     def captures(self) -> bool:
@@ -85,9 +87,16 @@ class RanksHere:
         """At most, of a block of the instance's cache. Ranks that share experts have equal parts of the blocks."""
         if self.degrees.experts > 1:
             return -(-self.number * geometry.block_bytes // self.degrees.experts)
+        return self.number * self.layers(model) * self._layer_bytes(geometry)
+
+    def buffer_block_bytes(self, geometry: KvGeometry) -> int:
+        """Of a block of a candidate buffer, whose layers are divided among the stages of the first node."""
+        return self.number * -(-geometry.layers // self.stages) * self._layer_bytes(geometry)
+
+    def _layer_bytes(self, geometry: KvGeometry) -> int:
+        """Of a block's layer, as far as a rank has it."""
         heads = max(1, geometry.kv_heads // self.degrees.tensor)
-        head_bytes = geometry.block_bytes // (geometry.layers * geometry.kv_heads)
-        return self.number * head_bytes * self.layers(model) * heads
+        return geometry.block_bytes // (geometry.layers * geometry.kv_heads) * heads
 
 
 def most_layers(model: ModelInfo, degrees: Degrees) -> int:
@@ -267,6 +276,7 @@ def plan_devices(config: Config, model: ModelInfo, memories: Sequence[tuple[str,
             tightest[role] = memory
     ranks = {role: RanksHere.of(config, role, memory.device) for role, memory in tightest.items()}
     block_bytes = {role: ranks[role].block_bytes(model, geometry) for role in tightest}
+    buffer_bytes = ranks[PREFILL].buffer_block_bytes(geometry)
     decode_budget = budgets[tightest[DECODE].instance]
     most = _max_running(config, model, wanted, decode_budget, ranks[DECODE], block_bytes[DECODE])
     config = replace(config, decode=config.decode.running(most))
@@ -274,12 +284,14 @@ def plan_devices(config: Config, model: ModelInfo, memories: Sequence[tuple[str,
     stores: dict[str, dict[str, int]] = {}
     for role in (DECODE, PREFILL):
         budget, fixed = budgets[tightest[role].instance], fixed_parts(config, model, role, ranks[role])
-        rest = (budget - sum(fixed.values())) // block_bytes[role]
+        size, rest = block_bytes[role], budget - sum(fixed.values())
         if role == DECODE:
-            stores[role] = _decode_blocks(config, wanted, rest)
+            stores[role] = _decode_blocks(config, wanted, rest // size)
         else:
-            stores[role] = _prefill_blocks(config, wanted, rest, stores[DECODE]["cache"])
-        held = {name: count * block_bytes[role] for name, count in stores[role].items() if count}
+            stores[role] = _prefill_blocks(config, wanted, rest, size, buffer_bytes, stores[DECODE]["cache"])
+        held = {
+            name: count * (size if name == "cache" else buffer_bytes) for name, count in stores[role].items() if count
+        }
         roles[role] = RoleMemory(budget, fixed | held)
     short = [
         lack(role, memory, replace(roles[role], budget=budgets[memory.instance]))
@@ -381,9 +393,14 @@ def _decode_blocks(config: Config, wanted: Wanted, rest: int) -> dict[str, int]:
     return {"cache": config.decode.cache_blocks or max(ranks * wanted.least, min(most, rest) // ranks * ranks)}
 
 
-def _prefill_blocks(config: Config, wanted: Wanted, rest: int, decode_cache: int) -> dict[str, int]:
-    """The cache holds the prompts being computed. The buffers take the rest, up to the size that is useful."""
-    settings, least = config.prefill, wanted.least
+def _prefill_blocks(
+    config: Config, wanted: Wanted, rest_bytes: int, block_bytes: int, buffer_bytes: int, decode_cache: int
+) -> dict[str, int]:
+    """The cache holds the prompts being computed. The buffers take the rest, up to the size that is useful.
+
+    `block_bytes`, `buffer_bytes`: of a block of either.
+    """
+    settings, least, rest = config.prefill, wanted.least, rest_bytes // block_bytes
     two_prompts = 2 * max(wanted.largest, settings.queued_tokens // config.kv_pool.block_size)
     if not config.cluster.prefetch:
         cache = settings.cache_blocks or max(least, min(two_prompts, rest))
@@ -391,8 +408,9 @@ def _prefill_blocks(config: Config, wanted: Wanted, rest: int, decode_cache: int
     buffers = (settings.batch_buffer_blocks or least) + (settings.requests_buffer_blocks or least)
     # A prompt must fit the cache to be served, so the longest gets room if that leaves half for the buffers.
     part = max(rest // 4, min(wanted.largest, rest // 2))
-    cache = settings.cache_blocks or max(least, min(two_prompts, part, rest - buffers))
-    rest -= cache
+    kept = -(-buffers * buffer_bytes // block_bytes)
+    cache = settings.cache_blocks or max(least, min(two_prompts, part, rest - kept))
+    rest = (rest_bytes - cache * block_bytes) // buffer_bytes
     share = config.scheduler.max_batch_blocks or int(decode_cache * config.scheduler.max_batch_share)
     batch = settings.batch_buffer_blocks
     if not batch:

@@ -10,7 +10,7 @@ import pytest
 from alignedserve.cluster.cli import doctor_channels
 from alignedserve.cluster.cli.doctor_channels import examine_channels
 from alignedserve.cluster.launch import gpus
-from alignedserve.cluster.launch.gpus import UNKNOWN, GpuLinks, device_with_neighbours
+from alignedserve.cluster.launch.gpus import UNKNOWN, GpuLinks, device_with_neighbours, places_of
 from alignedserve.config_sources import from_tree
 from alignedserve.ranks.neighbours import NVLINK
 
@@ -102,3 +102,22 @@ def test_the_doctor_says_which_ranks_are_no_neighbours_though_others_are(monkeyp
         "it has 2 ranks; NVLink does not connect cuda:0 and 1, which share layers, but others, such as cuda:0 and 3"
     )
     assert "NVLink" not in said["decode-0 rank 0"]  # its stages pass on through host memory
+
+
+@pytest.mark.parametrize(
+    ("visible", "assigned", "places"),
+    [
+        (None, [2, 0], ["2", "0"]),
+        ("2,3", ["3", "2"], ["1", "0"]),  # as Ray says it where the variable is set
+        (" 0, 2 ", ["2"], ["1"]),
+        ("GPU-aa,GPU-bb", ["GPU-bb"], ["1"]),
+        ("2,3", [0, 1], ["0", "1"]),
+    ],
+)
+def test_gpus_that_ray_assigns_are_numbered_as_cuda_sees_them(
+    visible: str | None, assigned: list[int | str], places: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert places_of(assigned) == places

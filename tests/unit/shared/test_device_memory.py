@@ -310,6 +310,29 @@ def test_a_rank_holds_its_heads_of_its_layers(tensor: int, stages: int, more: fl
     assert ranks.block_bytes(SEVEN_B, SEVEN_B.geometry(16)) == pytest.approx(more * BLOCK / (tensor * stages))
 
 
+def test_candidate_buffers_are_in_the_devices_of_the_first_node() -> None:
+    """Which has one of two stages, and so all layers of the buffers."""
+    prefill = {"tensor_parallel": 2, "pipeline_parallel": 2}
+    memories = [
+        ("prefill", DeviceMemory("prefill-0", "cuda:0,1", 80 * GIB, 79 * GIB)),
+        ("decode", DeviceMemory("decode-0", "cuda:2", 80 * GIB, 79 * GIB)),
+    ]
+    found = plan(memories, prefill=prefill | {"nodes": 2})
+    parts = found.devices["prefill"].parts
+    assert parts["batch buffer"] == found.batch_buffer * BLOCK // 2
+    assert parts["cache"] == pytest.approx(18 / 16 * found.prefill_cache * BLOCK / 4)
+    assert found.devices["prefill"].used <= found.devices["prefill"].budget
+    memories[0] = ("prefill", replace(memories[0][1], device="cuda:0,1,3,4"))
+    found = plan(memories, prefill=prefill)
+    assert found.devices["prefill"].parts["batch buffer"] == found.batch_buffer * BLOCK // 4
+
+
+def test_a_first_node_with_fewer_stages_has_a_device_for_each_of_its_ranks() -> None:
+    own = config(decode={"tensor_parallel": 4, "pipeline_parallel": 3, "nodes": 2})
+    ranks = RanksHere.of(own, "decode", "cuda:0,1,2,3")
+    assert (ranks.number, ranks.stages, ranks.captures) == (1, 1, True)
+
+
 def test_instances_of_ranks_are_planned_on_devices_of_their_own() -> None:
     degrees: dict[str, Any] = {"prefill": {"tensor_parallel": 2}, "decode": {"pipeline_parallel": 4}}
     own = config(cluster={"device": "cuda", "prefill": 2}, **degrees)
