@@ -178,11 +178,14 @@ def language_model(model: PreTrainedModel) -> str:
     if model.config.get_text_config(decoder=True) is model.config:
         return str(model.base_model_prefix)
     embedding = model.get_input_embeddings()
-    return next(path for path, module in model.named_modules() if module is embedding).rpartition(".")[0]
+    path: str = next(path for path, module in model.named_modules() if module is embedding)
+    return path.rpartition(".")[0]
 
 
 def _path_of_layers(model: PreTrainedModel, layers: int) -> str:
-    lists = [name for name, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each) == layers]
+    lists: list[str] = [
+        name for name, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each) == layers
+    ]
     if not lists:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of {layers} layers to share out")
     beginning = f"{language_model(model)}."
