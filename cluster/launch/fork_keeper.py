@@ -28,6 +28,7 @@ LOOK_S = 0.5
 PAUSE_S = 1.0  # between two servers; doubled while none gets ready
 MOST_PAUSE_S = 60.0
 READY_WITHIN_S = 120.0
+READ_BYTES = 64
 # With it Ray would end every fork whose fork server ends.
 SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
 MODULES = (
@@ -135,7 +136,7 @@ class ForkKeeper:
             if ready:
                 time.sleep(LOOK_S)
             elif select.select([server.stdout], [], [], LOOK_S)[0]:
-                if not server.stdout.readline():
+                if not os.read(server.stdout.fileno(), READ_BYTES):
                     break  # it is about to end
                 ready = True
                 self.ready.set()

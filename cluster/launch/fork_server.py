@@ -197,7 +197,7 @@ def main() -> None:
             if any(begun_ns < replaced_ns <= time.time_ns() for _, replaced_ns in stamps.values()):
                 print("files were replaced while this fork server imported them", file=sys.stderr, flush=True)
                 return
-            print("ready", flush=True)
+            os.write(1, b"ready\n")  # at once: this process may be stopped at any moment
             os.dup2(2, 1)
             serve(listener, stamps)
         finally:

@@ -127,6 +127,17 @@ def test_without_a_server_a_worker_starts_by_itself(node: Node, monkeypatch: pyt
     wait(lambda: node.run()[0] not in (os.getpid(), killed))
 
 
+def test_a_server_that_is_stopped_within_a_line_of_its_output_is_ended(node: Node) -> None:
+    """With PYTHONUNBUFFERED each piece of a line is written by itself."""
+    once = (
+        "import os, signal\nif 'WORD' not in os.environ and not os.path.exists({0!r}):\n    open({0!r}, 'w').close()\n"
+    )
+    node.write(IMPORTED.format(6) + (once + stop).format(str(node.folder / "stopped")))
+    server = node.server()
+    wait(lambda: node.keeper.pid != server)
+    wait(lambda: node.run() == (node.keeper.pid, 6))
+
+
 def test_a_server_that_dies_while_it_imports_leaves_the_start_to_its_clients(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
