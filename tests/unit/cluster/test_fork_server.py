@@ -129,9 +129,8 @@ def test_without_a_server_a_worker_starts_by_itself(node: Node, monkeypatch: pyt
 
 def test_a_server_that_is_stopped_within_a_line_of_its_output_is_ended(node: Node) -> None:
     """With PYTHONUNBUFFERED each piece of a line is written by itself."""
-    once = (
-        "import os, signal\nif 'WORD' not in os.environ and not os.path.exists({0!r}):\n    open({0!r}, 'w').close()\n"
-    )
+    once = "import os, signal\nif 'WORD' not in os.environ and not os.path.exists({0!r}):\n"
+    stop = "    open({0!r}, 'w').close()\n    os.write(1, b'a word')\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
     node.write(IMPORTED.format(6) + (once + stop).format(str(node.folder / "stopped")))
     server = node.server()
     wait(lambda: node.keeper.pid != server)
