@@ -15,7 +15,7 @@ from alignedserve.cluster.records import fetch_json
 from alignedserve.errors import UnavailableError
 
 MANAGER = "ray::HAProxyManager"
-SILENT_S = 15.0  # a start of manager and HAProxy takes 3 to 6 s on an idle machine
+SILENT_S = 15.0  # Serve's own replacement took 3.5 to 4.3 s on two busy cores (docs/failures.md)
 PROBE_S = 2.0
 
 

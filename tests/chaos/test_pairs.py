@@ -31,8 +31,7 @@ pytestmark = pytest.mark.cluster
 
 async def take_all(server: ServeProcess, blows: list[Blow]) -> list[Seen]:
     asks = mixed(random_prompts(LENGTHS, 2000, seed=SEED))
-    start_s, pids = server.start_s, server.pids
-    async with Ring(server.url, server.grpc_address, asks, max_tokens=300, find_pids=pids, start_s=start_s) as ring:
+    async with Ring(server.url, server.grpc_address, asks, max_tokens=300, find_pids=server.pids) as ring:
         await ring.undisturbed()
         seen = []
         for blow in blows:

@@ -24,7 +24,7 @@ from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.model import resolve_model
 from support.docs_pages import LASTING, ROOT, blocks, commands, name_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(3600)]  # `COMMAND_S` limits each command
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 COMMAND_S = 300.0
 SCRIPTS = Path(sys.executable).parent

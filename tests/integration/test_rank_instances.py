@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -215,12 +214,10 @@ async def test_the_death_of_a_rank_that_has_experts_costs_no_token(
 async def check_death(
     folder: Path, prefill: Degrees, decode: Degrees, role_id: str, number: int, victim: int = 0, within_s: float = 20.0
 ) -> None:
-    """`victim`: which of the other ranks. `within_s`: in which the instance is back, or as long as a start takes."""
+    """`victim`: which of the other ranks. `within_s`: in which the instance is back."""
     prompts, reference = random_prompts(LENGTHS, VOCAB_SIZE, seed=23), load_reference(folder)
     async with LocalCluster(config(folder, prefill, decode)) as cluster:
-        begun_s = time.monotonic()
         await cluster.wait_ready()
-        within_s = max(within_s, time.monotonic() - begun_s)
         async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
             incarnation = cluster.peer(role_id).process.incarnation
             others = ranks_of(cluster.pids[role_id])
@@ -255,13 +252,11 @@ async def test_a_rank_that_is_lost_while_it_loads_or_is_idle_is_replaced_within_
                 await asyncio.sleep(0.01)
         assert cluster.supervisor.core.state() != "ready"
         os.kill(loading[0], number)
-        begun_s = time.monotonic()
         await cluster.wait_ready()
-        start_s = time.monotonic() - begun_s
         incarnation = cluster.peer("decode-0").process.incarnation
         (idle,) = ranks_of(cluster.pids["decode-0"])
         os.kill(idle, number)
-        await cluster.wait_restarted("decode-0", incarnation, timeout_s=max(10.0, start_s))
+        await cluster.wait_restarted("decode-0", incarnation, timeout_s=10)
         async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
             for prompt, answer in zip(prompts, await driver.generate(prompts, GREEDY), strict=True):
                 assert answer.tokens == greedy(reference, prompt, NEW_TOKENS, answer.tokens)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -147,9 +146,7 @@ async def test_what_is_lost_on_one_node_is_the_instances_and_costs_no_token(
 ) -> None:
     prompts, reference = random_prompts(LENGTHS, VOCAB_SIZE, seed=28), load_reference(folder)
     async with LocalCluster(config(folder, STAGES, STAGES), nodes=NODES, placed=TOGETHER) as cluster:
-        begun_s = time.monotonic()
         await cluster.wait_ready()
-        within_s = max(20.0, time.monotonic() - begun_s)  # on a slow machine, as long as a start
         async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
             incarnation = cluster.peer(role_id).process.incarnation
             theirs = [cluster.pids[role_id], host_elsewhere(cluster, role_id), rank_elsewhere(cluster, role_id)]
@@ -158,7 +155,7 @@ async def test_what_is_lost_on_one_node_is_the_instances_and_costs_no_token(
                 while not any(len(answer.tokens) > 2 for answer in answers):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             os.kill(victim(cluster, role_id), number)
-            restarted = asyncio.create_task(cluster.wait_restarted(role_id, incarnation, timeout_s=within_s))
+            restarted = asyncio.create_task(cluster.wait_restarted(role_id, incarnation, timeout_s=20))
             answers += [driver.submit(prompt, GREEDY)[0] for prompt in prompts]  # so that both roles have work
             await driver.wait(answers, 120)
             for prompt, answer in zip([*prompts, *prompts], answers, strict=True):

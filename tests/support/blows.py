@@ -36,7 +36,6 @@ GIVEN_UP_S = 120.0
 HEALTH_LAG_S = 8.5  # 5 s in which a token still counts, 3 s for a probe, and some for a busy machine
 
 SOON_S = 3.0
-START_S = 14.0  # of two cores that have nothing else to do
 
 Pids = Callable[[str], Awaitable[list[int]]]
 
@@ -51,7 +50,7 @@ class Blow:
 
     @property
     def limit_s(self) -> float:
-        """The time in seconds within which the cluster must serve again, on a machine where it starts in `START_S`."""
+        """The time in seconds within which the cluster must serve again."""
         return 30.0 if RAYS.keys() & set(self.roles) else 15.0
 
 
@@ -126,7 +125,6 @@ class Seen:
     """What clients saw of a blow. Times are in seconds from the start of the blow."""
 
     blow: Blow
-    pace: float = 1.0
     struck_s: float = 0.0
     streams: int = 0
     wrong: int = 0
@@ -141,7 +139,7 @@ class Seen:
     def bad(self) -> list[str]:
         """Descriptions of what went wrong."""
         late = f"served again after {self.serves_again_s:.1f} s"
-        found = [late] if self.serves_again_s > self.pace * self.blow.limit_s else []
+        found = [late] if self.serves_again_s > self.blow.limit_s else []
         found += [f"{self.wrong} wrong answers"] if self.wrong else []
         found += [f"{self.invalid} answers that break their grammar"] if self.invalid else []
         found += [f"{len(self.errors)} streams lost, one with {self.errors[0]}"] if self.errors else []
@@ -156,18 +154,16 @@ class Seen:
 
 
 class Ring(Chaos):
-    """`find_pids` finds Ray's own processes by a word of their command lines, `start_s` is how long the server took to
-    start. Call `undisturbed` first. The client's timeouts are so long that no stream ends because the machine is slow,
-    and on a machine where a start takes longer a recovery may, too."""
+    """`find_pids` finds Ray's own processes by a word of their command lines. Call `undisturbed` first. The client's
+    timeouts are so long that no stream ends because the machine is slow."""
 
-    def __init__(self, *arguments: Any, find_pids: Callable[[str], list[int]], start_s: float, **options: Any) -> None:
+    def __init__(self, *arguments: Any, find_pids: Callable[[str], list[int]], **options: Any) -> None:
         super().__init__(*arguments, resume_s=GIVEN_UP_S, **options)
         self._find_pids = find_pids
-        self._pace = max(1.0, start_s / START_S)
 
     async def take(self, blow: Blow) -> Seen:
         """Strike while streams are in flight. Returns when the server serves again and every role is ready."""
-        seen, watcher = Seen(blow, self._pace), _Watcher(self._http)
+        seen, watcher = Seen(blow), _Watcher(self._http)
         before = await self._ready()
         striking: list[asyncio.Task[None]] = []
 
