@@ -23,8 +23,9 @@ import pytest
 from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.model import resolve_model
 from support.docs_pages import LASTING, ROOT, blocks, commands, name_of
+from support.pace import slowness
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900 * slowness())]
 
 COMMAND_S = 300.0
 SCRIPTS = Path(sys.executable).parent

@@ -21,6 +21,7 @@ from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 from support.driver import Driver
 from support.held import wait_nothing_held
+from support.pace import slowness
 from support.started import ranks_of, wait_ended
 
 pytestmark = pytest.mark.timeout(300)
@@ -226,7 +227,9 @@ async def check_death(
                 while not any(len(answer.tokens) > 2 for answer in answers):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             os.kill(others[victim], number)
-            restarted = asyncio.create_task(cluster.wait_restarted(role_id, incarnation, timeout_s=within_s))
+            restarted = asyncio.create_task(
+                cluster.wait_restarted(role_id, incarnation, timeout_s=within_s * slowness())
+            )
             answers += [driver.submit(prompt, GREEDY)[0] for prompt in prompts]  # so that both roles have work
             await driver.wait(answers, 120)
             for prompt, answer in zip([*prompts, *prompts], answers, strict=True):
@@ -256,7 +259,7 @@ async def test_a_rank_that_is_lost_while_it_loads_or_is_idle_is_replaced_within_
         incarnation = cluster.peer("decode-0").process.incarnation
         (idle,) = ranks_of(cluster.pids["decode-0"])
         os.kill(idle, number)
-        await cluster.wait_restarted("decode-0", incarnation, timeout_s=10)
+        await cluster.wait_restarted("decode-0", incarnation, timeout_s=10 * slowness())
         async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
             for prompt, answer in zip(prompts, await driver.generate(prompts, GREEDY), strict=True):
                 assert answer.tokens == greedy(reference, prompt, NEW_TOKENS, answer.tokens)

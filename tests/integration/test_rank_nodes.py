@@ -25,6 +25,7 @@ from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 from support.driver import Driver
 from support.held import wait_nothing_held
+from support.pace import slowness
 from support.started import ranks_of, wait_ended
 
 pytestmark = pytest.mark.timeout(300)
@@ -155,7 +156,7 @@ async def test_what_is_lost_on_one_node_is_the_instances_and_costs_no_token(
                 while not any(len(answer.tokens) > 2 for answer in answers):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             os.kill(victim(cluster, role_id), number)
-            restarted = asyncio.create_task(cluster.wait_restarted(role_id, incarnation, timeout_s=20))
+            restarted = asyncio.create_task(cluster.wait_restarted(role_id, incarnation, timeout_s=20 * slowness()))
             answers += [driver.submit(prompt, GREEDY)[0] for prompt in prompts]  # so that both roles have work
             await driver.wait(answers, 120)
             for prompt, answer in zip([*prompts, *prompts], answers, strict=True):

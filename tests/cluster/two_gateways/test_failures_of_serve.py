@@ -17,6 +17,7 @@ from alignedserve.client import AsyncClient, CancelledError, UnavailableError
 from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.control.samples import value
 from support.cpu_waits import CpuWaits
+from support.pace import slowness
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -102,6 +103,7 @@ async def wait_back(server: ServeProcess, since_s: float, within_s: float = BACK
 
     What the processes that bring it back wait for a CPU is not counted: they start Python beside other tests.
     """
+    within_s *= slowness()
     waits = CpuWaits(pid for word in RESTORING for pid in server.pids(word))
 
     def late() -> bool:

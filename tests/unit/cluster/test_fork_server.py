@@ -56,9 +56,10 @@ class Node:
     def server(self) -> int:
         """The pid of the server once it listens."""
         self.keeper.start()
+        pid = self.keeper.pid  # before the wait: another may have taken its place then
+        assert pid is not None
         wait((self.folder / "socket").exists)
-        assert self.keeper.pid is not None
-        return self.keeper.pid
+        return pid
 
     def begin(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
