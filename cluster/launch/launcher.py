@@ -92,9 +92,10 @@ class Launcher(ABC):
         """The processes of this cluster that already run. A process that does not answer is included without its view
         as long as its node counts as alive."""
 
-    async def prepare(self, settings: RoleSettings) -> RoleSettings:
+    async def prepare(self, settings: RoleSettings, *, again: bool = False) -> RoleSettings:
         """Start what an instance has on further nodes, in place of its predecessor's. Takes as long as that imports.
 
+        `again`: as of `launch`.
         Returns the settings to launch it with. Raises AlignedServeError, and then leaves nothing.
         """
         return settings

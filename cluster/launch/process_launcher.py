@@ -175,7 +175,7 @@ class ProcessLauncher(Launcher):
         self._children[settings.id] = _Child(settings, process, reaper)
         await self._tell(process, json.dumps(settings.to_dict()))
 
-    async def prepare(self, settings: RoleSettings) -> RoleSettings:
+    async def prepare(self, settings: RoleSettings, *, again: bool = False) -> RoleSettings:
         addresses = []
         for part_id in self._parts(settings.role, settings.id) if settings.role in MODEL_ROLES else ():
             if (old := self._rank_hosts.pop(part_id, None)) is not None:

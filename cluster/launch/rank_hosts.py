@@ -59,8 +59,11 @@ async def start_rank_host(settings: RoleSettings, environment: Mapping[str, str]
             process.stdin.write(json.dumps(settings.to_dict()).encode() + b"\n")
             async with asyncio.timeout(limit_s):
                 address = (await asyncio.to_thread(told.readline)).decode().strip()
-        except (OSError, TimeoutError) as error:
-            process.kill()
+        except BaseException as error:  # also if the start is cancelled
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            if not isinstance(error, OSError | TimeoutError):
+                raise
             raise UnavailableError(f"{settings.id} does not serve within {limit_s:g} s: {error!r}") from error
     if not address:
         raise UnavailableError(f"{settings.id} could not be started: its process has ended")

@@ -225,14 +225,14 @@ class RayLauncher(Launcher):
         variables = {**own.get("env_vars", {}), **ranks_environment(settings)}
         return options | {"runtime_env": {**own, "env_vars": variables, "py_executable": command}}
 
-    async def prepare(self, settings: RoleSettings) -> RoleSettings:
+    async def prepare(self, settings: RoleSettings, *, again: bool = False) -> RoleSettings:
         parts = self._config.spread(settings.role).parts(settings.id) if settings.role in MODEL_ROLES else []
         if not parts:
             return settings
         try:
             await self._end_rank_hosts(settings.id)
             bundles, nodes = await self._look(), {node["NodeID"]: node for node in await asyncio.to_thread(ray.nodes)}
-            starting = [self._start_rank_host(settings, part, bundles, nodes) for part in parts]
+            starting = [self._start_rank_host(settings, part, bundles, nodes, again=again) for part in parts]
             found = await asyncio.gather(*starting, return_exceptions=True)  # so that none starts later
             failed = next((each for each in found if isinstance(each, BaseException)), None)
             if failed is not None:
@@ -243,7 +243,13 @@ class RayLauncher(Launcher):
         return replace(settings, rank_hosts=[each for each in found if isinstance(each, str)])
 
     async def _start_rank_host(
-        self, settings: RoleSettings, part: str, bundles: Mapping[str, Bundle], nodes: Mapping[str, Mapping[str, Any]]
+        self,
+        settings: RoleSettings,
+        part: str,
+        bundles: Mapping[str, Bundle],
+        nodes: Mapping[str, Mapping[str, Any]],
+        *,
+        again: bool,
     ) -> str:
         """Returns its address."""
         node = nodes.get(bundles[part].node) if part in bundles else None
@@ -251,7 +257,7 @@ class RayLauncher(Launcher):
             raise UnavailableError(f"{part} waits for a node")
         theirs = replace(settings, id=part, node_id=_name_of(node), host=node["NodeManagerAddress"])
         options = {**self._options(theirs), "name": f"{RANKS}{part}-{secrets.token_hex(4)}"}
-        options = await self._forked(theirs, options, again=False)
+        options = await self._forked(theirs, options, again=again)
         started: Any = await asyncio.to_thread(ray.remote(RankHostActor).options(**options).remote, theirs.to_dict())
         limit_s = self._config.supervisor.start_timeout_s
         try:

@@ -10,11 +10,10 @@ from alignedserve.proto import supervisor_pb2 as sv
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start the process, or let the spare `spare_id`, if given, take the role."""
+    """Start the process, or let a spare take the role (`SupervisorCore.take_spare`)."""
 
     planned: PlannedRole
     generation: int
-    spare_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

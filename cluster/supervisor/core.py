@@ -15,7 +15,7 @@ from alignedserve.cluster.supervisor.hang_detector import LATE_S, HangDetector
 from alignedserve.cluster.supervisor.hung_gateways import hung_guests
 from alignedserve.cluster.supervisor.managed_process import ManagedProcess, Phase, Slot
 from alignedserve.cluster.supervisor.nodes import NodeBook, Placement
-from alignedserve.cluster.supervisor.plan import SPARE, SPARED_ROLES, Node, PlannedRole, Shape
+from alignedserve.cluster.supervisor.plan import SPARE, Node, PlannedRole, Shape
 from alignedserve.cluster.supervisor.rolling import Rolling
 from alignedserve.cluster.supervisor.roster import Roster
 from alignedserve.cluster.supervisor.scaling import Scaling, next_shape
@@ -458,8 +458,7 @@ class SupervisorCore:
         return now - silent_since < credit_s and self.nodes.is_cut_off(node_id, now)
 
     def _launch(self, slot: Slot, now: float) -> Launch | None:
-        role = slot.planned.role
-        if role == SPARE and (self.ending or not self.roster.all_ready()):
+        if slot.planned.role == SPARE and (self.ending or not self.roster.all_ready()):
             return None  # it would take processor time from starting processes
         planned = self.nodes.planned(slot)
         if planned is None:
@@ -470,15 +469,16 @@ class SupervisorCore:
         if planned.node_id != slot.planned.node_id:
             slot.device = ""  # another node's
         slot.planned = planned
-        spare = self.roster.ready_spare(planned.node_id) if role in SPARED_ROLES else None
         slot.enter(Phase.STARTING, now)
         slot.deadline = now + self.config.supervisor.start_timeout_s
         slot.generation += 1
-        if spare is None:
-            return Launch(slot.planned, slot.generation)
-        spare.give_away(now)
+        return Launch(slot.planned, slot.generation)
+
+    def take_spare(self, slot: Slot, now: float) -> str:
+        """As of `Roster`."""
+        spare_id = self.roster.take_spare(slot.planned, now)
         self._touch()
-        return Launch(slot.planned, slot.generation, spare.planned.id)
+        return spare_id
 
     def _fence(self, slot: Slot, reason: str, now: float) -> Fence:
         member = slot.member or slot.found

@@ -76,11 +76,11 @@ class Placing:
             except Exception:  # it must go on, because only this task notices removed nodes
                 logger.exception("the places of instances cannot be determined now")
 
-    async def prepare(self, settings: RoleSettings, generation: int) -> RoleSettings | None:
+    async def prepare(self, settings: RoleSettings, generation: int, *, again: bool) -> RoleSettings | None:
         """Start what the instance has on further nodes. Returns the settings to launch it with; None if this process of
         it is not wanted any more, or a successor of the supervisor starts it. Raises AlignedServeError.
         """
-        prepared = await self._launcher.prepare(settings)
+        prepared = await self._launcher.prepare(settings, again=again)
         left_to_successor = bool(prepared.rank_hosts) and self._core.paused
         wanted = self._core.roster.starting(settings.id, generation) is not None
         return prepared if wanted and not left_to_successor else None

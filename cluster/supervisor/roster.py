@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from alignedserve.cluster.supervisor.managed_process import ManagedProcess, Phase, Slot
-from alignedserve.cluster.supervisor.plan import MODEL_ROLES, REQUIRED_ROLES, SPARE, PlannedRole
+from alignedserve.cluster.supervisor.plan import MODEL_ROLES, REQUIRED_ROLES, SPARE, SPARED_ROLES, PlannedRole
 from alignedserve.control.role import OPEN_GAUGE
 from alignedserve.proto import common_pb2 as pb
 
@@ -136,6 +136,14 @@ class Roster:
         """A ready spare on that node, or on any node if none is given."""
         spares = (slot for slot in self.slots.values() if slot.planned.role == SPARE and slot.ready)
         return next((slot for slot in spares if not node_id or slot.planned.node_id == node_id), None)
+
+    def take_spare(self, planned: PlannedRole, now: float) -> str:
+        """The id of a spare on that node which takes this role from now on; "" if there is none."""
+        spare = self.ready_spare(planned.node_id) if planned.role in SPARED_ROLES else None
+        if spare is None:
+            return ""
+        spare.give_away(now)
+        return spare.planned.id
 
     def starting(self, role_id: str, generation: int) -> Slot | None:
         """The slot whose process of this generation is to be started; None if it is not (any more)."""

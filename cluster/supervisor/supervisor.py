@@ -401,23 +401,33 @@ class Supervisor(sv_grpc.SupervisorServicer):
         return agent_socket(self.identity.cluster_id, number, here=node.node_id == self._here)
 
     async def _launch(self, action: Launch) -> None:
-        role_id = action.planned.id
+        role_id, reason = action.planned.id, "it was not to be started any more"
         self._launches += 1
         try:
             await self._placing.look(FRESH_S)
-            if (slot := self.core.roster.starting(role_id, action.generation)) is None:
-                return  # its node has gone: that was why its predecessor ended
-            asked = role_settings(self.core, slot, self._tree, self.identity, self.address)
-            if (settings := await self._placing.prepare(asked, action.generation)) is None:
+            if await self._start(role_id, action.generation):
                 return
-            await self._launcher.launch(settings, action.spare_id, again=slot.failures > 1)
         except AlignedServeError as error:
-            self._exited(role_id, action.generation, error.message)
-        except Exception as error:  # whatever the cause, the slot must not wait for a process that was not started
+            reason = error.message
+        except Exception as error:
             logger.exception("%s could not be started", role_id)
-            self._exited(role_id, action.generation, repr(error))
-        else:
-            self._watch(role_id, action.generation)
+            reason = repr(error)
+        # Whatever the cause, the slot must not wait for a process that was not started.
+        self._exited(role_id, action.generation, reason)
+
+    async def _start(self, role_id: str, generation: int) -> bool:
+        """Whether the process was still to be started, and has been."""
+        if (slot := self.core.roster.starting(role_id, generation)) is None:
+            return False
+        again = slot.failures > 1
+        asked = role_settings(self.core, slot, self._tree, self.identity, self.address)
+        if (settings := await self._placing.prepare(asked, generation, again=again)) is None:
+            return False
+        spare_id = self.core.take_spare(slot, time.monotonic())  # not earlier: a start may be given up until here
+        self._publish()
+        await self._launcher.launch(settings, spare_id, again=again)
+        self._watch(role_id, generation)
+        return True
 
     def _watch(self, role_id: str, generation: int) -> None:
         self._launcher.watch(role_id, lambda reason: self._exited(role_id, generation, reason))

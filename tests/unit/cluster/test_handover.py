@@ -125,6 +125,32 @@ async def test_a_successor_that_does_not_come_again_is_not_waited_for(
     assert not cluster.supervisor.core.paused
 
 
+async def test_a_start_that_is_left_to_a_successor_which_does_not_come_is_done_by_its_predecessor(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on, before = asyncio.Event(), asyncio.Event(), cluster.peer("decode-0").process.incarnation
+
+    async def prepare(settings: RoleSettings, *, again: bool = False) -> RoleSettings:
+        if settings.id != "decode-0" or goes_on.is_set():
+            return settings
+        begun.set()
+        await goes_on.wait()
+        return replace(settings, rank_hosts=["127.0.0.1:1"])
+
+    monkeypatch.setattr(cluster.launcher, "prepare", prepare)
+    monkeypatch.setattr(handover, "PAUSE_S", 1.0)
+    cluster.kill("decode-0")
+    await asyncio.wait_for(begun.wait(), 10.0)
+    asked = asyncio.create_task(inherit(cluster.launcher, CONFIG, "1"))
+    async with asyncio.timeout(10.0):
+        while not cluster.supervisor.core.paused:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    goes_on.set()
+    await asked
+    await cluster.wait_restarted("decode-0", before, 10.0)
+    assert not cluster.supervisor.core.paused
+
+
 async def test_what_was_begun_is_finished_before_the_successor_is_answered(
     cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,7 +76,8 @@ class World:
     def do(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Launch):
-                self.old_spares_used += bool(action.spare_id) and self._is_old_spare
+                slot = self.core.roster.slots[action.planned.id]
+                self.old_spares_used += bool(self.core.take_spare(slot, self.now)) and self._is_old_spare
                 self.do(self._launch(action.planned.id, action.generation))
             elif isinstance(action, End | Fence):
                 self.log.append(f"-{action.role_id}")

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from alignedserve.cluster.local import LocalCluster
-from alignedserve.cluster.supervisor.core import Launch, SupervisorCore
+from alignedserve.cluster.supervisor.actions import Action, Launch
+from alignedserve.cluster.supervisor.core import SupervisorCore
 from alignedserve.cluster.supervisor.plan import SPARE, plan_roles
 from alignedserve.config import ClusterConfig, Config, KvPoolConfig, SupervisorConfig
 from alignedserve.errors import ResourceError
@@ -32,9 +33,10 @@ def come_up(core: SupervisorCore, role_id: str, now: float, incarnation: int = 1
     core.heard(key, sv.Heartbeat(state="ready"), now)
 
 
-def launches(actions: object) -> list[tuple[str, str]]:
-    assert isinstance(actions, list)
-    return [(action.planned.id, action.spare_id) for action in actions if isinstance(action, Launch)]
+def launches(core: SupervisorCore, actions: list[Action], now: float) -> list[tuple[str, str]]:
+    """The started roles, and the spare that each takes."""
+    slots = [core.roster.slots[action.planned.id] for action in actions if isinstance(action, Launch)]
+    return [(slot.planned.id, core.take_spare(slot, now)) for slot in slots]
 
 
 def bring_up(core: SupervisorCore, now: float = 0.0) -> None:
@@ -46,12 +48,12 @@ def bring_up(core: SupervisorCore, now: float = 0.0) -> None:
 
 def test_spares_start_when_everything_else_is_ready_and_no_role_waits_for_them() -> None:
     core = make_core(spares=2)
-    assert [role_id for role_id, _ in launches(core.begin(0.0)) if role_id.startswith(SPARE)] == []
+    assert [role_id for role_id, _ in launches(core, core.begin(0.0), 0.0) if role_id.startswith(SPARE)] == []
     for role_id in ("node_agent-0", "kv_pool-0", "scheduler-0", "prefill-0"):
         come_up(core, role_id, 1.0)
         assert core.tick(1.0) == []
     come_up(core, "decode-0", 1.2)
-    assert (core.state(), launches(core.tick(1.3))) == ("ready", [("spare-0", ""), ("spare-1", "")])
+    assert (core.state(), launches(core, core.tick(1.3), 1.3)) == ("ready", [("spare-0", ""), ("spare-1", "")])
     assert core.state() == "ready"
 
 
@@ -61,11 +63,11 @@ def test_a_dead_role_goes_to_a_spare_and_the_next_spare_starts_when_the_successo
     core.tick(0.1)
     come_up(core, "spare-0", 1.0)
     dead = core.roster.slots["decode-0"]
-    assert launches(core.ended("decode-0", dead.generation, "killed", 2.0)) == [("decode-0", "spare-0")]
+    assert launches(core, core.ended("decode-0", dead.generation, "killed", 2.0), 2.0) == [("decode-0", "spare-0")]
     assert SPARE not in [peer.process.role for peer in core.view().peers]
-    assert launches(core.tick(2.1)) == []
+    assert launches(core, core.tick(2.1), 2.1) == []
     come_up(core, "decode-0", 2.2, incarnation=2)
-    assert launches(core.tick(2.3)) == [("spare-0", "")]
+    assert launches(core, core.tick(2.3), 2.3) == [("spare-0", "")]
 
 
 def test_the_end_of_a_process_that_was_a_spare_does_not_touch_the_next_spare() -> None:
@@ -74,7 +76,8 @@ def test_the_end_of_a_process_that_was_a_spare_does_not_touch_the_next_spare() -
     core.tick(0.1)
     come_up(core, "spare-0", 1.0)
     first = core.roster.slots["spare-0"].generation
-    core.ended("decode-0", core.roster.slots["decode-0"].generation, "killed", 2.0)
+    generation = core.roster.slots["decode-0"].generation
+    assert launches(core, core.ended("decode-0", generation, "killed", 2.0), 2.0) == [("decode-0", "spare-0")]
     assert core.ended("spare-0", first, "the process that is decode-0 now", 2.1) == []
     come_up(core, "decode-0", 2.2, incarnation=2)
     core.tick(2.3)
@@ -87,10 +90,10 @@ def test_without_a_ready_spare_and_for_an_agent_a_process_is_started() -> None:
     core = make_core(spares=1)
     bring_up(core)
     core.tick(0.1)
-    assert launches(core.ended("decode-0", 1, "killed", 1.0)) == [("decode-0", "")]
+    assert launches(core, core.ended("decode-0", 1, "killed", 1.0), 1.0) == [("decode-0", "")]
     come_up(core, "decode-0", 1.1, incarnation=2)
     come_up(core, "spare-0", 1.2)
-    assert launches(core.ended("node_agent-0", 1, "killed", 2.0)) == [("node_agent-0", "")]
+    assert launches(core, core.ended("node_agent-0", 1, "killed", 2.0), 2.0) == [("node_agent-0", "")]
 
 
 def test_a_successor_takes_the_device_of_its_predecessor() -> None:
