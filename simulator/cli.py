@@ -22,14 +22,15 @@ from alignedserve.simulator.hardware_file import default_hardware, read_hardware
 from alignedserve.simulator.options import (
     DEFAULT_COST_MODEL,
     DEFAULT_POLICY,
+    degrees_of,
     placements_of,
     policies_of,
     rates_of,
     seeds_of,
     settings_of,
     stages_of,
-    tensor_degrees_of,
 )
+from alignedserve.simulator.pipeline import measured_stages
 from alignedserve.simulator.progress import Steps
 from alignedserve.simulator.replay import ComparedPolicy, Plan
 from alignedserve.simulator.report.outputs import ITERATIONS, REPORT, REQUESTS, SUMMARY, OutputFolder
@@ -146,8 +147,11 @@ def _warnings(plan: Plan, workload: Workload, options: argparse.Namespace) -> It
             f"--tensor-parallel {options.tensor_parallel}, but the folder's name says -tp{named}: its tables count as "
             f"those of one of {options.tensor_parallel} devices"
         )
-    if options.prefill_cost_model and (both := [one.name for one in plan.candidates if one.colocated]):
-        yield f"{', '.join(both)}: prompts are computed with --cost-model too: there are no prefill instances"
+    colocated = ", ".join(one.name for one in plan.candidates if one.colocated)
+    if options.prefill_cost_model and colocated:
+        yield f"{colocated}: prompts are computed with --cost-model too: there are no prefill instances"
+    if plan.stages != (1, 1) and colocated:
+        yield f"{colocated}: computed without stages, which are of prefill and decode instances"
     if plan.load.clients > (requests := len(workload.arrivals)):
         yield f"--clients {plan.load.clients}, but only {requests} requests: they arrive at time zero"
     if any(arrival.wait_objective_s for arrival in workload.arrivals):
@@ -158,13 +162,26 @@ def _warnings(plan: Plan, workload: Workload, options: argparse.Namespace) -> It
         yield "lengths and arrivals are from the trace: seeds do not change them, so ± does not cover their variation"
     if plan.trace.describe().get("measured") and options.cost_model == DEFAULT_COST_MODEL:
         yield f"pass times are those of {DEFAULT_COST_MODEL}; for the log's cluster give its own --cost-model"
-    if options.config is not None and (degrees := tensor_degrees_of(options.config)) != (1, 1):
-        yield (
-            f"tensor_parallel of --config (prefill {degrees[0]}, decode {degrees[1]}) is not read: a cost model has "
-            "its degree in its times (--cost-model, --prefill-cost-model)"
-        )
+    if options.config is not None:
+        yield from _unread_degrees(plan, options)
     if options.ranks > 1 and options.slo_tpot is not None:
         yield "with --ranks no placement limits joins by --slo-tpot: it only counts in goodput"
+
+
+def _unread_degrees(plan: Plan, options: argparse.Namespace) -> Iterator[str]:
+    prefill, decode = degrees_of(options.config)
+    if (prefill.tensor, decode.tensor) != (1, 1):
+        yield (
+            f"tensor_parallel of --config (prefill {prefill.tensor}, decode {decode.tensor}) is not read: a cost model "
+            "has its degree in its times (--cost-model, --prefill-cost-model)"
+        )
+    if (measured := measured_stages(plan.cost)) > 1 and measured != decode.stages:
+        yield (
+            f"pipeline_parallel of --config (decode {decode.stages}) is not read: decodes of --cost-model were "
+            f"measured on {measured} stages"
+        )
+    if decode.experts > 1 and options.ranks == 1:
+        yield f"expert_parallel of --config ({decode.experts}) is not read: give --ranks {decode.experts}"
 
 
 def _run(plan: Plan, objectives: Objectives, options: argparse.Namespace, provenance: Provenance) -> dict[str, Any]:
@@ -247,7 +264,7 @@ def _plan(options: argparse.Namespace, machine: _Machine) -> Plan:
         decode=options.decode,
         rank_cost=machine.cost(options, ranks=options.ranks) if options.ranks > 1 else None,
         prefill_cost=_prefill_cost(options, machine, cost) if options.prefill_cost_model else None,
-        stages=stages_of(options, [one.name for one in candidates if one.colocated]),
+        stages=stages_of(options, [one.name for one in candidates if one.colocated], measured_stages(cost)),
     )
 
 

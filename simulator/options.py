@@ -8,6 +8,7 @@ from decimal import Decimal, InvalidOperation
 
 from alignedserve.config_sources import load
 from alignedserve.errors import ConfigError
+from alignedserve.ranks.degrees import Degrees
 from alignedserve.scheduler.ranks.names import DEFAULT as DEFAULT_PLACEMENT
 from alignedserve.scheduler.ranks.names import PLACEMENTS, placement_class
 from alignedserve.scheduler.systems import Topology, resolve
@@ -167,34 +168,41 @@ def placements_of(ranks: int, placement: str | None, policy: str | None) -> tupl
     return names
 
 
-def stages_of(options: argparse.Namespace, colocated: Sequence[str]) -> tuple[int, int]:
+def stages_of(options: argparse.Namespace, colocated: Sequence[str], measured: int) -> tuple[int, int]:
     """The stages of a prefill and of a decode instance: by the options, else by the cluster's configuration.
 
-    `colocated`: policies with neither. Raises ConfigError.
+    `colocated`: policies with neither. `measured`: the decode stages of the cost model's measured passes, which are
+    those of an instance if more than one. Raises ConfigError.
     """
     both, own = options.pipeline_parallel, (options.prefill_pp, options.decode_pp)
     configured = (1, 1)
-    if options.config is not None and options.ranks == 1 and not colocated:
-        config = load(options.config, environ={}, flags={})
-        configured = (config.degrees("prefill").stages, config.degrees("decode").stages)
+    if options.config is not None and options.ranks == 1:
+        of_prefill, of_decode = degrees_of(options.config)
+        configured = of_prefill.stages, of_decode.stages
     default = configured if both is None else (both, both)
-    stages = tuple(one if given is None else given for given, one in zip(own, default, strict=True))
-    if min(*default, *stages) < 1:
+    prefill, decode = (one if given is None else given for given, one in zip(own, default, strict=True))
+    if min(*default, prefill, decode) < 1:
         raise ConfigError("--pipeline-parallel, --prefill-pp and --decode-pp must be at least 1")
-    if stages != (1, 1) and options.ranks > 1:
+    if max(prefill, decode) > 1 and options.ranks > 1:
         raise ConfigError(f"--ranks {options.ranks} shares experts: the layers are not divided among stages as well")
-    if stages != (1, 1) and colocated:
+    asked = next((stages for stages in (own[1], both) if stages is not None), measured)
+    if measured > 1 and asked != measured:
+        raise ConfigError(
+            f"decodes of --cost-model {options.cost_model} were measured on {measured} stages, not on {asked}: give a "
+            "cost model of one stage, or no other number of stages"
+        )
+    if max(both or 1, *(stages or 1 for stages in own)) > 1 and colocated:
         raise ConfigError(
             f"stages are for prefill and decode instances, and {', '.join(colocated)} has neither; "
             "orca has stages of its own (--set orca.n_workers=2)"
         )
-    return stages[0], stages[1]
+    return prefill, decode if measured == 1 else measured
 
 
-def tensor_degrees_of(config_file: str) -> tuple[int, int]:
-    """The tensor parallel degrees of prefill and decode instances in a configuration of the cluster."""
+def degrees_of(config_file: str) -> tuple[Degrees, Degrees]:
+    """Those of prefill and decode instances in a configuration of the cluster."""
     config = load(config_file, environ={}, flags={})
-    return config.degrees("prefill").tensor, config.degrees("decode").tensor
+    return config.degrees("prefill"), config.degrees("decode")
 
 
 def settings_of(assignments: list[str], policies: tuple[str, ...]) -> dict[str, dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections import Counter
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,31 @@ def test_the_command_takes_stages_by_role(capsys: pytest.CaptureFixture[str], tm
     tokens_s = [found["aligned"]["decode_throughput_tokens_per_s"] for found in (one, both)]
     assert tokens_s[1] > 1.2 * tokens_s[0]
     assert both["aligned"]["ttft_mean_s"] < only_decode["aligned"]["ttft_mean_s"]
+
+
+def test_decodes_that_were_measured_on_stages_are_not_divided_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    content = json.loads((files("alignedserve.scheduler.cost.data") / "rtxpro6000-llama-3.1-8b.json").read_text())
+    one, two = {"tensor": 1, "stages": 1, "experts": 1}, {"tensor": 1, "stages": 2, "experts": 1}
+    (tmp_path / "two.json").write_text(json.dumps(content | {"degrees": {"prefill": one, "decode": two}}))
+    (tmp_path / "cluster.yaml").write_text("cluster: {pipeline_parallel: 4}\n")
+    model = ("--cost-model", str(tmp_path / "two.json"))
+    config = ("--config", str(tmp_path / "cluster.yaml"))
+    arguments = ("simulate", "--trace", "mix:short=0.8,requests=60", "--json", "--policy")
+    summaries = []
+    for more in (("aligned",), ("aligned", *model), ("aligned,vllm", *model, *config)):
+        assert main([*arguments, *more]) == 0
+        summaries.append(json.loads(capsys.readouterr().out))
+    whole, measured, configured = summaries
+    assert measured["aligned"] == whole["aligned"]
+    assert measured["run"]["configuration"]["stages"] == {"prefill": 1, "decode": 2}
+    assert configured["run"]["configuration"]["stages"] == {"prefill": 4, "decode": 2}
+    notes = " ".join(configured["run"]["notes"])
+    assert "decodes of --cost-model were measured on 2 stages" in notes
+    assert "vllm: computed without stages" in notes
+    assert main([*arguments, "aligned", *model, "--decode-pp", "4"]) == 2
+    assert "were measured on 2 stages, not on 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
