@@ -141,7 +141,7 @@ class CacheRoom:
 
     def never_enough(self, candidate: Candidate, victims: Sequence[RunningRequest]) -> bool:
         """Whether the candidate would not fit even without all `victims`; then they need not be sorted."""
-        freed = Leaving(self._batch.allocator, chain(self._batch.leaving.values(), victims))
+        freed = Leaving(self._batch.allocator, chain(self._batch.going(), victims))
         return self._blocks_for(candidate.kv_tokens + 1) > self._available + freed.blocks
 
     def chosen(self, candidate: Candidate, victims: Sequence[RunningRequest]) -> list[RunningRequest]:
@@ -159,7 +159,7 @@ class CacheRoom:
         """How many of `victims`, from the front and at least `least`, must go; None if all are too few."""
         self._measure()
         missing_slots = 1 - self.slots - len(self._batch.leaving)
-        freed = Leaving(self._batch.allocator, self._batch.leaving.values())
+        freed = Leaving(self._batch.allocator, self._batch.going())
         for count in range(len(victims) + 1):
             if count:
                 member = victims[count - 1]

@@ -103,6 +103,8 @@ class Occupancy(Protocol):
 
     def present(self) -> Iterator[RunningRequest]: ...
 
+    def going(self) -> Iterable[HoldsBlocks]: ...
+
     def leaving_blocks(self) -> int: ...
 
 
@@ -251,6 +253,10 @@ class RunningBatch:
         self.allocator.release_all(member.key)
         if member.resident is not None:
             self._prefixes.leave(member.resident)
+
+    def going(self) -> Iterable[HoldsBlocks]:
+        """Whatever is copied out, and holds its blocks until then."""
+        return self.leaving.values()
 
     def leaving_blocks(self) -> int:
         """Blocks that become free when every copy out has completed."""

@@ -17,7 +17,7 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.plan import Candidate, Relocate
 from alignedserve.scheduler.instance.ranged_allocator import RangedAllocator
 from alignedserve.scheduler.instance.resident import BlockChain, Resident
-from alignedserve.scheduler.instance.running_batch import Leaving, Phase, RunningBatch, RunningRequest, Seat
+from alignedserve.scheduler.instance.running_batch import HoldsBlocks, Leaving, Phase, RunningBatch, RunningRequest, Seat
 
 
 @dataclass(slots=True)
@@ -63,8 +63,11 @@ class Share:
     def present(self) -> Iterator[RunningRequest]:
         return chain(self.running.values(), self.entering.values())
 
+    def going(self) -> Iterable[HoldsBlocks]:
+        return chain(self.leaving.values(), self.departing)
+
     def leaving_blocks(self) -> int:
-        return Leaving(self._books, chain(self.leaving.values(), self.departing)).blocks
+        return Leaving(self._books, self.going()).blocks
 
     def leave(self, member: RunningRequest) -> None:
         """The member has been evicted."""

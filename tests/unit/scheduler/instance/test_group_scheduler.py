@@ -211,6 +211,20 @@ def test_for_an_overdue_candidate_the_rank_is_cleared_where_fewest_must_go() -> 
     assert keys(group.plan().evictions) == ["whole-0"]
 
 
+def test_nothing_is_evicted_for_an_overdue_candidate_where_a_move_makes_room() -> None:
+    group = Group()
+    for name, tokens in (("a-0", 20), ("b-0", 16), ("c-1", 8)):
+        group.offer(name, tokens)
+    assert keys(crowd(group).moves) == ["a-0"]
+    group.offer("late-0", 12)
+    group.scheduler.mark_urgent({RequestKey("late-0"): 0.0})
+    plan = group.plan()
+    assert (keys(plan.joins), keys(plan.evictions)) == ([], [])
+    group.scheduler.copied_in(RequestKey("a-0"))
+    plan = group.plan()
+    assert (keys(plan.joins), keys(plan.evictions)) == (["late-0"], [])
+
+
 class Asked(SharedPool):
     """Notes what it is asked."""
 
