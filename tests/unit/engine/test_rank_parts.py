@@ -45,6 +45,16 @@ def write(folder: Path, model_type: str, dtype: torch.dtype = torch.float32, **s
     return folder
 
 
+def check_generated(degrees: Degrees, folders: list[Path], scratch: Path) -> None:
+    """Ranks generate what `transformers` does."""
+    prompts = random_prompts((19, 5), VOCAB_SIZE, seed=62)
+    found = generated_by_ranks(degrees, folders, prompts, 12, scratch)
+    for folder in folders:
+        reference = load_reference(folder)
+        for prompt, answer in zip(prompts, found[folder.name], strict=True):
+            assert answer == greedy(reference, prompt, 12, answer), folder.name
+
+
 @pytest.mark.parametrize("degrees", [Degrees(2), Degrees(1, 2), Degrees(experts=2)])
 @pytest.mark.parametrize("model_type", PRECISE)
 def test_what_one_process_keeps_in_fp32_ranks_keep_too(model_type: str, degrees: Degrees, tmp_path: Path) -> None:
@@ -89,9 +99,11 @@ def test_a_language_model_within_another_and_norms_of_each_head(degrees: Degrees
         ),
         write(tmp_path / "cohere", "cohere", **SHAPE, use_qk_norm=True),
     ]  # fmt: skip
-    prompts = random_prompts((19, 5), VOCAB_SIZE, seed=62)
-    found = generated_by_ranks(degrees, folders, prompts, 12, tmp_path)
-    for folder in folders:
-        reference = load_reference(folder)
-        for prompt, answer in zip(prompts, found[folder.name], strict=True):
-            assert answer == greedy(reference, prompt, 12, answer), folder.name
+    check_generated(degrees, folders, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [Degrees(experts=2), Degrees(2), Degrees(1, 2)])
+def test_mixtures_with_precise_routers_give_the_same_tokens(degrees: Degrees, tmp_path: Path) -> None:
+    folders = [write(tmp_path / model_type, model_type, **SHAPE, **EXPERTS) for model_type in PRECISE]
+    check_generated(degrees, folders, tmp_path)
