@@ -17,7 +17,14 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.plan import Candidate, Relocate
 from alignedserve.scheduler.instance.ranged_allocator import RangedAllocator
 from alignedserve.scheduler.instance.resident import BlockChain, Resident
-from alignedserve.scheduler.instance.running_batch import HoldsBlocks, Leaving, Phase, RunningBatch, RunningRequest, Seat
+from alignedserve.scheduler.instance.running_batch import (
+    HoldsBlocks,
+    Leaving,
+    Phase,
+    RunningBatch,
+    RunningRequest,
+    Seat,
+)
 
 
 @dataclass(slots=True)
