@@ -138,6 +138,7 @@ class _ServeCommand:
         self._failure: AlignedServeError | None = None
         self._broken = False  # whether Ray can no longer end processes
         self._asking = threading.Thread(target=self._ask, name="asking", daemon=True)
+        self._front = threading.Thread(target=self._watch_front, name="front", daemon=True)  # once all roles are ready
         self._progress: dict[str, Any] | None = None  # the supervisor's last answer; None if it did not answer
         self._noted_s = 0.0  # when descendants were last noted (time.monotonic)
         self._gone = False  # whether Serve no longer has the application
@@ -161,7 +162,6 @@ class _ServeCommand:
             if self._wait_ready():
                 self._served = True
                 self._announce()
-                threading.Thread(target=self._watch_front, name="front", daemon=True).start()
                 self._wait_for_end()
         except Exception as error:
             traceback.print_exc()
@@ -204,8 +204,11 @@ class _ServeCommand:
             if self._failure is not None:
                 return False
             progress = self._progress
-            if progress is not None and self._show(progress) and self._deployed.is_set() and self._answers():
-                return True
+            if progress is not None and self._show(progress) and self._deployed.is_set():
+                if self._front.ident is None:
+                    self._front.start()
+                if self._answers():
+                    return True
             if self._has_ended():
                 return False
             self._stopping.wait(POLL_S)

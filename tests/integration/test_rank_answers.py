@@ -146,4 +146,6 @@ def check(found: list[dict[str, Any]], metrics: str, of_one: list[dict[str, Any]
         if answer["logprobs"] is not None:
             pairs = zip(answer["logprobs"]["token_logprobs"], expected["logprobs"]["token_logprobs"], strict=True)
             assert all(own == pytest.approx(theirs, abs=1e-3) for own, theirs in pairs)
-    assert value(metrics, "alignedserve_decode_evictions_total") > 0
+    # A full cache is relieved by either; requests move only between ranks that have a cache each.
+    relieved = [value(metrics, f"alignedserve_decode_{how}_total") for how in ("evictions", "moves")]
+    assert sum(relieved) > 0
