@@ -134,9 +134,9 @@ async def test_answers_of_ranks_that_share_experts_are_those_of_one_rank(
 async def test_answers_of_ranks_that_have_a_cache_each_are_those_of_one_rank(
     ranks: int, model: Path, of_one_model: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each cache holds one request and a half."""
+    """Each cache holds little more than one request: where there is room for more, moves may save all evictions."""
     monkeypatch.setenv(OWN_STORES_VARIABLE, "1")
-    found, metrics = await answers(Degrees(), Degrees(experts=ranks), model, 60 * ranks)
+    found, metrics = await answers(Degrees(), Degrees(experts=ranks), model, 44 * ranks)
     check(found, metrics, of_one_model)
 
 
@@ -146,6 +146,4 @@ def check(found: list[dict[str, Any]], metrics: str, of_one: list[dict[str, Any]
         if answer["logprobs"] is not None:
             pairs = zip(answer["logprobs"]["token_logprobs"], expected["logprobs"]["token_logprobs"], strict=True)
             assert all(own == pytest.approx(theirs, abs=1e-3) for own, theirs in pairs)
-    # A full cache is relieved by either; requests move only between ranks that have a cache each.
-    relieved = [value(metrics, f"alignedserve_decode_{how}_total") for how in ("evictions", "moves")]
-    assert sum(relieved) > 0
+    assert value(metrics, "alignedserve_decode_evictions_total") > 0
