@@ -204,10 +204,10 @@ class _ServeCommand:
             if self._failure is not None:
                 return False
             progress = self._progress
-            if progress is not None and self._show(progress) and self._deployed.is_set():
+            if progress is not None and self._show(progress):
                 if self._front.ident is None:
-                    self._front.start()
-                if self._answers():
+                    self._front.start()  # also while the deployment waits for HAProxy
+                if self._deployed.is_set() and self._answers():
                     return True
             if self._has_ended():
                 return False
