@@ -3,7 +3,8 @@
 `--rows` requests of mixed prefix lengths (a share of `--short` has 64 tokens, the others up to `--context`) come and
 go: after each iteration a request ends with probability `--ends`, and another one takes its place. Tokens are drawn, so
 that the experts have like numbers of rows. All placements see the same requests, by turns. `idle`: the share of the
-ranks' time in which they wait for the last one of a layer. `spread`: by how much the greatest load in tokens of KV
+ranks' time in which they wait for the last one's attention in each layer, which placements even out; `experts`: for
+results of the other's experts, which the router decides. `spread`: by how much the greatest load in tokens of KV
 exceeds the mean, as a share of it. `same`: each rank has the same requests, for what the machine itself leaves idle.
 
 The ranks share one store, or, with `--own`, have a cache each, as on GPUs: then the cluster's scheduler fills them from
@@ -33,6 +34,7 @@ from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.parallel.processes import RankProcesses
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.ranks.degrees import PLACEMENTS, Degrees
+from alignedserve.ranks.now import BARRIERS
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.plan import BufferKind, Candidate, RunItem
 from alignedserve.scheduler.instance.ranged_allocator import RangedAllocator
@@ -59,7 +61,7 @@ def run(runner: ModelRunner, name: str, options: argparse.Namespace, seed: int) 
     per_row = -(-(options.context + options.iterations + 1) // BLOCK)
     rows = [list(range(row * per_row, (row + 1) * per_row)) for row in range(options.rows)]
     running = [RunItem(RequestKey(str(row)), length_of(draw, options), rows[row]) for row in range(options.rows)]
-    idle_s, spreads, begun_s = _idle_s(runner), [], time.perf_counter()
+    before_s, spreads, begun_s = _idle_s(runner), [], time.perf_counter()
     for turn in range(options.iterations):
         ranks = placer.place(running)
         loads = [
@@ -80,7 +82,7 @@ def run(runner: ModelRunner, name: str, options: argparse.Namespace, seed: int) 
     took_s = time.perf_counter() - begun_s
     return {
         "iteration_ms": 1e3 * took_s / options.iterations,
-        "idle": (_idle_s(runner) - idle_s) / (RANKS * took_s),
+        **_shares(runner, before_s, took_s),
         "spread": statistics.mean(spreads),
     }
 
@@ -96,7 +98,7 @@ def run_own(runner: ModelRunner, name: str, options: argparse.Namespace, seed: i
     scheduler = GroupScheduler(config, books, BLOCK, placement_class(name)(RANKS))
     most, offered = options.context + options.iterations + 1, 0
     left: dict[RequestKey, float] = {}  # tokens of each answer
-    idle_s, spreads, begun_s = _idle_s(runner), [], time.perf_counter()
+    before_s, spreads, begun_s = _idle_s(runner), [], time.perf_counter()
     for turn in range(options.iterations):
         while len(left) < options.rows:
             key, own = RequestKey(str(offered)), random.Random(seed * 1_000_003 + offered)
@@ -129,7 +131,7 @@ def run_own(runner: ModelRunner, name: str, options: argparse.Namespace, seed: i
     took_s = time.perf_counter() - begun_s
     return {
         "iteration_ms": 1e3 * took_s / options.iterations,
-        "idle": (_idle_s(runner) - idle_s) / (RANKS * took_s),
+        **_shares(runner, before_s, took_s),
         "spread": statistics.mean(spreads),
         "moves": scheduler.status().moves / options.iterations,
     }
@@ -146,7 +148,7 @@ def run_same(runner: ModelRunner, options: argparse.Namespace, seed: int) -> dic
     per_row = -(-(options.context + options.iterations + 1) // BLOCK)
     lengths = [length_of(draw, options) for _ in range(options.rows // RANKS)]
     first = [row % RANKS * runner.cache.shape[0] if options.own else 0 for row in range(options.rows)]
-    idle_s, begun_s = _idle_s(runner), time.perf_counter()
+    before_s, begun_s = _idle_s(runner), time.perf_counter()
     for turn in range(options.iterations):
         runner.forward(
             [
@@ -163,14 +165,20 @@ def run_same(runner: ModelRunner, options: argparse.Namespace, seed: int) -> dic
     took_s = time.perf_counter() - begun_s
     return {
         "iteration_ms": 1e3 * took_s / options.iterations,
-        "idle": (_idle_s(runner) - idle_s) / (RANKS * took_s),
+        **_shares(runner, before_s, took_s),
         "spread": 0.0,
     }
 
 
-def _idle_s(runner: ModelRunner) -> float:
+def _idle_s(runner: ModelRunner) -> dict[str, float]:
     runner.forward([ForwardItem([7], 0, [0])])  # ranks tell each other in the layers of a pass
-    return runner.barrier_idle_s
+    return dict(runner.barrier_idle_s)
+
+
+def _shares(runner: ModelRunner, before_s: dict[str, float], took_s: float) -> dict[str, float]:
+    now_s = _idle_s(runner)
+    attention, experts = ((now_s[barrier] - before_s[barrier]) / (RANKS * took_s) for barrier in BARRIERS)
+    return {"idle": attention, "experts": experts}
 
 
 def main() -> None:

@@ -6,6 +6,9 @@ answers' timings; bytes are those of all channels.
     python benchmarks/unequal_degrees.py --rounds 3 --json degrees.json 2:2 1:2 2:1
     python benchmarks/unequal_degrees.py 1x2:1x2 1:1x2@2   # two stages; and two stages on two nodes
 
+`--parts`: each rank has a part of its instance's stores, as on GPUs, so that a copy between unequal degrees cuts blocks
+by heads or layers; else all ranks of an instance share a store of whole blocks, as on CPUs.
+
 A role's degrees: TENSOR[xSTAGES[@NODES]]; on one machine its nodes are rank hosts beside each other. The first pair is
 the one of equal degrees. Target: at most 1.3 times its time, and the same bytes.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
 import re
 import statistics
@@ -27,6 +31,7 @@ from engine_cpu import VOCAB_SIZE, make_checkpoint
 from alignedserve.client import Client
 from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.control.samples import value
+from alignedserve.engine.parallel.processes import OWN_STORES_VARIABLE
 
 BYTES = "alignedserve_transfer_bytes_total"
 
@@ -62,8 +67,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12, help="in a round")
     parser.add_argument("--tokens", type=int, default=1500, help="of a prompt")
     parser.add_argument("--answer", type=int, default=8)
+    parser.add_argument("--parts", action="store_true", help="a store for each rank")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    os.environ[OWN_STORES_VARIABLE] = str(int(given.parts))
     draw = random.Random(1)
     found: dict[str, dict[str, list[float]]] = {
         pair: {"prefetch_s": [], "handover_s": [], "bytes": []} for pair in given.pairs

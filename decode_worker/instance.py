@@ -147,7 +147,7 @@ class DecodeInstance:
         self.handover = Handover(self.copier, reader, to_pool, writer, size, cached)
         endings = None if cached is None else Endings(self.cache, size, pool_store.store_id)
         runner = await asyncio.to_thread(make_runner, tensor)
-        meter = IterationMeter(configured_cost(config.scheduler), in_lanes=runner.depth > 1)
+        meter = IterationMeter(configured_cost(config.scheduler), runner.depth)
         scheduling = Scheduling.configured(config, self.cache, size, meter.cost)
         pull, overlap = self.handover.pull, OVERLAP[config.decode.overlap]
         self.engine = engine = decode_engine(runner, config, self.starting.of("CUDA graphs", "batch sizes"))

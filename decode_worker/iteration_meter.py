@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import chain
 
 from alignedserve.metrics import Histogram, Page
+from alignedserve.scheduler.cost.flight import FlightCost
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.instance.lanes import by_tokens
 from alignedserve.scheduler.instance.plan import IterationStatus
@@ -22,13 +22,15 @@ class IterationMeter:
     as far as the host can tell. It includes all work at the iteration boundary. It is 0 if the next iteration was
     launched before the tokens were known, and is not measured after a pause. The bubble is the predicted time of an
     iteration less that of the same bytes at equal prefix lengths (`scheduler.cost_model`), as in the simulator. It may
-    be negative (ADR 25). It is not measured without a cost model.
+    be negative (ADR 25). It is not measured without a cost model. In a pipeline it is that of a lane's flight through
+    all stages, and the iterations are rounds of all lanes.
     """
 
-    def __init__(self, cost: StepCost | None, *, in_lanes: bool = False) -> None:
-        """`in_lanes`: of a pipeline, where the cost model predicts a round of all lanes."""
+    def __init__(self, cost: StepCost | None, depth: int = 1) -> None:
+        """`depth`: the stages of the instance."""
         self.cost = cost
-        self._in_lanes = in_lanes
+        self._depth = depth
+        self._flights = None if cost is None or depth == 1 else FlightCost(cost)
         self._ended_s: float | None = None
         self._under_way = 0
         self.gaps = Histogram(GAP_BOUNDS_S)
@@ -58,24 +60,28 @@ class IterationMeter:
         """The bubble in seconds of an iteration with these prefix lengths; None without a cost model."""
         if self.cost is None:
             return None
-        predicted_s = self.cost.step_s((), lengths)
-        balanced_s = self.cost.balanced_step_s((), lengths)
-        bubble_s = predicted_s - balanced_s
-        if not self._in_lanes:
+        if self._flights is not None:
+            bubble_s = self._flights.flight_s(lengths) - self._flights.balanced_flight_s(lengths)
+        else:
+            predicted_s = self.cost.step_s((), lengths)
+            balanced_s = self.cost.balanced_step_s((), lengths)
+            bubble_s = predicted_s - balanced_s
             self.predicted_s += predicted_s
             self.balanced_s += balanced_s
         self.bubbles.observe(bubble_s)
         return bubble_s
 
     def note_lanes(self, lanes: Sequence[Sequence[int]]) -> None:
-        """A round of a pipeline's lanes, by prefix lengths: each stage idles while the slowest lane is in another."""
-        if self.cost is not None and self._in_lanes:
-            members = [*chain(*lanes)]
-            self.predicted_s += self.cost.step_s((), members)
-            self.balanced_s += self.cost.balanced_step_s((), members)
-        if self.cost is not None and len(lanes) > 1:
-            costs = [self.cost.step_s((), lengths) for lengths in lanes]
-            self.lanes_idle_s += max(costs) - sum(costs) / len(costs)
+        """A round of a pipeline's lanes, by prefix lengths. It takes as long as the slowest lane flies (as in
+        `simulator/pipeline.py`). Each stage works for its part of every flight, and idles while it has none."""
+        if (cost := self._flights) is None or not lanes:
+            return
+        flights_s = [cost.flight_s(lengths) for lengths in lanes]
+        balanced_s = sum(map(cost.balanced_flight_s, lanes)) / len(lanes)
+        round_s = max(flights_s)
+        self.predicted_s += round_s
+        self.balanced_s += min(round_s, balanced_s)
+        self.lanes_idle_s += round_s - sum(flights_s) / self._depth
 
     def cost_of(self, lengths: Sequence[int]) -> float:
         """What an iteration with these prefix lengths takes, in seconds or, without a cost model, in other units."""
@@ -90,7 +96,7 @@ class IterationMeter:
         if self.cost is not None:
             meaning = "with a cost model: predicted cost of unequal lengths, of each iteration"
             page.histogram("iteration_bubble_seconds", meaning, self.bubbles)
-            meaning = "with a cost model, in a pipeline: predicted time in which a stage idles since batches differ"
+            meaning = "with a cost model, in a pipeline: predicted time in which a stage has no lane to compute"
             page.counter("lanes_idle_predicted_seconds_total", meaning, self.lanes_idle_s)
             meaning = "with a cost model: predicted time of iterations"
             page.counter("iteration_predicted_seconds_total", meaning, self.predicted_s)

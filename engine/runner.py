@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -16,6 +17,7 @@ from alignedserve.engine.threads import PassThreads
 from alignedserve.errors import GeometryMismatchError, ResourceError, UnsupportedModelError
 from alignedserve.geometry import KvGeometry, StoreSlice
 from alignedserve.metrics import Page
+from alignedserve.ranks.now import BARRIERS
 from alignedserve.transfer.handles import slice_block_bytes
 
 __all__ = ["ForwardItem", "ModelRunner", "allocate_cache"]
@@ -119,13 +121,16 @@ class ModelRunner:
         return 0.0
 
     @property
-    def barrier_idle_s(self) -> float:
-        """Seconds in which ranks that share experts waited for the last one of a layer."""
-        return 0.0
+    def barrier_idle_s(self) -> Mapping[str, float]:
+        """Of ranks that share experts: seconds in which all together waited for the last one's attention, or results of
+        experts, in each layer but the last one computed. NaN where that is not known."""
+        return dict.fromkeys(BARRIERS, 0.0)
 
     def show_metrics(self, page: Page) -> None:
         meaning = "of ranks that share experts: seconds in which all together waited for the last one of each layer"
-        page.counter("rank_barrier_idle_seconds_total", meaning, self.barrier_idle_s)
+        for barrier, idle_s in self.barrier_idle_s.items():
+            if not math.isnan(idle_s):
+                page.counter("rank_barrier_idle_seconds_total", meaning, idle_s, waits_for=barrier)
 
     def begin(
         self, items: Sequence[ForwardItem], on_layer: Callable[[int], None] | None = None

@@ -30,7 +30,6 @@ from alignedserve.simulator.options import (
     settings_of,
     stages_of,
 )
-from alignedserve.simulator.pipeline import measured_stages
 from alignedserve.simulator.progress import Steps
 from alignedserve.simulator.replay import ComparedPolicy, Plan
 from alignedserve.simulator.report.outputs import ITERATIONS, REPORT, REQUESTS, SUMMARY, OutputFolder
@@ -175,7 +174,7 @@ def _unread_degrees(plan: Plan, options: argparse.Namespace) -> Iterator[str]:
             f"tensor_parallel of --config (prefill {prefill.tensor}, decode {decode.tensor}) is not read: a cost model "
             "has its degree in its times (--cost-model, --prefill-cost-model)"
         )
-    if (measured := measured_stages(plan.cost)) > 1 and measured != decode.stages:
+    if (measured := plan.cost.rounds_of) > 1 and measured != decode.stages:
         yield (
             f"pipeline_parallel of --config (decode {decode.stages}) is not read: decodes of --cost-model were "
             f"measured on {measured} stages"
@@ -264,7 +263,7 @@ def _plan(options: argparse.Namespace, machine: _Machine) -> Plan:
         decode=options.decode,
         rank_cost=machine.cost(options, ranks=options.ranks) if options.ranks > 1 else None,
         prefill_cost=_prefill_cost(options, machine, cost) if options.prefill_cost_model else None,
-        stages=stages_of(options, [one.name for one in candidates if one.colocated], measured_stages(cost)),
+        stages=stages_of(options, [one.name for one in candidates if one.colocated], cost.rounds_of),
     )
 
 

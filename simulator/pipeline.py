@@ -20,14 +20,6 @@ from alignedserve.simulator.hardware import Hardware
 HopTime = Callable[[int], float]
 
 
-def measured_stages(cost: MeasuredCost) -> int:
-    """Of how many stages the instance was whose decodes `alignedserve profile` measured: they are rounds of those."""
-    degrees: Any = cost.parts.source.get("degrees")
-    decode = degrees.get("decode") if isinstance(degrees, dict) else None
-    stages = decode.get("stages") if isinstance(decode, dict) else None
-    return stages if isinstance(stages, int) and stages > 1 else 1
-
-
 class PipelinedCost(StepCost):
     """`cost`, the one of all layers, for an instance of `stages` stages with their share of the layers each.
 

@@ -25,7 +25,7 @@ from alignedserve.scheduler.systems import (
 from alignedserve.simulator.colocated import simulate_colocated
 from alignedserve.simulator.disaggregated import as_run, simulate
 from alignedserve.simulator.hardware import Hardware
-from alignedserve.simulator.pipeline import PipelinedCost, measured_stages
+from alignedserve.simulator.pipeline import PipelinedCost
 from alignedserve.simulator.ranks.run import as_run as as_ranks_run
 from alignedserve.simulator.ranks.run import simulate_ranks
 from alignedserve.simulator.report.results import RunResult
@@ -269,7 +269,7 @@ class Plan:
                 seed=seed,
             )
         prefill_cost = PipelinedCost.of(self.prefill_cost or self.cost, self.stages[0], self.hardware)
-        undivided = 1 if measured_stages(self.cost) > 1 else self.stages[1]
+        undivided = 1 if self.cost.rounds_of > 1 else self.stages[1]
         decode_cost = PipelinedCost.of(self.cost, undivided, self.hardware)
         return simulate(
             workload,

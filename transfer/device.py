@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from alignedserve.transfer.topology import CUDA_IPC
 logger = logging.getLogger(__name__)
 _cuda: Any = torch.cuda  # most of it is untyped
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
+STAGED_BYTES = 16 << 20  # at once, on each of two GPUs
 _pinnings: list[Pinning] = []  # at most one: memory cannot be registered twice
 
 
@@ -126,9 +127,10 @@ class DeviceChannel(QueuedChannel):
     A copy begins after the work that the calling thread has submitted to its current streams of both devices by then:
     the source has been computed, and the destination has been read. It is complete when its event is.
 
-    Many blocks are copied in few calls: within one device by one kernel (`transfer.block_kernel`), else by the copy
-    engines (`transfer.batched`). The host's side is page-locked in the background (`transfer.pinning`); memory that is
-    not locked yet is copied through a small locked buffer (`transfer.bounce`).
+    Many blocks are copied in few calls: within one device by one kernel (`transfer.block_kernel`), parts of them
+    between two devices by `copy_staged`, else by the copy engines (`transfer.batched`). The host's side is page-locked
+    in the background (`transfer.pinning`); memory that is not locked yet is copied through a small locked buffer
+    (`transfer.bounce`).
     """
 
     def __init__(
@@ -245,6 +247,12 @@ class DeviceChannel(QueuedChannel):
         if (kernel := self._kernel(cuts)) is not None:
             kernel.copy_blocks(*self._tensors, ids, cuts)
             return
+        if len(set(self._devices)) == 2 and cuts[0].rows > 1:
+            try:
+                copy_staged(self._tensors, ids, cuts, lambda: _require_wanted(copy))
+            finally:
+                self._stream.wait_stream(self._landing)
+            return
         limits = [None if pinned is None else pinned.piece_blocks for pinned in self._pinned]
         pieces = pieces_of(ids, cuts, sizes, (limits[0], limits[1]))
         for side, pinned in enumerate(self._pinned):
@@ -277,6 +285,38 @@ class DeviceChannel(QueuedChannel):
         if part not in self._cuts:
             self._cuts[part] = paired_cuts(*self._stores, part)
         return self._cuts[part]
+
+
+def copy_staged(
+    blocks: tuple[torch.Tensor, torch.Tensor],
+    ids: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
+    cuts: tuple[Cut, Cut],
+    check: Callable[[], None],
+) -> None:
+    """Copy parts of blocks between two devices, each as (source, destination): gathered on the first, copied at once,
+    and put in their places on the second, on the current stream of each.
+
+    One by one they would be as many copies as blocks times layers: tens of thousands for one prompt of a large model.
+    `check` is called before each portion of `STAGED_BYTES`.
+    """
+    sizes = [size for cut in cuts for size in (cut.begin_bytes, cut.stride_bytes, cut.width_bytes)]
+    aligned = not any(size % 8 for size in (*sizes, *(each.shape[1] for each in blocks)))
+    source, destination = (_rows(each, cut, 8 if aligned else 1) for each, cut in zip(blocks, cuts, strict=True))
+    count = max(1, STAGED_BYTES // cuts[0].total_bytes)
+    for begin in range(0, ids[0].size, count):
+        check()
+        chosen, places = (torch.from_numpy(side[begin : begin + count]) for side in ids)
+        rows = source.index_select(0, chosen.to(source.device)).to(destination.device, non_blocking=True)
+        destination.index_copy_(0, places.to(destination.device), rows)
+
+
+def _rows(blocks: torch.Tensor, cut: Cut, unit: int) -> torch.Tensor:
+    """The part of all blocks, in place: `[blocks, rows, width]` in units of 8 bytes or of 1."""
+    whole = blocks.view(torch.int64) if unit == 8 else blocks
+    block, begin, stride, width = (
+        size // unit for size in (blocks.shape[1], cut.begin_bytes, cut.stride_bytes, cut.width_bytes)
+    )
+    return whole.as_strided((blocks.shape[0], cut.rows, width), (block, stride, 1), whole.storage_offset() + begin)
 
 
 @contextlib.contextmanager

@@ -84,12 +84,12 @@ def _between_ranks(
     measured: Callable[[str, str, str], tuple[str, str]],
     distance: Distance | None,
 ) -> Iterator[Row]:
-    """The links from the first rank's device to each other one of its instance."""
+    """The links between devices of ranks that share layers or experts, and of stages that follow each other."""
     devices = devices_in(role.device)
     apart = "" if distance is None else _apart([name.partition(":")[2] for name in devices], degrees.tensor, distance)
-    first, *others = devices
-    for other in others or [first]:
-        to, why = f"its ranks on {other}" if others else "its other ranks", f"it has {degrees}{apart}"
+    for rank, partner in _partners(degrees, len(devices)):
+        first, other = devices[rank], devices[partner]
+        to, why = f"its rank {partner} on {other}" if rank != partner else "its other ranks", f"it has {degrees}{apart}"
         channel, there, back = GLOO, "", ""
         if first == other:
             there, back = measured(channel, first, other)
@@ -98,8 +98,22 @@ def _between_ranks(
             there, back = measured(channel, first, other)
         else:
             channel, why = NCCL, f"{why}; the two cannot access each other's memory: NCCL takes another way"
-        row = {"source": f"{role.id} rank 0", "destination": to, "channel": channel}
+        row = {"source": f"{role.id} rank {rank}", "destination": to, "channel": channel}
         yield {**row, "GB/s": there, "GB/s back": back, "reason": why}
+
+
+def _partners(degrees: Degrees, devices: int) -> Iterator[tuple[int, int]]:
+    """The first rank of each stage with its others and with the first of the next stage, as far as there are devices;
+    (0, 0) if all share one."""
+    if devices == 1:
+        yield 0, 0
+        return
+    each = degrees.ranks // degrees.stages
+    for first in range(0, devices, each):
+        for other in range(first + 1, min(first + each, devices)):
+            yield first, other
+        if first + each < devices:
+            yield first, first + each
 
 
 def _apart(gpus: Sequence[str], tensor: int, distance: Distance) -> str:

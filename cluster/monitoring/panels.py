@@ -302,11 +302,15 @@ ALIGNMENT = (
     ),
     Panel(
         "Ranks wait",
-        "Of instances of several ranks, seconds in a second: each rank waits for others; all wait for the last one"
-        " of a layer; a pipeline's stage idles, as predicted.",
+        "Of instances of several ranks, seconds in a second: each rank waits for others; all wait for the last"
+        " attention or experts of a layer; a pipeline's stage idles, as predicted.",
         [
             per_second("alignedserve_rank_waited_seconds_total", "instance, rank", "{{instance}} rank {{rank}}"),
-            per_second("alignedserve_rank_barrier_idle_seconds_total", "instance", "{{instance}} all"),
+            per_second(
+                "alignedserve_rank_barrier_idle_seconds_total",
+                "instance, waits_for",
+                "{{instance}} all for {{waits_for}}",
+            ),
             per_second("alignedserve_lanes_idle_predicted_seconds_total", "instance", "{{instance}} stage"),
         ],
     ),

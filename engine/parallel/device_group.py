@@ -33,6 +33,7 @@ class DeviceGroup(RankGroup):
         """`nccl`: a store that lives as long as the group."""
         super().__init__(store, rank, size, silent_s)
         self._device, self.waited_s = device, math.nan
+        self.idle_s["experts"] = math.nan  # devices wait for results, and the host does not know for how long
         options = _dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=silent_s)
         try:

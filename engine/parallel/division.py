@@ -49,12 +49,12 @@ class Division:
 
     def tell(self, group: RankGroup) -> None:
         """For rank 0."""
-        group.tell(torch.tensor([own.stop for own in self.stages]))
+        group.tell(0, torch.tensor([own.stop for own in self.stages]))
 
     @classmethod
-    def told(cls, group: RankGroup, stages: int) -> Division:
+    def told(cls, group: RankGroup) -> Division:
         """For the other ranks. Waits for rank 0."""
-        ends = group.told(torch.zeros(stages, dtype=torch.int64)).tolist()
+        ends = group.told()[1].view(torch.int64).tolist()
         return cls(tuple(range(*pair) for pair in zip([0, *ends], ends, strict=False)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -91,6 +91,5 @@ class ExpertRunner(DrivenRunner):
             self._all.send(logits.contiguous() if len(logits) else logits.new_zeros((1, logits.shape[1])), 0)
 
     @property
-    def barrier_idle_s(self) -> float:
-        """Seconds in which all ranks together waited for the last one of a layer, as of the last pass but its end."""
-        return self._all.all_idle_s
+    def barrier_idle_s(self) -> Mapping[str, float]:
+        return self._all.idle_s

@@ -94,7 +94,7 @@ class Exchange:
         found = taken
         if len(taken):
             found = self._compute(taken, asked[:, :1].to(torch.int64), asked[:, 1:].to(self._weights)).to(states.dtype)
-        return group.exchanged(found, here, sent)
+        return group.returned(found, here, sent)
 
 
 def exchanges_of(model: nn.Module) -> Iterator[Exchange]:

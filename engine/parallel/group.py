@@ -17,6 +17,7 @@ import torch.distributed as dist
 from alignedserve.engine.parallel.rendezvous import FileValues
 from alignedserve.errors import RankLostError, TransferError
 from alignedserve.ranks.degrees import RankPlace
+from alignedserve.ranks.now import BARRIERS
 from alignedserve.transfer.paired.addresses import GroupStore, Values
 from alignedserve.transfer.paired.identity import PROOF_BYTES, SECRET_BYTES, check_proof, close_door, proof
 
@@ -28,6 +29,8 @@ UNSENT_BYTES = 64 << 20
 LOOPBACK = "127.0.0.1"
 PIPE_SILENT_S = 3600.0  # a stage may compute several large passes before it is heard of
 _TAGS = 1 << 20
+_HEAD_BYTES = 16
+_FRAME_BYTES = 32 << 10  # of what is told in one message: 50 requests of 1,000 tokens
 
 
 class RankGroup:
@@ -48,8 +51,8 @@ class RankGroup:
         """
         self.rank, self.size = rank, size
         self.waited_s = 0.0  # for others
-        self.all_idle_s = 0.0  # in which all ranks waited for the last one in `counted`, as of the one before
-        self._counted_s = 0.0  # of this rank in the last `counted`
+        self.idle_s = dict.fromkeys(BARRIERS, 0.0)  # in which all ranks waited for the last one, as of the layer before
+        self._barrier_s = dict.fromkeys(BARRIERS, 0.0)  # of this rank in the last layer
         self._backlog = backlog
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self._unsent_bytes = 0  # of these
@@ -108,15 +111,29 @@ class RankGroup:
                 tensor.copy_(host)
         return tensor
 
-    def tell(self, tensor: torch.Tensor) -> None:
-        """Begin to send a tensor, which must not change, to all others. They may be busy: a broadcast would wait."""
+    def tell(self, kind: int, values: torch.Tensor) -> None:
+        """Begin to send a number and values, which must not change, to all others, in one message if these fit in it.
+
+        They may be busy: a broadcast would wait.
+        """
+        told = values.contiguous().view(-1).view(torch.uint8)
+        head = torch.tensor([kind, len(told)]).view(torch.uint8)
+        frame = torch.cat((head, told[:_FRAME_BYTES], head.new_zeros(max(0, _FRAME_BYTES - len(told)))))
         for rank in range(self.size):
             if rank != self.rank:
-                self.send(tensor, rank)
+                self.send(frame, rank)
+                if len(told) > _FRAME_BYTES:
+                    self.send(told[_FRAME_BYTES:], rank)
 
-    def told(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Fill a tensor with the next that rank 0 tells."""
-        return self.receiving(tensor, 0)()
+    def told(self) -> tuple[int, torch.Tensor]:
+        """The next number and values, as bytes, that rank 0 tells."""
+        frame = self.receiving(torch.empty(_HEAD_BYTES + _FRAME_BYTES, dtype=torch.uint8), 0)()
+        kind, size = frame[:_HEAD_BYTES].view(torch.int64).tolist()
+        values = frame[_HEAD_BYTES:][:size]
+        if size > _FRAME_BYTES:
+            rest = self.receiving(torch.empty(size - _FRAME_BYTES, dtype=torch.uint8), 0)()
+            values = torch.cat((values, rest))
+        return kind, values
 
     def meet(self) -> None:
         """Wait for all ranks."""
@@ -139,14 +156,21 @@ class RankGroup:
         The last one is here for as long as the exchange itself takes, which is not idle.
         """
         begun_s = time.perf_counter()
-        own = torch.cat((sizes, torch.tensor([round(self._counted_s * 1e6)])))
+        own = torch.cat((sizes, torch.tensor([round(1e6 * before_s) for before_s in self._barrier_s.values()])))
         parts = [torch.empty_like(own) for _ in range(self.size)]
         self._wait(lambda: self._group.allgather([parts], [own]))
-        self._counted_s = time.perf_counter() - begun_s
+        self._barrier_s["attention"] = time.perf_counter() - begun_s
         table = torch.stack(parts)
-        before = table[:, -1]
-        self.all_idle_s += float((before - before.min()).sum()) / 1e6
-        return table[:, :-1]
+        for barrier, before in zip(BARRIERS, table[:, self.size :].unbind(1), strict=True):
+            self.idle_s[barrier] += float((before - before.min()).sum()) / 1e6
+        return table[:, : self.size]
+
+    def returned(self, results: torch.Tensor, sizes: Sequence[int], expected: Sequence[int]) -> torch.Tensor:
+        """`exchanged` for what experts computed. Each rank waits for the last one that has results for it."""
+        begun_s = time.perf_counter()
+        found = self.exchanged(results, sizes, expected)
+        self._barrier_s["experts"] = time.perf_counter() - begun_s
+        return found
 
     def exchanged(self, rows: torch.Tensor, sizes: Sequence[int], expected: Sequence[int]) -> torch.Tensor:
         """Give each rank `sizes` of the rows, which are in their order. Returns what they gave this one, in theirs.
@@ -241,7 +265,7 @@ class Groups:
         within_s = connect_s or silent_s
         rank, degrees = place.rank, place.degrees
         shared = of_all or values
-        told = 2 * degrees.ranks * (degrees.stages + 1)  # two messages to each rank for each pass under way
+        told = 2 * degrees.ranks * (degrees.stages + 1)  # two messages at most to each rank for each pass under way
         of_waits = GroupStore(shared, "waits", within_s)
         waits = RankGroup(of_waits, rank, degrees.ranks, idle_s, max(BACKLOG, told), host)
         of_stage = GroupStore(values, f"sums{rank // degrees.tensor}", within_s)

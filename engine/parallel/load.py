@@ -54,7 +54,7 @@ def load_part(
 def _agreed(groups: Groups, timed: TimedPass | None, part: ShardedModel) -> Division:
     """What rank 0 decides."""
     if part.place.rank:
-        return Division.told(groups.waits, part.place.degrees.stages)
+        return Division.told(groups.waits)
     division = by_weights(part) if timed is None else _by_times(part, timed)
     division.tell(groups.waits)
     log.info("stages of %s: %s", part.info.name, division.description)

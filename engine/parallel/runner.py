@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What rank 0 tells the others: two numbers, and a message of as many values as the second says. The first is one of
-# these, or the size of a captured pass, whose inputs follow.
+# What rank 0 tells the others: one of these with values, or the size of a captured pass, with its inputs.
 _END, _ITEMS, _CAPTURE = 0, -1, -2
 
 
@@ -72,10 +71,9 @@ class DrivenRunner(ModelRunner):
     @torch.inference_mode()
     def follow(self, note: Callable[[float], None] = lambda waited_s: None) -> None:
         """Compute what rank 0 computes until it ends. For the other ranks. `note` is called after each pass."""
-        head, waits = torch.zeros(2, dtype=torch.int64), self._groups.waits
         graphs: GraphFollower | None = None
-        while (kind := int(waits.told(head)[0])) != _END:
-            message = waits.told(torch.zeros(int(head[1]), dtype=torch.int32 if kind > 0 else torch.int64))
+        while (told := self._groups.waits.told())[0] != _END:
+            kind, message = told[0], told[1].view(torch.int32 if told[0] > 0 else torch.int64)
             if kind == _ITEMS:
                 self.follow_pass(from_words(message.numpy()))
             elif kind == _CAPTURE:
@@ -85,7 +83,7 @@ class DrivenRunner(ModelRunner):
             else:
                 self.follow_replay(kind, message, graphs)
             note(self.waited_s)
-        waits.meet()
+        self._groups.waits.meet()
 
     def _captured(self, sizes: list[int]) -> GraphFollower | None:
         """Passes captured with rank 0; None if they cannot be, in any rank."""
@@ -121,7 +119,7 @@ class DrivenRunner(ModelRunner):
 
     def end(self) -> None:
         """Let the other ranks end. For rank 0."""
-        self._tell_all(_END, torch.empty(0))
+        self._groups.waits.tell(_END, torch.empty(0))
         self._groups.waits.meet()
 
     def device_fault(self) -> Exception | None:
@@ -137,12 +135,7 @@ class DrivenRunner(ModelRunner):
             raise
 
     def _tell(self, items: Sequence[ForwardItem]) -> None:
-        self._tell_all(_ITEMS, torch.from_numpy(to_words(items)))
-
-    def _tell_all(self, kind: int, message: torch.Tensor) -> None:
-        self._groups.waits.tell(torch.tensor([kind, len(message)]))
-        if kind != _END:
-            self._groups.waits.tell(message)
+        self._groups.waits.tell(_ITEMS, torch.from_numpy(to_words(items)))
 
     def _require_all(self) -> None:
         """Raises the error of a pass after which the group is of no use, or of a copy that may still write to it."""
@@ -278,7 +271,7 @@ class RankRunner(DrivenRunner):
 
     def tell_capture(self, sizes: Sequence[int]) -> None:
         with self._noting_a_loss():
-            self._tell_all(_CAPTURE, torch.tensor(sizes))
+            self._groups.waits.tell(_CAPTURE, torch.tensor(sizes))
 
     @contextlib.contextmanager
     def captured_everywhere(self) -> Iterator[None]:
@@ -299,7 +292,7 @@ class RankRunner(DrivenRunner):
     def replaying(self, size: int, sent: torch.Tensor) -> Iterator[None]:
         self._require_all()
         with self._noting_a_loss():
-            self._tell_all(size, sent.clone())
+            self._groups.waits.tell(size, sent.clone())
             yield
 
     def _answered(self, rows: int) -> Callable[[], torch.Tensor]:

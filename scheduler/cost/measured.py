@@ -36,6 +36,13 @@ class MeasuredCost(StepCost):
         self._layers = float(parts.shape.layers)
         self._fixed: dict[int, float] = {}  # decodes -> µs without attention
 
+    @property
+    def rounds_of(self) -> int:
+        degrees: Any = self.parts.source.get("degrees")
+        decode = degrees.get("decode") if isinstance(degrees, dict) else None
+        stages = decode.get("stages") if isinstance(decode, dict) else None
+        return stages if isinstance(stages, int) and stages > 1 else 1
+
     def step_s(self, chunks: Sequence[ChunkShape], lengths: Sequence[int]) -> float:
         if not lengths:
             return self._prefill_s(chunks) if chunks else 0.0

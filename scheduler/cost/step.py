@@ -38,6 +38,11 @@ class StepCost(ABC):
         batch (which matters for `no_split` only). 0 if both are empty.
         """
 
+    @property
+    def rounds_of(self) -> int:
+        """The stages of the instance whose decodes were measured: a decode pass is a round of as many lanes."""
+        return 1
+
     def stages_s(self, chunks: Sequence[ChunkShape]) -> Sequence[float]:
         """Seconds of a pass of prompt chunks in each stage of the instance's pipeline, one after the other."""
         return (self.step_s(chunks, ()),)

@@ -19,6 +19,7 @@ from alignedserve.control.samples import value
 from alignedserve.testing.reference import random_prompts
 from support.chaos import HEADER, Chaos, Round, table
 from support.chaos_asks import Ask, mixed
+from support.pace import slowness
 
 STREAMS = 32
 ROLES = ("decode", "prefill", "kv_pool", "scheduler", "gateway", "supervisor", "node_agent")
@@ -27,7 +28,7 @@ SHORT_ROLES = ("decode", "scheduler", "gateway")
 VOCABULARY = 2000
 LONGEST_GAP_S = {"spare": 2.0, "alone": 8.0, "verified": 8.0, "ranks": 8.0}
 RANDOM_STRIKES = 20
-STOPPED_REPLACED_S = 10.0
+REPLACED_S = 10.0
 
 pytestmark = pytest.mark.cluster
 
@@ -112,7 +113,9 @@ def test_every_role_is_struck_and_then_any(shape: str) -> None:
     require_exact(rounds)
     killed = [one for one in rounds if one.strike is not None and one.strike.how == "SIGKILL"]
     stopped = [one for one in rounds if one.strike is not None and one.strike.how == "SIGSTOP"]
-    late = [one for one in killed if one.longest_gap_s > LONGEST_GAP_S[shape]]
-    late += [one for one in stopped if one.longest_gap_s > STOPPED_REPLACED_S]
-    late += [one for one in stopped if one.strike is not None and one.strike.restored_s > STOPPED_REPLACED_S]
+    struck = [*killed, *stopped]
+    slower = slowness()
+    late = [one for one in killed if one.longest_gap_s > LONGEST_GAP_S[shape] * slower]
+    late += [one for one in stopped if one.longest_gap_s > REPLACED_S * slower]
+    late += [one for one in struck if one.strike is not None and one.strike.restored_s > REPLACED_S * slower]
     assert not late, late

@@ -82,15 +82,20 @@ def of_one() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"),
+    ("prefill", "decode", "own"),
     [
-        (Degrees(2), Degrees(1, 2)),
-        pytest.param(Degrees(1, 2), Degrees(2), marks=pytest.mark.slow),
-        pytest.param(Degrees(1, 3), Degrees(2, 2), marks=pytest.mark.slow),
+        (Degrees(2), Degrees(1, 2), "1"),
+        pytest.param(Degrees(1, 2), Degrees(2), "0", marks=pytest.mark.slow),
+        pytest.param(Degrees(1, 3), Degrees(2, 2), "1", marks=pytest.mark.slow),
+        pytest.param(Degrees(4), Degrees(4), "1", marks=pytest.mark.slow),
     ],
-    ids=["tp2-pp2", "pp2-tp2", "pp3-tp2pp2"],
+    ids=["tp2-pp2", "pp2-tp2", "pp3-tp2pp2", "tp4-tp4"],
 )
-async def test_answers_are_those_of_one_rank(of_one: list[dict[str, Any]], prefill: Degrees, decode: Degrees) -> None:
+async def test_answers_are_those_of_one_rank(
+    of_one: list[dict[str, Any]], prefill: Degrees, decode: Degrees, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over one store for all ranks of an instance, or a part of it for each, as on GPUs."""
+    monkeypatch.setenv(OWN_STORES_VARIABLE, own)
     found, metrics = await answers(prefill, decode)
     check(found, metrics, of_one)
     assert all(isinstance(json.loads(found[at]["text"]), list) for at in (4, 4 + len(WAYS)))
@@ -115,8 +120,10 @@ def of_one_model(model: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 async def test_answers_of_every_architecture_are_those_of_one_rank(
-    model: Path, of_one_model: list[dict[str, Any]]
+    model: Path, of_one_model: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each second one with a part of the store for each rank."""
+    monkeypatch.setenv(OWN_STORES_VARIABLE, str(KINDS.index(model.name) % 2))
     check(*await answers(Degrees(2), Degrees(2, 2), model), of_one_model)
 
 

@@ -67,6 +67,7 @@ def repr_of(degrees: object) -> str | None:
     return f"{degrees.tensor}x{degrees.stages}x{degrees.experts}" if isinstance(degrees, Degrees) else None
 
 
+BACK_WITHIN_S = 10.0
 ONE, TWO, FOUR = Degrees(), Degrees(2), Degrees(4)
 STAGES, BOTH = Degrees(1, 2), Degrees(2, 2)
 PAIRS = [(ONE, TWO), (TWO, ONE), (STAGES, STAGES)]
@@ -199,7 +200,7 @@ async def test_the_death_of_a_rank_is_that_of_its_instance_and_costs_no_token(
 async def test_the_death_of_any_of_several_ranks_is_that_of_its_instance(
     folder: Path, degrees: Degrees, role_id: str, victim: int
 ) -> None:
-    await check_death(folder, degrees, degrees, role_id, signal.SIGKILL, victim, within_s=10.0)
+    await check_death(folder, degrees, degrees, role_id, signal.SIGKILL, victim)
 
 
 @pytest.mark.slow
@@ -213,9 +214,9 @@ async def test_the_death_of_a_rank_that_has_experts_costs_no_token(
 
 
 async def check_death(
-    folder: Path, prefill: Degrees, decode: Degrees, role_id: str, number: int, victim: int = 0, within_s: float = 20.0
+    folder: Path, prefill: Degrees, decode: Degrees, role_id: str, number: int, victim: int = 0
 ) -> None:
-    """`victim`: which of the other ranks. `within_s`: in which the instance is back."""
+    """`victim`: which of the other ranks."""
     prompts, reference = random_prompts(LENGTHS, VOCAB_SIZE, seed=23), load_reference(folder)
     async with LocalCluster(config(folder, prefill, decode)) as cluster:
         await cluster.wait_ready()
@@ -228,7 +229,7 @@ async def check_death(
                     await asyncio.sleep(0.01)
             os.kill(others[victim], number)
             restarted = asyncio.create_task(
-                cluster.wait_restarted(role_id, incarnation, timeout_s=within_s * slowness())
+                cluster.wait_restarted(role_id, incarnation, timeout_s=BACK_WITHIN_S * slowness())
             )
             answers += [driver.submit(prompt, GREEDY)[0] for prompt in prompts]  # so that both roles have work
             await driver.wait(answers, 120)
@@ -259,7 +260,7 @@ async def test_a_rank_that_is_lost_while_it_loads_or_is_idle_is_replaced_within_
         incarnation = cluster.peer("decode-0").process.incarnation
         (idle,) = ranks_of(cluster.pids["decode-0"])
         os.kill(idle, number)
-        await cluster.wait_restarted("decode-0", incarnation, timeout_s=10 * slowness())
+        await cluster.wait_restarted("decode-0", incarnation, timeout_s=BACK_WITHIN_S * slowness())
         async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
             for prompt, answer in zip(prompts, await driver.generate(prompts, GREEDY), strict=True):
                 assert answer.tokens == greedy(reference, prompt, NEW_TOKENS, answer.tokens)

@@ -50,6 +50,12 @@ GROUPS = (
     Group("handover", 50.0, "a 2k-token request joins a running batch: time beyond its copy"),
     Group("policies", 95.0, "aligned over fcfs, with the split kernel and with no_split, by profile's cost model"),
     Group("prefixes", 120.0, "attention over shared blocks, and first tokens with a prefix cache", extra=True),
+    Group(
+        "rank_times",
+        240.0,
+        "iterations, prompts and copies of several ranks, over those of one or equal ones",
+        extra=True,
+    ),
     Group("sweep", 240.0, "tuning settings of the decode kernel, the best of each shape", extra=True),
 )
 

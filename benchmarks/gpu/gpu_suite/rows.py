@@ -163,6 +163,20 @@ ROWS = (
         ("<=", 0.2),
     ),
     Row(
+        "rank-times",
+        "rank_times",
+        "iterations and prompts of a medium Llama in bf16 by tensor parallel ranks and by stages, on a GPU each or on "
+        "shared ones, over those of one rank",
+        "reported",
+    ),
+    Row(
+        "rank-copies",
+        "rank_times",
+        "copies of KV between instances of unequal degrees over those of the same blocks from 2 ranks to 2",
+        "≤ 1.3",
+        ("<=", 1.3),
+    ),
+    Row(
         "bandwidth",
         "bandwidth",
         "bandwidth that one thread block reaches alone, and 2, 4 … all SMs together (the constant of `no_split`)",

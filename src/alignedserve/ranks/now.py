@@ -13,6 +13,8 @@ from pathlib import Path
 from alignedserve.memory import describe_bytes
 from alignedserve.metrics import Page
 
+BARRIERS = ("attention", "experts")
+"""Of whose last one in each layer ranks that share experts wait."""
 WINDOW_S = 2.0  # over which the share of waiting is told, at least
 _SECONDS = struct.Struct("d")
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")

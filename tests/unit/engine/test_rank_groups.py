@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -57,6 +58,46 @@ def test_large_messages_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
         sending.result(10.0)
     assert all(map(torch.equal, received, messages))
     assert sum(message.nbytes for _, message in sender._sending) <= 8_000
+
+
+def test_what_rank_0_tells_is_one_message_unless_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "_FRAME_BYTES", 64)
+    first, *others = groups_of([Rendezvous(lambda key, value: None)] * 3)
+    sent: list[int] = []
+    send = first.send
+    monkeypatch.setattr(first, "send", lambda tensor, to: (sent.append(to), send(tensor, to)))
+    for size in (0, 1, 8, 9, 40):
+        sent.clear()
+        first.tell(-size, torch.arange(size))
+        assert sent == ([1, 2] if size <= 8 else [1, 1, 2, 2])
+        for other in others:
+            kind, values = other.told()
+            assert (kind, values.view(torch.int64).tolist()) == (-size, list(range(size)))
+
+
+@pytest.mark.parametrize("late", ["attention", "experts"])
+def test_ranks_know_how_long_they_waited_for_the_last_one_of_each_layer(late: str) -> None:
+    """Two layers, the first with a late rank: what they waited is told with the counts of the second."""
+    groups = groups_of([Rendezvous(lambda key, value: None)] * 3)
+
+    def layers(group: RankGroup) -> list[list[int]]:
+        tables = []
+        for layer in range(2):
+            pause_s = 0.4 if group.rank == 1 and not layer else 0.0
+            time.sleep(pause_s if late == "attention" else 0.0)
+            sizes = torch.full((3,), group.rank + 1)
+            tables.append(group.counted(sizes).tolist())
+            time.sleep(pause_s if late == "experts" else 0.0)
+            found = group.returned(torch.full((3, 1), float(group.rank)), [1, 1, 1], [1, 1, 1])
+            assert found.flatten().tolist() == [0.0, 1.0, 2.0]
+        return tables
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(layers, groups)) == [[[[1] * 3, [2] * 3, [3] * 3]] * 2] * 3
+    other = "experts" if late == "attention" else "attention"
+    for group in groups:
+        assert group.idle_s[late] > 0.7  # two ranks wait for 0.4 s
+        assert group.idle_s[other] < 0.5 * group.idle_s[late]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

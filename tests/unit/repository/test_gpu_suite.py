@@ -18,7 +18,18 @@ sys.path.insert(0, str(ROOT / "benchmarks/gpu"))
 
 from gpu_suite import __main__ as suite  # noqa: E402
 from gpu_suite import report  # noqa: E402
-from gpu_suite.cases import bandwidth, iteration, kernels, pool, prefill, ranks, throughput, tokens, transfers  # noqa: E402
+from gpu_suite.cases import (  # noqa: E402
+    bandwidth,
+    iteration,
+    kernels,
+    pool,
+    prefill,
+    rank_times,
+    ranks,
+    throughput,
+    tokens,
+    transfers,
+)
 from gpu_suite.groups import GROUPS, MOST_S, Group, planned_s  # noqa: E402
 from gpu_suite.models import random_model, read_weight_bytes  # noqa: E402
 from gpu_suite.offline import Job, Offline, decode_engine  # noqa: E402
@@ -291,6 +302,18 @@ def test_tokens_of_ranks_are_compared_with_transformers(tmp_path: Path) -> None:
         ranks._compare(of, "llama" if degrees.experts == 1 else "mixtral", degrees, degrees, ["cpu"], total)
         tokens.report(of, ranks.ROW, name, total, torch.float32)
         assert figures(of)[f"{name}, answers equal (fp32)"]["met"] is True
+
+
+@pytest.mark.slow
+def test_ranks_are_timed_against_one_and_copies_of_unequal_degrees_against_equal_ones(tmp_path: Path) -> None:
+    of = context(tmp_path)
+    rank_times.run(of)
+    found = figures(of)
+    for name, degrees in rank_times.WAYS.items():
+        if degrees.tensor <= 2:  # the toy has two heads
+            assert found[f"{name}, an iteration over one rank's"]["value"] > 0
+            assert found[f"{name}, a prompt over one rank's"]["value"] > 0
+    assert found["2 ranks to 2 stages, over 2 ranks to 2"]["value"] > 0
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from alignedserve.transfer.bounce import BOUNCE_BYTES, SLOTS, Bounce
 from alignedserve.transfer.completion import Completion
 from alignedserve.transfer.device import DeviceBlockStore, DeviceChannel
 from alignedserve.transfer.pieces import Pieces, pieces_of
-from alignedserve.transfer.runs import Cut, paired_cuts
+from alignedserve.transfer.runs import Cut, common_part, paired_cuts
 
 GEOMETRY = KvGeometry("random", "bfloat16", layers=4, kv_heads=6, head_dim=8, block_size=16)
 LAYER_BYTES = GEOMETRY.block_bytes // 4
@@ -82,6 +83,28 @@ def test_the_kernel_moves_what_was_asked_for_and_nothing_else(
         expected.view(-1)[target : target + size] = source.blocks.view(-1)[begin : begin + size]
     block_kernel.copy_blocks(source.blocks, destination.blocks, ids, cuts, programs=3)
     assert torch.equal(destination.blocks, expected)
+
+
+@pytest.mark.parametrize("head_dim", [8, 3], ids=["words", "bytes"])
+def test_parts_of_blocks_go_between_devices_in_few_copies(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As between two GPUs: rows of 8 bytes, or of bytes where these do not divide them."""
+    geometry = replace(GEOMETRY, head_dim=head_dim, block_size=1)
+
+    def store(name: str, capacity: int, part: StoreSlice) -> DeviceBlockStore:
+        tensor = torch.randint(0, 99, (capacity, *part.shape, 2, 1, head_dim), dtype=torch.int16)
+        return DeviceBlockStore(name, geometry, tensor.view(torch.bfloat16), part=part)
+
+    source, destination = store("a", 9, StoreSlice(0, 4, 0, 4)), store("b", 8, StoreSlice(1, 3, 2, 5))
+    part = common_part(source, destination)
+    ids, cuts = (np.array([8, 0, 3, 4, 6]), np.array([1, 7, 2, 6, 0])), paired_cuts(source, destination, part)
+    expected = destination.blocks.clone()
+    for begin, target, size in pieces_of(ids, cuts, (source.block_bytes, destination.block_bytes)).triples():
+        expected.view(-1)[target : target + size] = source.blocks.view(-1)[begin : begin + size]
+    monkeypatch.setattr(device_module, "STAGED_BYTES", 2 * cuts[0].total_bytes)
+    portions: list[int] = []
+    device_module.copy_staged((source.blocks, destination.blocks), ids, cuts, lambda: portions.append(1))
+    assert torch.equal(destination.blocks, expected)
+    assert len(portions) == 3
 
 
 def test_the_kernel_refuses_what_does_not_lie_in_whole_units() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from alignedserve.config import Config
@@ -11,6 +15,8 @@ from alignedserve.decode_worker.iteration_meter import IterationMeter
 from alignedserve.metrics import Page
 from alignedserve.request import Stopwatch
 from alignedserve.scheduler.cost.load import load_step_cost
+from alignedserve.scheduler.cost.measured import MeasuredCost
+from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 from alignedserve.scheduler.systems import resolve
 from alignedserve.simulator.disaggregated import simulate
 from alignedserve.simulator.hardware import Hardware
@@ -68,17 +74,57 @@ def test_the_bubble_is_what_unequal_lengths_cost_more_than_equal_ones() -> None:
     assert balanced_s > 0.0
 
 
-def test_in_a_pipeline_a_round_of_all_lanes_is_predicted_as_it_was_profiled() -> None:
-    cost = load_step_cost("rtxpro6000-llama-3.1-8b")
-    meter = IterationMeter(cost, in_lanes=True)
-    lanes = [[700] * 8, [900] * 8]
-    for lengths in lanes:
-        meter.bubble_s(lengths)
+class Rounds(StepCost):
+    """10 ms, and 1 µs a token of KV: of a pass through all layers, or of a round of lanes on so many stages."""
+
+    rounds_of = 1
+
+    def __init__(self, stages: int) -> None:
+        self.rounds_of = stages  # type: ignore[misc]
+
+    def step_s(self, chunks: Sequence[ChunkShape], lengths: Sequence[int]) -> float:
+        return 0.01 + 1e-6 * sum(lengths) / self.rounds_of
+
+    def balanced_step_s(self, chunks: Sequence[ChunkShape], lengths: Sequence[int]) -> float:
+        return self.step_s(chunks, lengths) - 1e-3 / self.rounds_of
+
+    def run_s(self, lengths: Sequence[int], steps: int) -> list[float]:
+        return [self.step_s((), lengths)] * steps
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(
+    ("lanes", "round_s", "balanced_s", "idle_s"),
+    [
+        ([[4000], [2000, 2000]], 0.014, 0.013, 0.0),
+        ([[9000, 1000], [1000, 1000]], 0.020, 0.015, 0.004),  # flights of 20 and 12 ms: each stage works for 16
+        ([[4000]], 0.014, 0.013, 0.007),  # one request on two stages
+    ],
+)
+def test_in_a_pipeline_stages_idle_while_the_slowest_lane_flies(
+    stages: int, lanes: list[list[int]], round_s: float, balanced_s: float, idle_s: float
+) -> None:
+    """Whether the cost model was measured on one stage or on the instance's two."""
+    meter = IterationMeter(Rounds(stages), 2)
+    assert [meter.bubble_s(lengths) for lengths in lanes] == pytest.approx([1e-3] * len(lanes))
     meter.note_lanes(lanes)
     found = samples(meter)
-    members = [700] * 8 + [900] * 8
-    assert found["alignedserve_iteration_predicted_seconds_total", ""] == cost.step_s((), members)
-    assert found["alignedserve_iteration_balanced_seconds_total", ""] == cost.balanced_step_s((), members)
+    assert found["alignedserve_iteration_predicted_seconds_total", ""] == pytest.approx(round_s)
+    assert found["alignedserve_iteration_balanced_seconds_total", ""] == pytest.approx(balanced_s)
+    assert found["alignedserve_lanes_idle_predicted_seconds_total", ""] == pytest.approx(idle_s)
+
+
+def test_a_round_of_equal_lanes_takes_what_was_profiled_on_as_many_stages() -> None:
+    shipped = load_step_cost("rtxpro6000-llama-3.1-8b")
+    source = {**shipped.parts.source, "degrees": {"decode": {"tensor": 1, "stages": 2, "experts": 1}}}
+    cost = MeasuredCost(replace(shipped.parts, source=source))
+    meter = IterationMeter(cost, 2)
+    meter.note_lanes([[800] * 8] * 2)
+    found = samples(meter)["alignedserve_iteration_predicted_seconds_total", ""]
+    assert found == pytest.approx(cost.step_s((), [800] * 16), rel=0.1)
 
 
 def test_the_bubble_is_the_simulators_where_it_is_below_0_too() -> None:

@@ -35,6 +35,7 @@ from gpu_suite.reference import Agreement, agreement, greedy
 ROW = "tokens-ranks"
 WAYS = {
     "two ranks of each layer": Degrees(2),
+    "four ranks of each layer": Degrees(4),
     "two stages": Degrees(1, 2),
     "two stages of two ranks": Degrees(2, 2),
     "two ranks that share experts": Degrees(experts=2),
@@ -52,8 +53,7 @@ class Instance:
 
 
 def run(context: Context) -> None:
-    count = min(4, torch.cuda.device_count())
-    devices = [f"cuda:{number}" for number in range(count)] if context.on_gpu else ["cpu"]
+    devices = devices_of(context)
     context.record.note("devices of ranks", devices=devices)
     kinds = SMALL_KINDS if context.small else KINDS
     for name, degrees in WAYS.items():
@@ -74,6 +74,12 @@ def run(context: Context) -> None:
         report(context, ROW, "prompts of an instance of another degree", total, torch.float32)
 
 
+def devices_of(context: Context) -> list[str]:
+    """Of at most four ranks."""
+    count = min(4, torch.cuda.device_count())
+    return [f"cuda:{number}" for number in range(count)] if context.on_gpu else ["cpu"]
+
+
 def _compare(
     context: Context, kind: str, prefill: Degrees, decode: Degrees, devices: list[str], total: Agreement
 ) -> None:
@@ -86,12 +92,12 @@ def _compare(
     blocks = decode.experts * (sum(-(-(length + new_tokens) // BLOCK_SIZE) for length in lengths) + 1)
     jobs = [Job(prompt, new_tokens) for prompt in prompts]
     with ExitStack() as stack:
-        own = stack.enter_context(_instance(info, decode, devices[: decode.ranks], blocks, len(prompts)))
+        own = stack.enter_context(instance(info, decode, devices[: decode.ranks], blocks, len(prompts)))
         offline = _offline(context, own, decode)
         if prefill == decode:
             offline.run(jobs)
         else:
-            other = stack.enter_context(_instance(info, prefill, devices[: prefill.ranks], blocks, len(prompts)))
+            other = stack.enter_context(instance(info, prefill, devices[: prefill.ranks], blocks, len(prompts)))
             _hand_over(context, other, prefill, own, offline, jobs)
         engine = type(own.engine).__name__
     reference: Any = load_reference(info.path, torch.float32).to(devices[0])  # type: ignore[arg-type]
@@ -117,7 +123,7 @@ def _hand_over(
     pool = HostBlockStore.private("pool", own.store.geometry, own.store.capacity_blocks)
     with ExitStack() as stack:
         there, back, directly = (
-            stack.enter_context(_closing(source, destination))
+            stack.enter_context(closing(source, destination))
             for source, destination in ((other.store, pool), (pool, own.store), (other.store, own.store))
         )
 
@@ -125,10 +131,10 @@ def _hand_over(
             number = next(at for at, one in enumerate(jobs) if one is job)
             source = before[number].blocks
             if number % 2:
-                _copied(directly.copy(source, job.blocks[: len(source)]))
+                copied(directly.copy(source, job.blocks[: len(source)]))
             else:
-                _copied(there.copy(source, job.blocks[: len(source)]))
-                _copied(back.copy(job.blocks[: len(source)], job.blocks[: len(source)]))
+                copied(there.copy(source, job.blocks[: len(source)]))
+                copied(back.copy(job.blocks[: len(source)], job.blocks[: len(source)]))
 
         for job, done in zip(jobs, before, strict=True):
             job.tokens += done.tokens
@@ -136,13 +142,13 @@ def _hand_over(
         offline.run(jobs, fetch)
 
 
-def _copied(copy: Any) -> None:
+def copied(copy: Any) -> None:
     if not copy.wait(30.0):
         raise TimeoutError("a copy between instances did not end within 30 s")
 
 
 @contextmanager
-def _closing(source: BlockStore, destination: BlockStore) -> Iterator[Any]:
+def closing(source: BlockStore, destination: BlockStore) -> Iterator[Any]:
     channel = connect(source, destination)
     try:
         yield channel
@@ -151,7 +157,7 @@ def _closing(source: BlockStore, destination: BlockStore) -> Iterator[Any]:
 
 
 @contextmanager
-def _instance(info: ModelInfo, degrees: Degrees, devices: list[str], blocks: int, requests: int) -> Iterator[Instance]:
+def instance(info: ModelInfo, degrees: Degrees, devices: list[str], blocks: int, requests: int) -> Iterator[Instance]:
     ranks = RankProcesses(
         info, degrees, trust_remote_code=False, threads=1, backend="auto", own_stores=True, devices=devices
     )

@@ -88,6 +88,13 @@ def test_a_configuration_for_several_nodes_shows_the_links_of_one_pair(monkeypat
     assert sum("rank 0" in row["source"] for row in rows) == 6
     assert not problems
     assert examine_channels(from_tree({"cluster": {**tree, "tensor_parallel": 8}})) == ([], [], [])
+    stages = {"cluster": {**tree, "tensor_parallel": 2}, "decode": {"pipeline_parallel": 2}}
+    links = [(row["source"], row["destination"]) for row in examine_channels(from_tree(stages))[1]]
+    assert [(of, to) for of, to in links if of.startswith("decode-0 rank")] == [
+        ("decode-0 rank 0", "its rank 1 on cuda:3"),
+        ("decode-0 rank 0", "its rank 2 on cuda:4"),
+        ("decode-0 rank 2", "its rank 3 on cuda:5"),
+    ]
 
 
 @pytest.mark.parametrize("channel", ["nccl", "nixl"])
