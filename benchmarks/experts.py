@@ -3,9 +3,10 @@
 `--rows` requests of mixed prefix lengths (a share of `--short` has 64 tokens, the others up to `--context`) come and
 go: after each iteration a request ends with probability `--ends`, and another one takes its place. Tokens are drawn, so
 that the experts have like numbers of rows. All placements see the same requests, by turns. `idle`: the share of the
-ranks' time in which they wait for the last one's attention in each layer, which placements even out; `experts`: for
-results of the other's experts, which the router decides. `spread`: by how much the greatest load in tokens of KV
-exceeds the mean, as a share of it. `same`: each rank has the same requests, for what the machine itself leaves idle.
+ranks' time in which they wait for the last one's attention in each layer, which placements even out. `experts`: the
+share in which they wait for results of each other's experts, which the router decides. `spread`: by how much the
+greatest load in tokens of KV exceeds the mean, as a share of it. `same`: each rank has the same requests, for what the
+machine itself leaves idle.
 
 The ranks share one store, or, with `--own`, have a cache each, as on GPUs: then the cluster's scheduler fills them from
 one buffer and moves requests. No KV is copied, since its content does not matter here.

@@ -123,7 +123,7 @@ class ModelRunner:
     @property
     def barrier_idle_s(self) -> Mapping[str, float]:
         """Of ranks that share experts: seconds in which all together waited for the last one's attention, or results of
-        experts, in each layer but the last one computed. NaN where that is not known."""
+        experts, as of the layer before the last one computed. NaN where not known."""
         return dict.fromkeys(BARRIERS, 0.0)
 
     def show_metrics(self, page: Page) -> None:

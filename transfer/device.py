@@ -296,11 +296,12 @@ def copy_staged(
     """Copy parts of blocks between two devices, each as (source, destination): gathered on the first, copied at once,
     and put in their places on the second, on the current stream of each.
 
-    One by one they would be as many copies as blocks times layers: tens of thousands for one prompt of a large model.
+    One by one they would be as many copies as blocks times layers: 10,000 for 2,000 tokens of a model with 80 layers.
     `check` is called before each portion of `STAGED_BYTES`.
     """
     sizes = [size for cut in cuts for size in (cut.begin_bytes, cut.stride_bytes, cut.width_bytes)]
-    aligned = not any(size % 8 for size in (*sizes, *(each.shape[1] for each in blocks)))
+    sizes += [size for each in blocks for size in (each.shape[1], each.storage_offset())]
+    aligned = not any(size % 8 for size in sizes)
     source, destination = (_rows(each, cut, 8 if aligned else 1) for each, cut in zip(blocks, cuts, strict=True))
     count = max(1, STAGED_BYTES // cuts[0].total_bytes)
     for begin in range(0, ids[0].size, count):

@@ -8,20 +8,17 @@ from alignedserve.scheduler.cost.step import StepCost
 
 
 class FlightCost:
-    """`cost` predicts a pass through all layers. Where it was measured on stages, that is a round of as many lanes:
-    a flight of one of them has all that does not depend on its requests, and its part of the rest in every stage."""
+    """`cost` predicts a pass through all layers, or, if it was measured on stages, a round of as many lanes. A round of
+    a lane's copies takes as long as one of them flies. With `no_split` and stages that is too long: its makespan is of
+    all requests in one kernel."""
 
     def __init__(self, cost: StepCost) -> None:
-        self._cost, self._rounds = cost, cost.rounds_of
-        self._fixed_s = max(0.0, 2 * cost.step_s((), (1,)) - cost.step_s((), (1, 1)))
+        self._cost = cost
 
     def flight_s(self, lengths: Sequence[int]) -> float:
         """Seconds of a lane with these prefix lengths in all stages together."""
-        return self._flown(self._cost.step_s((), lengths))
+        return self._cost.step_s((), [*lengths] * self._cost.rounds_of)
 
     def balanced_flight_s(self, lengths: Sequence[int]) -> float:
         """The same if its requests read the same bytes at equal lengths."""
-        return self._flown(self._cost.balanced_step_s((), lengths))
-
-    def _flown(self, step_s: float) -> float:
-        return self._fixed_s + self._rounds * (step_s - self._fixed_s)
+        return self._cost.balanced_step_s((), [*lengths] * self._cost.rounds_of)

@@ -35,10 +35,10 @@ from gpu_suite.reference import Agreement, agreement, greedy
 ROW = "tokens-ranks"
 WAYS = {
     "two ranks of each layer": Degrees(2),
-    "four ranks of each layer": Degrees(4),
     "two stages": Degrees(1, 2),
     "two stages of two ranks": Degrees(2, 2),
     "two ranks that share experts": Degrees(experts=2),
+    "four ranks of each layer": Degrees(4),
 }
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
 HANDED_OVER = ((Degrees(2), Degrees(1, 2)), (Degrees(1, 2), Degrees(2)))
