@@ -19,7 +19,6 @@ from alignedserve.control.samples import value
 from alignedserve.testing.reference import random_prompts
 from support.chaos import HEADER, Chaos, Round, table
 from support.chaos_asks import Ask, mixed
-from support.pace import slowness
 
 STREAMS = 32
 ROLES = ("decode", "prefill", "kv_pool", "scheduler", "gateway", "supervisor", "node_agent")
@@ -114,8 +113,7 @@ def test_every_role_is_struck_and_then_any(shape: str) -> None:
     killed = [one for one in rounds if one.strike is not None and one.strike.how == "SIGKILL"]
     stopped = [one for one in rounds if one.strike is not None and one.strike.how == "SIGSTOP"]
     struck = [*killed, *stopped]
-    slower = slowness()
-    late = [one for one in killed if one.longest_gap_s > LONGEST_GAP_S[shape] * slower]
-    late += [one for one in stopped if one.longest_gap_s > REPLACED_S * slower]
-    late += [one for one in struck if one.strike is not None and one.strike.restored_s > REPLACED_S * slower]
+    late = [one for one in killed if one.longest_gap_s > LONGEST_GAP_S[shape]]
+    late += [one for one in stopped if one.longest_gap_s > REPLACED_S]
+    late += [one for one in struck if one.strike is not None and one.strike.restored_s > REPLACED_S]
     assert not late, late

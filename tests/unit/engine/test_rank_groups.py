@@ -96,7 +96,7 @@ def test_ranks_know_how_long_they_waited_for_the_last_one_of_each_layer(late: st
         assert list(pool.map(layers, groups)) == [[[[1] * 3, [2] * 3, [3] * 3]] * 2] * 3
     other = "experts" if late == "attention" else "attention"
     for group in groups:
-        assert group.idle_s[late] > 0.5  # two ranks wait for 0.4 s, or less if they are late themselves
+        assert group.idle_s[late] > 0.5  # two ranks wait for 0.4 s each, less as far as they are late themselves
         assert group.idle_s[other] < 0.5 * group.idle_s[late]
 
 
